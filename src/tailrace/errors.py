@@ -1,0 +1,117 @@
+"""Every error that Tailrace raises on purpose.
+
+Each message says what was found, what was expected and what to do about it, and names the file, field or task.
+
+    TailraceError
+    ├── SettingsError               a setting is unknown, contradictory or impossible        (exit code 2)
+    ├── DataError                   a data set, a task row or a run folder is unusable       (exit code 2)
+    ├── ModelError                  a model or tokenizer cannot be used                      (exit code 2)
+    ├── RolloutError                one rollout is lost, with a reason that is counted
+    │   ├── RolloutTimeout          it outlived its time limit
+    │   ├── EnvironmentFailed       the agent, environment or reward raised
+    │   ├── InvalidReward           the reward is not a finite number
+    │   └── BudgetExceeded          it has no token or turn left and asked for more
+    ├── GenerationError
+    │   ├── RequestRefused          one request is impossible (too long, bad sampling); others go on
+    │   └── EngineFailed            the engine is gone; every outstanding and later call fails with this
+    ├── TransportError
+    │   ├── CorruptData             bytes that are not what their header promises
+    │   └── PeerGone                the process on the other side ended or stopped answering
+    ├── TrainingError
+    │   ├── Diverged                loss or gradients are not finite
+    │   └── CheckpointError         a checkpoint cannot be written or read
+    ├── AccountingError             the ledger does not balance: a bug of Tailrace, never of the user
+    └── LifecycleError              a process of the run failed or left early
+"""
+
+from __future__ import annotations
+
+
+class TailraceError(Exception):
+    """Base of every error that Tailrace raises on purpose."""
+
+
+class SettingsError(TailraceError):
+    """A setting is unknown, contradictory or impossible. Ends the command with exit code 2."""
+
+
+class DataError(TailraceError):
+    """A data set, a task row or a run folder is unusable. Ends the command with exit code 2."""
+
+
+class ModelError(TailraceError):
+    """A model or tokenizer cannot be found, loaded or used. Ends the command with exit code 2."""
+
+
+class RolloutError(TailraceError):
+    """One rollout is lost. Costs that rollout, and is counted under `reason`."""
+
+    reason = "rollout_error"
+
+
+class RolloutTimeout(RolloutError):
+    """A rollout outlived its time limit."""
+
+    reason = "timeout"
+
+
+class EnvironmentFailed(RolloutError):
+    """The agent, environment or reward of a rollout raised; the original error is the cause."""
+
+    reason = "environment_failed"
+
+
+class InvalidReward(RolloutError):
+    """A reward is not a finite number."""
+
+    reason = "invalid_reward"
+
+
+class BudgetExceeded(RolloutError):
+    """A rollout has no turn or token left and asked for more."""
+
+    reason = "budget_exceeded"
+
+
+class GenerationError(TailraceError):
+    """Generation failed."""
+
+
+class RequestRefused(GenerationError):
+    """One request is impossible (prompt too long, unknown token, bad sampling settings); others are unaffected."""
+
+
+class EngineFailed(GenerationError):
+    """The engine is gone. Every outstanding and every later call fails with this; the original error is the cause."""
+
+
+class TransportError(TailraceError):
+    """Data or a message did not make it to another process."""
+
+
+class CorruptData(TransportError):
+    """Bytes are not what their header promises."""
+
+
+class PeerGone(TransportError):
+    """The process on the other side ended or stopped answering."""
+
+
+class TrainingError(TailraceError):
+    """Training cannot go on."""
+
+
+class Diverged(TrainingError):
+    """Loss or gradients are not finite."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be written or read."""
+
+
+class AccountingError(TailraceError):
+    """The ledger does not balance: a bug of Tailrace, never of the user."""
+
+
+class LifecycleError(TailraceError):
+    """A process of the run failed or left before it was told to."""

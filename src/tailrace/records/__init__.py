@@ -1,0 +1,76 @@
+"""What flows through a run: tasks, completions, branches, rollouts, groups, samples, batches, events.
+
+Plain values and arrays. Per-token data is always a NumPy array, written once. Nothing here does I/O, knows torch,
+or imports another room of the house (but for `errors`).
+"""
+
+from tailrace.records.arrays import Array, BoolArray, Float32Array, Int32Array, as_token_ids
+from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
+from tailrace.records.branch import CONTEXT_VERSION, Branch, CompletionSpan
+from tailrace.records.completion import Completion, FinishReason, GenerationRequest, PayloadRef
+from tailrace.records.conversation import Json, Message, Reply, ToolCall, ToolCallFunction, ToolSpec
+from tailrace.records.events import (
+    CheckpointWritten,
+    Event,
+    ModelStateDictPublished,
+    ModelStateDictRef,
+    RunStatus,
+    StepSkipped,
+    StepTrained,
+    StopRequested,
+    TrainerEnded,
+    TrainerStarted,
+)
+from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId
+from tailrace.records.protocols import Generate
+from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
+from tailrace.records.sampling import SamplingParams
+from tailrace.records.task import Task
+
+__all__ = [
+    "CONTEXT_VERSION",
+    "Array",
+    "Batch",
+    "BatchRow",
+    "BatchSummary",
+    "BoolArray",
+    "Branch",
+    "CheckpointWritten",
+    "Completion",
+    "CompletionSpan",
+    "Event",
+    "FinishReason",
+    "Float32Array",
+    "Generate",
+    "GenerationRequest",
+    "Group",
+    "GroupId",
+    "Int32Array",
+    "Json",
+    "Message",
+    "ModelStateDictPublished",
+    "ModelStateDictRef",
+    "Outcome",
+    "PayloadRef",
+    "Reply",
+    "RequestId",
+    "Reward",
+    "Rollout",
+    "RolloutId",
+    "RunStatus",
+    "SamplingParams",
+    "SessionId",
+    "StepSkipped",
+    "StepTrained",
+    "StopRequested",
+    "Task",
+    "TaskId",
+    "TerminalState",
+    "ToolCall",
+    "ToolCallFunction",
+    "ToolSpec",
+    "TrainerEnded",
+    "TrainerStarted",
+    "TrainingSample",
+    "as_token_ids",
+]

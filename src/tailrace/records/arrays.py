@@ -1,0 +1,27 @@
+"""Array types, and the one growable column that per-token data lives in."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array: TypeAlias = NDArray[np.int32]
+Float32Array: TypeAlias = NDArray[np.float32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+Array: TypeAlias = NDArray[np.int32] | NDArray[np.float32] | NDArray[np.bool_]
+
+
+def as_token_ids(token_ids: object) -> Int32Array:
+    """Token ids as one contiguous int32 array, whatever sequence they came in.
+
+    >>> as_token_ids([1, 2, 3])
+    array([1, 2, 3], dtype=int32)
+    """
+    return np.ascontiguousarray(token_ids, dtype=np.int32)
+
+
+def readonly(array: NDArray[np.generic]) -> None:
+    """Forbid writes through this array (a view handed to a reader)."""
+    array.flags.writeable = False

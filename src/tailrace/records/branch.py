@@ -1,0 +1,125 @@
+"""One token sequence of a rollout, as the trainer will see it.
+
+A branch grows with its rollout and stores each token once, in columns: memory is linear in tokens. When the rollout
+ends, its training sample is a view of these columns; there is nothing left to assemble.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, readonly
+from tailrace.records.completion import Completion
+
+CONTEXT_VERSION = -1
+"""Policy version of a token that no policy sampled."""
+
+_INITIAL_CAPACITY = 256
+
+ArrayT = TypeVar("ArrayT", bound=np.ndarray[Any, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionSpan:
+    """Where one completion lies in its branch: tokens `start` to `end` (exclusive)."""
+
+    start: int
+    end: int
+
+
+class Branch:
+    """Append-only columns: context and completions in order.
+
+    >>> branch = Branch()
+    >>> branch.extend_context([5, 6, 7])
+    >>> branch.num_tokens, branch.loss_mask.any()
+    (3, np.False_)
+    """
+
+    __slots__ = ("_logprobs", "_loss_mask", "_num_tokens", "_policy_versions", "_spans", "_token_ids")
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._spans: list[CompletionSpan] = []
+        self._allocate(_INITIAL_CAPACITY)
+
+    def extend_context(self, token_ids: Int32Array | list[int]) -> None:
+        """Append what no policy sampled (prompt, user turn, tool output). Its loss mask is False."""
+        added = as_token_ids(token_ids)
+        where = self._grow(len(added))
+        self._token_ids[where] = added
+        self._logprobs[where] = 0.0
+        self._policy_versions[where] = CONTEXT_VERSION
+        self._loss_mask[where] = False
+
+    def extend_completion(self, completion: Completion) -> None:
+        """Append what one turn sampled. Its loss mask is True."""
+        where = self._grow(completion.num_tokens)
+        self._token_ids[where] = completion.token_ids
+        self._logprobs[where] = completion.logprobs
+        self._policy_versions[where] = completion.policy_versions
+        self._loss_mask[where] = True
+        self._spans.append(CompletionSpan(where.start, where.stop))
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, context included."""
+        return self._num_tokens
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens that a policy sampled."""
+        return sum(span.end - span.start for span in self._spans)
+
+    @property
+    def completion_spans(self) -> tuple[CompletionSpan, ...]:
+        """Where each completion lies, in order."""
+        return tuple(self._spans)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """[num_tokens], read-only view."""
+        return self._view(self._token_ids)
+
+    @property
+    def logprobs(self) -> Float32Array:
+        """[num_tokens], 0 where `loss_mask` is False; read-only view."""
+        return self._view(self._logprobs)
+
+    @property
+    def policy_versions(self) -> Int32Array:
+        """[num_tokens], `CONTEXT_VERSION` where `loss_mask` is False; read-only view."""
+        return self._view(self._policy_versions)
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        """[num_tokens], True where a policy sampled the token; read-only view."""
+        return self._view(self._loss_mask)
+
+    def _view(self, column: ArrayT) -> ArrayT:
+        view = column[: self._num_tokens]
+        readonly(view)
+        return view
+
+    def _grow(self, count: int) -> slice:
+        start, end = self._num_tokens, self._num_tokens + count
+        if end > len(self._token_ids):
+            self._reallocate(max(end, 2 * len(self._token_ids)))
+        self._num_tokens = end
+        return slice(start, end)
+
+    def _allocate(self, capacity: int) -> None:
+        self._token_ids: Int32Array = np.empty(capacity, np.int32)
+        self._logprobs: Float32Array = np.empty(capacity, np.float32)
+        self._policy_versions: Int32Array = np.empty(capacity, np.int32)
+        self._loss_mask: BoolArray = np.empty(capacity, np.bool_)
+
+    def _reallocate(self, capacity: int) -> None:
+        old = (self._token_ids, self._logprobs, self._policy_versions, self._loss_mask)
+        self._allocate(capacity)
+        new = (self._token_ids, self._logprobs, self._policy_versions, self._loss_mask)
+        for before, after in zip(old, new, strict=True):
+            after[: self._num_tokens] = before[: self._num_tokens]

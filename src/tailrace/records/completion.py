@@ -1,0 +1,85 @@
+"""What one turn sampled, and the request for it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from tailrace.records.arrays import Float32Array, Int32Array
+from tailrace.records.ids import GroupId, RequestId, SessionId
+from tailrace.records.sampling import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """A stop token was sampled (it is the last token)."""
+    LENGTH = "length"
+    """`max_tokens` or the model's context was reached."""
+    ABORTED = "aborted"
+    """Somebody asked the engine to abort it."""
+    ERROR = "error"
+    """The engine failed on this request alone."""
+
+
+class PayloadRef(msgspec.Struct, frozen=True):
+    """Where a big array lies, instead of the array."""
+
+    uri: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What one turn sampled. Every array is [num_tokens]."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    """Of the distribution that each token was really sampled from, in nats."""
+    policy_versions: Int32Array
+    """The version installed when the forward pass that sampled the token was launched."""
+    finish_reason: FinishReason
+    routed_experts: PayloadRef | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, ...; JSON-friendly."""
+
+    def __post_init__(self) -> None:
+        if not (self.token_ids.shape == self.logprobs.shape == self.policy_versions.shape):
+            raise ValueError(
+                "a completion's arrays must be of one length, not "
+                f"{self.token_ids.shape}, {self.logprobs.shape}, {self.policy_versions.shape}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled."""
+        return len(self.token_ids)
+
+    @classmethod
+    def empty(cls, finish_reason: FinishReason) -> Completion:
+        """A completion of no token: what an aborted request leaves when it never ran."""
+        return cls(
+            token_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            policy_versions=np.empty(0, np.int32),
+            finish_reason=finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One call of `generate`, as an engine sees it."""
+
+    request_id: RequestId
+    session_id: SessionId
+    """Requests of one session share a growing prefix, whose cache an engine may keep."""
+    group_id: GroupId
+    prompt_token_ids: Int32Array  # [num_prompt_tokens]
+    sampling: SamplingParams
+    prefix: Completion | None = None
+    """Already sampled by an earlier, interrupted request; counts against `sampling.max_tokens`, never sampled again."""

@@ -1,0 +1,64 @@
+"""Messages as users write them (the field's chat format), and what a policy answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
+
+from tailrace.records.completion import Completion, FinishReason
+
+Json: TypeAlias = Any
+"""A value that JSON can hold."""
+
+
+class ToolCallFunction(TypedDict):
+    """Which function a tool call names, and with what arguments."""
+
+    name: str
+    arguments: dict[str, Json] | str
+
+
+class ToolCall(TypedDict, total=False):
+    """One tool call of an assistant's message."""
+
+    id: str
+    type: Literal["function"]
+    function: Required[ToolCallFunction]
+
+
+class Message(TypedDict):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+class ToolSpec(TypedDict):
+    """A function the policy may call; `parameters` is a JSON Schema."""
+
+    name: str
+    description: str
+    parameters: dict[str, Json]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What the policy answered in one turn."""
+
+    message: Message
+    """The assistant's message: append it to the conversation as it is."""
+    finish_reason: FinishReason
+    completion: Completion
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Well-formed tool calls only, parsed by the model family's renderer."""
+    malformed_tool_calls: int = 0
+    """Tool calls that could not be parsed; their text stays in `content`."""
+
+    @property
+    def content(self) -> str:
+        """The message's text."""
+        return self.message["content"]

@@ -1,0 +1,98 @@
+"""What the processes of a run tell each other. Every event carries the run's epoch: a stale one cannot end a new run.
+
+TrainerStarted → (ModelStateDictPublished → StepTrained | StepSkipped)* → TrainerEnded
+StopRequested may come from any role at any time; only the trainer answers it, with TrainerEnded.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+
+class RunStatus(enum.StrEnum):
+    """How training ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class ModelStateDictRef(msgspec.Struct, frozen=True):
+    """Where a published model state dict lies."""
+
+    version: int
+    uri: str
+    num_bytes: int
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    epoch: str
+    """Unique to this start of the run."""
+
+
+class TrainerStarted(_Event, frozen=True, kw_only=True):
+    """The trainer holds a model of `version` and waits for the batch of step `step + 1`."""
+
+    step: int
+    version: int
+    scheduler_state: bytes = b""
+    """Of the checkpoint it resumed from; empty on a fresh start."""
+
+
+class ModelStateDictPublished(_Event, frozen=True, kw_only=True):
+    """New weights can be opened."""
+
+    ref: ModelStateDictRef
+
+
+class StepTrained(_Event, frozen=True, kw_only=True):
+    """The batch of `step` became policy `version`."""
+
+    step: int
+    version: int
+    metrics: dict[str, float]
+
+
+class StepSkipped(_Event, frozen=True, kw_only=True):
+    """The batch of `step` changed no weight (non-finite, nothing trainable): its rollouts are filtered."""
+
+    step: int
+    version: int
+    reason: str
+
+
+class CheckpointWritten(_Event, frozen=True, kw_only=True):
+    """A checkpoint that contains `step` is durable."""
+
+    step: int
+    path: str
+
+
+class StopRequested(_Event, frozen=True, kw_only=True):
+    """Some role asks the trainer to end, and with which status."""
+
+    role: str
+    status: RunStatus
+    reason: str
+
+
+class TrainerEnded(_Event, frozen=True, kw_only=True):
+    """The terminal record: training is over. Written once, by the trainer (or by the supervisor in its place)."""
+
+    status: RunStatus
+    step: int
+    reason: str
+
+
+Event: TypeAlias = (
+    TrainerStarted
+    | ModelStateDictPublished
+    | StepTrained
+    | StepSkipped
+    | CheckpointWritten
+    | StopRequested
+    | TrainerEnded
+)

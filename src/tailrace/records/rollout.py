@@ -1,0 +1,116 @@
+"""One attempt of the policy at a task, and the rollouts of one task that are scored together."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tailrace.records.arrays import Float32Array
+from tailrace.records.branch import Branch
+from tailrace.records.conversation import Json, Message
+from tailrace.records.ids import GroupId, RolloutId
+from tailrace.records.sampling import SamplingParams
+from tailrace.records.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A rollout's score. Agents may return a plain float instead."""
+
+    value: float
+    components: dict[str, float] = field(default_factory=dict)
+    """What the value was made of, by name; become metrics."""
+    columns: dict[str, Json] = field(default_factory=dict)
+    """Anything JSON-friendly to save beside the rollout (an environment's state)."""
+
+
+class TerminalState(enum.StrEnum):
+    """How a rollout ends. Every admitted rollout ends in exactly one of these."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A rollout's terminal state, with the step that trained it or the reason it was not."""
+
+    state: TerminalState
+    reason: str = ""
+    step: int = -1
+
+    @classmethod
+    def trained(cls, step: int) -> Outcome:
+        """Its tokens were in the batch of `step`."""
+        return cls(TerminalState.TRAINED, step=step)
+
+    @classmethod
+    def filtered(cls, reason: str) -> Outcome:
+        """It finished, and nothing in it was worth training on."""
+        return cls(TerminalState.FILTERED, reason)
+
+    @classmethod
+    def failed(cls, reason: str) -> Outcome:
+        """It could not finish."""
+        return cls(TerminalState.FAILED, reason)
+
+    @classmethod
+    def cancelled(cls, reason: str) -> Outcome:
+        """Somebody stopped it."""
+        return cls(TerminalState.CANCELLED, reason)
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One attempt of the policy at a task. Grows while its agent runs, final when the agent returned."""
+
+    rollout_id: RolloutId
+    group_id: GroupId
+    task: Task
+    sampling: SamplingParams
+    branches: list[Branch] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    """The conversation, for people; never tokenized again."""
+    reward: Reward | None = None
+    turns: int = 0
+    truncated: bool = False
+    """Some turn ended for length."""
+    started_s: float = 0.0
+    """Event-loop time at admission."""
+    ended_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sums over the rollout: `drifted_turns`, `realigned_turns`, `rewritten_turns`, `generate_s`, `score_s`, ..."""
+    attempt: int = 0
+    """How often this place in its group was tried before."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of all branches."""
+        return sum(branch.num_tokens for branch in self.branches)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Sampled tokens of all branches."""
+        return sum(branch.num_completion_tokens for branch in self.branches)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The rollouts of one task that came back, scored together, in submission order."""
+
+    group_id: GroupId
+    task: Task
+    rollouts: list[Rollout]
+    advantages: list[float | Float32Array] | None = None
+    """One per rollout once computed: a number, or one per token of its only branch."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward values in order. Raises `ValueError` while a rollout is unscored."""
+        values = [rollout.reward.value for rollout in self.rollouts if rollout.reward is not None]
+        if len(values) != len(self.rollouts):
+            raise ValueError(f"group {self.group_id} has rollouts without a reward")
+        return values

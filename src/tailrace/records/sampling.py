@@ -1,0 +1,40 @@
+"""How tokens are sampled."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.errors import SettingsError
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one request's sampling; they travel with the tokens, because the loss needs the same distribution."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy (its log-probabilities are those of temperature 1)."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities reach it; 1 keeps all."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    max_tokens: int = 256
+    """Tokens of this completion at most."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A sampled token among these ends the completion, and is its last token."""
+    seed: int | None = None
+    """Seed of this request's own random stream; None draws from the engine's."""
+
+    @property
+    def is_full_distribution(self) -> bool:
+        """Whether every token keeps a probability: what a training rollout needs."""
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0
+
+    def require_valid(self) -> None:
+        """Raise `SettingsError` for a value outside its range, naming the field."""
+        if not self.temperature >= 0:
+            raise SettingsError(f"sampling.temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise SettingsError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k < 0:
+            raise SettingsError(f"sampling.top_k is {self.top_k}; it must be 0 (off) or above")
+        if self.max_tokens < 1:
+            raise SettingsError(f"sampling.max_tokens is {self.max_tokens}; it must be 1 or above")
