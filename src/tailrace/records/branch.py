@@ -7,9 +7,10 @@ ends, its training sample is a view of these columns; there is nothing left to a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, readonly
 from tailrace.records.completion import Completion
@@ -19,7 +20,7 @@ CONTEXT_VERSION = -1
 
 _INITIAL_CAPACITY = 256
 
-ArrayT = TypeVar("ArrayT", bound=np.ndarray[Any, Any])
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Branch:
         """[num_tokens], True where a policy sampled the token; read-only view."""
         return self._view(self._loss_mask)
 
-    def _view(self, column: ArrayT) -> ArrayT:
+    def _view(self, column: NDArray[ScalarT]) -> NDArray[ScalarT]:
         view = column[: self._num_tokens]
         readonly(view)
         return view
