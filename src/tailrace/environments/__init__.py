@@ -1,1 +1,49 @@
-"""Being written."""
+"""What the policy is trained on: tasks, and the code that plays and scores them.
+
+In: `EnvironmentSettings` (a name, its arguments, a data set). Out: an `EnvironmentSpec` (task rows, an agent or a
+reset/step environment, a reward). An agent sees the policy only as `Policy.chat`. Nothing here tokenizes, schedules,
+starts a process or knows torch; what an environment needs beyond the core is imported when that environment is loaded.
+
+Your own, in ten lines: `docs/environments.md`.
+"""
+
+from tailrace.environments.datasets import load_rows
+from tailrace.environments.protocol import (
+    Agent,
+    Environment,
+    EnvironmentFactory,
+    EnvironmentSpec,
+    Observation,
+    Policy,
+    RewardFunction,
+    ScoreGroup,
+    TaskRows,
+)
+from tailrace.environments.registry import environment_names, load_environment
+from tailrace.environments.settings import EnvironmentSettings
+from tailrace.environments.single_turn import single_turn_agent
+from tailrace.records import Json, Message, Reply, Reward, Task, ToolCall, ToolSpec
+
+__all__ = [
+    "Agent",
+    "Environment",
+    "EnvironmentFactory",
+    "EnvironmentSettings",
+    "EnvironmentSpec",
+    "Json",
+    "Message",
+    "Observation",
+    "Policy",
+    "Reply",
+    "Reward",
+    "RewardFunction",
+    "ScoreGroup",
+    "Task",
+    "TaskRows",
+    "ToolCall",
+    "ToolSpec",
+    "environment_names",
+    "load_environment",
+    "load_rows",
+    "single_turn_agent",
+]

@@ -1,0 +1,70 @@
+"""Checks `environment.args` against the signature they are meant for, before anything is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from tailrace.errors import SettingsError
+from tailrace.records import Json
+
+
+def check_arguments(
+    target: Callable[..., Any], arguments: Mapping[str, Json], *, owner: str, positional: int = 0
+) -> dict[str, Any]:
+    """The arguments, converted to the annotated types of `target`; its first `positional` parameters are not for users.
+
+    Raises:
+        SettingsError: An argument is unknown (names the nearest), missing or of a wrong type.
+
+    >>> def factory(names: int, suffix: str = "!") -> None: ...
+    >>> check_arguments(factory, {"names": "3"}, owner="demo")
+    {'names': 3}
+    """
+    parameters = list(inspect.signature(target).parameters.values())[positional:]
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in arguments:
+            if name not in known:
+                raise unknown_argument(name, known, owner=owner)
+    for parameter in parameters:
+        needed = parameter.default is parameter.empty and parameter.name in known
+        if needed and parameter.name not in arguments:
+            raise SettingsError(f"environment.args.{parameter.name} is missing: {owner} needs it")
+    hints = _type_hints(target)
+    return {
+        name: convert_argument(name, value, hints[name], owner=owner) if name in known and name in hints else value
+        for name, value in arguments.items()
+    }
+
+
+def unknown_argument(name: str, known: list[str], *, owner: str) -> SettingsError:
+    """The error for an argument that nobody takes, naming the nearest one that exists."""
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return SettingsError(f"environment.args.{name}: {owner} takes no such argument; {hint}It takes: {_listed(known)}")
+
+
+def convert_argument(name: str, value: Json, annotation: Any, *, owner: str) -> Any:
+    """The value as the annotated type. Raises `SettingsError` naming the argument and what was expected."""
+    try:
+        return TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise SettingsError(f"environment.args.{name} of {owner} is {value!r}: {problem}") from error
+
+
+def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return get_type_hints(function)
+    except (NameError, TypeError):  # annotations that only a type checker can resolve: take the values as they are
+        return {}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,183 @@
+"""The seams of an environment.
+
+An environment is told in one of two ways, and everything else of `EnvironmentSpec` is the same for both:
+
+    agent         async def agent(task, policy) -> float        the rollout, written as an ordinary coroutine
+    environment   reset(task) -> Observation                    the rollout, turned inside out: the loop asks the policy
+                  step(reply) -> Observation                    and calls `step` until an observation is `done`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from tailrace.errors import DataError, SettingsError
+from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
+
+
+class Policy(Protocol):
+    """All that an agent knows of the model. Belongs to one rollout."""
+
+    async def chat(
+        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        """Sample the next message of a conversation: one turn, recorded as the rollout's tokens.
+
+        Pass the whole conversation each time, earlier replies included as `reply.message`. Histories that only grow
+        stay one branch; a rewritten history starts another. `max_tokens` may lower the run's limit, never raise it.
+
+        Raises:
+            BudgetExceeded: No turn or token is left. Let it pass: it ends the rollout.
+            RequestRefused: The conversation does not fit the model's context.
+        """
+        ...
+
+
+Agent: TypeAlias = Callable[[Task, Policy], Awaitable[float | Reward | None]]
+"""One rollout. Returns its reward, or None where the spec's own `reward` function scores it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment answers: the messages to append before the policy's next turn.
+
+    >>> Observation.user("Sort these names: Bob, Ada").messages
+    [{'role': 'user', 'content': 'Sort these names: Bob, Ada'}]
+    """
+
+    messages: Sequence[Message] = ()
+    """The opening of the conversation after `reset`; later what follows the reply (user or tool messages)."""
+    reward: float | None = None
+    """Of the last reply. A rollout's reward is the **sum** over its observations."""
+    done: bool = False
+    """The rollout ends here; its messages are kept for people, the policy does not answer them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Become components of the rollout's reward; of one name the last value counts."""
+    columns: Mapping[str, Json] = field(default_factory=dict)
+    """JSON-friendly values to save beside the rollout; of one name the last value counts."""
+
+    @classmethod
+    def user(cls, content: str, *, reward: float | None = None) -> Observation:
+        """One user message, and the rollout goes on."""
+        return cls(messages=[{"role": "user", "content": content}], reward=reward)
+
+    @classmethod
+    def end(
+        cls,
+        reward: float | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        columns: Mapping[str, Json] | None = None,
+    ) -> Observation:
+        """The rollout is over, with the reward of the last reply."""
+        return cls(reward=reward, done=True, metrics=metrics or {}, columns=columns or {})
+
+
+class Environment(Protocol):
+    """A reset/step environment. Made anew for every rollout and never reused, so state is plain attributes.
+
+    Both methods may be `async`. Synchronous ones run in a worker process that can be killed, unless the spec is
+    `trusted`.
+    """
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Open the conversation of a task."""
+        ...
+
+    def step(self, reply: Message) -> Observation | Awaitable[Observation]:
+        """Judge the policy's reply and answer it."""
+        ...
+
+
+EnvironmentFactory: TypeAlias = Callable[[], Environment]
+RewardFunction: TypeAlias = Callable[[Task, list[Message]], float | Reward | Awaitable[float | Reward]]
+"""Scores a finished rollout by its task and its whole conversation."""
+ScoreGroup: TypeAlias = Callable[[Group], Awaitable[Group | list[Group] | None]]
+"""Rescores, splits or (None) discards a complete group; its rollouts have their own rewards already."""
+TaskRows: TypeAlias = Sequence[Mapping[str, Json]]
+"""Task rows by index. May generate a row when asked for it; only `len` and `[index]` are used."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EnvironmentSpec:
+    """Everything that Tailrace needs to know about an environment.
+
+    >>> async def agent(task: Task, policy: Policy) -> float:
+    ...     reply = await policy.chat([{"role": "user", "content": task["word"]}])
+    ...     return float(reply.content == task["word"].upper())
+    >>> shout = EnvironmentSpec(name="shout", agent=agent, train_tasks=[{"word": "hush"}])
+    >>> shout.train_task(0).task_id
+    'shout/train/0'
+
+    Raises:
+        SettingsError: Neither or both of `agent` and `environment`; both `eval_tasks` and `held_out`.
+    """
+
+    name: str
+    train_tasks: TaskRows = ()
+    """May be empty where the rows come from `environment.data`."""
+    eval_tasks: TaskRows = ()
+    """Never trained on. Or leave empty and set `held_out`."""
+    held_out: int = 0
+    """This many rows are taken out of `train_tasks` to be the eval tasks, the same ones every time."""
+    agent: Agent | None = None
+    environment: EnvironmentFactory | None = None
+    """Called once per rollout; usually the class itself."""
+    reward: RewardFunction | None = None
+    """Scores the finished rollout in place of what the agent returned or the observations summed up to."""
+    score_group: ScoreGroup | None = None
+    tools: tuple[ToolSpec, ...] = ()
+    """Offered to the policy at every turn of a reset/step environment. An agent passes its own to `chat`."""
+    required_columns: tuple[str, ...] = ()
+    """Columns that every task row must have; checked before a rollout starts."""
+    columns: tuple[str, ...] = ()
+    """Attributes of a reset/step environment to save beside each rollout. An agent uses `Reward.columns`."""
+    trusted: bool = False
+    """Its synchronous code returns soon and always, so it may run on the event loop. Otherwise it runs in a worker
+    process, which is killed with that one rollout when it never returns. Coroutines always run on the loop."""
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.agent is None) == (self.environment is None):
+            have = "neither" if self.agent is None else "both"
+            raise SettingsError(f"environment {self.name!r} has {have}: give exactly one of `agent` and `environment`")
+        if self.held_out and len(self.eval_tasks):
+            raise SettingsError(
+                f"environment {self.name!r} has both `eval_tasks` and `held_out` = {self.held_out}; give one of them"
+            )
+
+    def train_task(self, index: int, *, seed: int = 0) -> Task:
+        """The task of a training row. Raises `DataError` for a row without a required column."""
+        return self._task("train", self.train_tasks, index, seed)
+
+    def eval_task(self, index: int, *, seed: int = 0) -> Task:
+        """The task of a held-out row. Raises `DataError` for a row without a required column."""
+        return self._task("eval", self.eval_tasks, index, seed)
+
+    def _task(self, split: str, rows: TaskRows, index: int, seed: int) -> Task:
+        task_id = TaskId(f"{self.name}/{split}/{index}")
+        row = rows[index]
+        if not isinstance(row, Mapping):
+            raise DataError(f"task {task_id} is a {type(row).__name__}; a task row maps column names to values")
+        missing = [column for column in self.required_columns if column not in row]
+        if missing:
+            have = ", ".join(sorted(row)) or "none"
+            raise DataError(
+                f"task {task_id} has no column {missing[0]!r}, which environment {self.name!r} needs; "
+                f"its columns are: {have}"
+            )
+        return Task(task_id=task_id, environment=self.name, index=index, row=row, seed=seed)
+
+
+def read_columns(environment: Environment, columns: Sequence[str]) -> dict[str, Json]:
+    """The named attributes of an environment, to be saved. Raises `SettingsError` for one it does not have."""
+    state: dict[str, Json] = {}
+    for column in columns:
+        if not hasattr(environment, column):
+            raise SettingsError(
+                f"{type(environment).__name__} has no attribute {column!r}, which its spec names under `columns`"
+            )
+        state[column] = getattr(environment, column)
+    return state

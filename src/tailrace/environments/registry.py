@@ -1,0 +1,154 @@
+"""From a name to an environment.
+
+"reverse-text"          a built-in one, or one that an installed package offers as an entry point
+"my_module:attribute"   your own: an `EnvironmentSpec`, a factory of one, an agent coroutine or an Environment class
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any
+
+from tailrace.environments.arguments import check_arguments
+from tailrace.environments.datasets import first_rows, hold_out, load_rows
+from tailrace.environments.protocol import EnvironmentSpec
+from tailrace.environments.settings import EnvironmentSettings
+from tailrace.errors import DataError, SettingsError
+
+ENTRY_POINT_GROUP = "tailrace.environments"
+BUILT_IN = {
+    "alphabet-sort": "tailrace.environments.alphabet_sort:alphabet_sort",
+    "arithmetic": "tailrace.environments.arithmetic:arithmetic",
+    "calculator": "tailrace.environments.calculator:calculator",
+    "reasoning-gym": "tailrace.environments.adapters.reasoning_gym:reasoning_gym",
+    "reverse-text": "tailrace.environments.reverse_text:reverse_text",
+}
+"""Imported when asked for."""
+
+
+def environment_names() -> list[str]:
+    """Names that `environment.name` may be, built-in and installed, besides `module:attribute`."""
+    return sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
+
+
+def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) -> EnvironmentSpec:
+    """The environment that the settings describe, its held-out tasks split off.
+
+    Depends on the settings and the files they name alone, changes nothing and is cheap, so that any process can
+    re-create the environment from its settings. A worker process, whose tasks are sent to it, passes
+    `with_tasks=False` and gets a spec without rows.
+
+    Raises:
+        SettingsError: No such environment, a wrong argument, a missing extra.
+        DataError: A data set is missing, empty or malformed.
+    """
+    target = _find(settings.name)
+    spec = _to_spec(target, settings)
+    spec = replace(
+        spec,
+        name=settings.id or spec.name,
+        trusted=spec.trusted if settings.trusted is None else settings.trusted,
+    )
+    if not with_tasks:
+        return replace(spec, train_tasks=(), eval_tasks=(), held_out=0)
+    return _with_tasks(spec, settings)
+
+
+def _with_tasks(spec: EnvironmentSpec, settings: EnvironmentSettings) -> EnvironmentSpec:
+    if settings.data is not None:
+        spec = replace(spec, train_tasks=load_rows(settings.data), eval_tasks=(), held_out=0)
+    if settings.eval_data is not None:
+        spec = replace(spec, eval_tasks=load_rows(settings.eval_data), held_out=0)
+    if len(spec.train_tasks) == 0:
+        raise DataError(f"environment {spec.name!r} has no task to train on; give environment.data or `train_tasks`")
+    if len(spec.eval_tasks):
+        limit = len(spec.eval_tasks) if settings.eval_tasks is None else settings.eval_tasks
+        return replace(spec, eval_tasks=first_rows(spec.eval_tasks, limit))
+    count = spec.held_out if settings.eval_tasks is None else settings.eval_tasks
+    if count == 0:
+        return replace(spec, held_out=0)
+    train_tasks, eval_tasks = hold_out(spec.train_tasks, count, name=spec.name)
+    return replace(spec, train_tasks=train_tasks, eval_tasks=eval_tasks, held_out=0)
+
+
+def _find(name: str) -> object:
+    if name in BUILT_IN:
+        return _import_attribute(BUILT_IN[name], name)
+    if ":" in name:
+        return _import_attribute(name, name)
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return _import_attribute(entry_point.value, name)
+    names = environment_names()
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise SettingsError(
+        f"environment.name is {name!r}, which is no environment; {hint}"
+        f"Known ones: {', '.join(names)}; or write your own as `module:attribute`"
+    )
+
+
+def _import_attribute(path: str, name: str) -> object:
+    module_name, _, attribute = path.partition(":")
+    module = _import_module(module_name, name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [key for key in vars(module) if not key.startswith("_")]
+        close = get_close_matches(attribute, public, n=1)
+        hint = f"; did you mean {module_name}:{close[0]!s}?" if close else ""
+        raise SettingsError(f"environment.name is {name!r}: {module_name} has no {attribute!r}{hint}") from None
+
+
+def _import_module(module_name: str, name: str) -> object:
+    """Import, also from the folder the command runs in, which a console script does not look into by itself."""
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise SettingsError(
+                f"environment.name is {name!r}: there is no module {error.name!r} here ({here}) or among the "
+                "installed packages"
+            ) from error
+        raise SettingsError(f"environment.name is {name!r}: importing {module_name} needs {error.name!r}") from error
+
+
+def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:
+    """An `EnvironmentSpec` from whatever a name may point to."""
+    own_name = settings.name.rpartition(":")[2]
+    if isinstance(target, EnvironmentSpec):
+        if settings.args:
+            raise SettingsError(f"environment.args: {settings.name!r} is a finished EnvironmentSpec and takes none")
+        return target
+    if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
+        return EnvironmentSpec(name=own_name, environment=_with_arguments(target, settings))
+    if inspect.iscoroutinefunction(target):
+        return EnvironmentSpec(name=own_name, agent=_with_arguments(target, settings, positional=2))
+    if callable(target):
+        spec = _with_arguments(target, settings)()
+        if isinstance(spec, EnvironmentSpec):
+            return spec
+        raise SettingsError(
+            f"environment.name is {settings.name!r}: that factory returned a {type(spec).__name__}, "
+            "not an EnvironmentSpec"
+        )
+    raise SettingsError(
+        f"environment.name is {settings.name!r}: that is a {type(target).__name__}; expected an EnvironmentSpec, a "
+        "function that returns one, an `async def agent(task, policy)` or a class with reset and step"
+    )
+
+
+def _with_arguments(
+    target: Callable[..., Any], settings: EnvironmentSettings, *, positional: int = 0
+) -> Callable[..., Any]:
+    arguments = check_arguments(target, settings.args, owner=settings.name, positional=positional)
+    return partial(target, **arguments) if arguments else target

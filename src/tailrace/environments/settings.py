@@ -1,0 +1,49 @@
+"""What a user may say about one environment of a run."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tailrace.records import Json
+
+
+class EnvironmentSettings(BaseModel):
+    """One environment of the run: `[[environments]]` in TOML, `--environment.*` on the command line.
+
+    These settings alone re-create the environment in any process (see `load_environment`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(description="A built-in or installed environment, or your own as `module:attribute`.")
+    id: str | None = Field(
+        default=None, min_length=1, description="Its name in metrics and files; None: the one the environment gives."
+    )
+    args: dict[str, Json] = Field(
+        default_factory=dict, description="Keyword arguments of the environment's factory, agent or class."
+    )
+    data: str | None = Field(
+        default=None,
+        description="Task rows instead of the environment's own: a .jsonl or .parquet file, or a `datasets` folder.",
+    )
+    eval_data: str | None = Field(
+        default=None, description="Held-out task rows in a file or folder of their own; None: see `eval_tasks`."
+    )
+    eval_tasks: int | None = Field(
+        default=None,
+        ge=0,
+        description="Held-out tasks: the first so many of the environment's own, or so many taken out of the training "
+        "rows when it has none; None: all of its own.",
+    )
+    weight: float = Field(default=1.0, gt=0, description="Share of this environment's tasks among all, relative.")
+    trusted: bool | None = Field(
+        default=None,
+        description="Run its synchronous code on the event loop instead of in killable workers; None: as it declares.",
+    )
+    group_size: int | None = Field(default=None, ge=1, description="Rollouts per task; None: the run's.")
+    max_turns: int | None = Field(default=None, ge=1, description="Turns per rollout at most; None: the run's.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Tokens per completion at most; None: the run's.")
+    timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds a rollout may take, scoring included; None: the run's."
+    )
+    temperature: float | None = Field(default=None, gt=0, description="Of training rollouts; None: the run's.")

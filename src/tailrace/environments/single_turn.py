@@ -1,0 +1,20 @@
+"""The simplest agent: ask once, let the spec's reward function score the answer."""
+
+from __future__ import annotations
+
+from tailrace.environments.protocol import Agent, Policy
+from tailrace.records import Message, Task
+
+
+def single_turn_agent(*, prompt: str = "prompt", system_prompt: str | None = None) -> Agent:
+    """An agent that sends the task's `prompt` column as one user message.
+
+    It returns None: give the spec a `reward` function. The system prompt is optional.
+    """
+
+    async def agent(task: Task, policy: Policy) -> None:
+        messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        messages.append({"role": "user", "content": str(task[prompt])})
+        await policy.chat(messages)
+
+    return agent
