@@ -1,0 +1,169 @@
+"""The run's one log of events: what its processes tell each other, in one order that all of them see.
+
+Whoever follows it first gets what was logged before, then every new event as it comes, woken by its append. A log
+belongs to one epoch (one start of the run): events of another are refused, and skipped where a file still holds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tailrace.errors import CorruptData, TransportError
+from tailrace.records import Event
+
+
+class EventLog(Protocol):
+    """An append-only, ordered log of events."""
+
+    async def append(self, event: Event) -> None:
+        """Return once the event is logged; every follower sees it.
+
+        Raises `TransportError` when the log is closed, the event is of another epoch or cannot be stored, and
+        `PeerGone` when the process that holds the log ended.
+        """
+        ...
+
+    def follow(self, after: int = 0) -> AsyncIterator[Event]:
+        """Yield every event of this epoch but the first `after`: those logged already, then live ones.
+
+        Waits for the next append or for `close`, which ends the iteration. Raises `PeerGone` when the process that
+        holds the log ended.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the log: followers get what was logged, then end. Closing twice does nothing."""
+        ...
+
+
+class MemoryEventLog:
+    """An event log within one process."""
+
+    def __init__(self, epoch: str) -> None:
+        self._epoch = epoch
+        self._events: list[Event] = []
+        self._changed = asyncio.Condition()
+        self._closed = False
+
+    @property
+    def epoch(self) -> str:
+        """The epoch whose events it takes."""
+        return self._epoch
+
+    async def append(self, event: Event) -> None:
+        """See `EventLog.append`."""
+        async with self._changed:
+            self._require_acceptable(event)
+            self._events.append(event)
+            self._changed.notify_all()
+
+    async def follow(self, after: int = 0) -> AsyncIterator[Event]:
+        """See `EventLog.follow`."""
+        position = after
+        while events := await self.read(position):
+            for event in events:
+                yield event
+            position += len(events)
+
+    async def read(self, after: int = 0) -> list[Event]:
+        """Every event but the first `after`; waits until there is one. Empty only when the log ended before."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or len(self._events) > after)
+            return self._events[after:]
+
+    async def close(self) -> None:
+        """See `EventLog.close`."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _require_acceptable(self, event: Event) -> None:
+        if self._closed:
+            raise TransportError(f"the event log is closed and takes no {type(event).__name__}")
+        if event.epoch != self._epoch:
+            raise TransportError(
+                f"{type(event).__name__} of epoch {event.epoch!r} refused: this run's epoch is {self._epoch!r}"
+            )
+
+
+class FileEventLog(MemoryEventLog):
+    """An event log kept in a file: one JSON object per line, only ever appended to.
+
+    One process owns it (the orchestrator). Opening a file that an earlier start of the run left keeps its lines; a last
+    line torn by a crash is cut off. Raises `CorruptData` for any other line that is no event.
+    """
+
+    def __init__(self, path: Path, epoch: str) -> None:
+        super().__init__(epoch)
+        self._path = path
+        content = path.read_bytes() if path.exists() else b""
+        whole = _whole_lines(content)
+        self._events.extend(event for event in _decode_lines(path, whole) if event.epoch == epoch)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if len(whole) < len(content):
+            os.ftruncate(self._file, len(whole))
+
+    async def append(self, event: Event) -> None:
+        """See `EventLog.append`. The line is in the file before any follower sees the event."""
+        async with self._changed:
+            self._require_acceptable(event)
+            self._write(msgspec.json.encode(event) + b"\n")
+            self._events.append(event)
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """See `EventLog.close`."""
+        closed = self._closed
+        await super().close()
+        if not closed:
+            os.close(self._file)
+
+    def _write(self, line: bytes) -> None:
+        size = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            raise TransportError(f"cannot append to the event log {self._path}: {error.strerror}") from error
+        if written < len(line):
+            os.ftruncate(self._file, size)
+            raise TransportError(f"cannot append to the event log {self._path}: its disk is full")
+
+
+def read_events(path: Path) -> list[Event]:
+    """Every event of an `events.jsonl`, of all epochs; a torn last line is left out.
+
+    Raises `CorruptData` for any other line that is no event. A metric that was not finite is NaN.
+    """
+    return _decode_lines(path, _whole_lines(path.read_bytes()))
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """What ends in a newline: all but a torn last line."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _decode_lines(path: Path, content: bytes) -> list[Event]:
+    events: list[Event] = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            events.append(_decode_event(line))
+        except msgspec.DecodeError as error:
+            raise CorruptData(f"{path}, line {number} is not an event: {error}") from error
+    return events
+
+
+def _decode_event(line: bytes) -> Event:
+    """JSON has no NaN: msgspec writes one as null, which is a NaN again here."""
+    fields = msgspec.json.decode(line)
+    metrics = fields.get("metrics") if isinstance(fields, dict) else None
+    if isinstance(metrics, dict):
+        fields["metrics"] = {name: math.nan if value is None else value for name, value in metrics.items()}
+    event: Event = msgspec.convert(fields, Event)
+    return event
