@@ -1,1 +1,29 @@
-"""Being written."""
+"""Groups to batches: advantages, filters, samples, packing.
+
+Scored groups flow in; a `Batch` flows out, with its row plan and the loss's planned denominator computed once, here.
+Pure functions over arrays: nothing here waits, sends or knows a model, and nothing loops over tokens in Python.
+"""
+
+from tailrace.batching.advantages import AdvantageFn, compute_advantages, group_advantages
+from tailrace.batching.batches import FormedBatch, form_batch
+from tailrace.batching.filters import ZERO_SPREAD, filter_reason
+from tailrace.batching.packing import RowPlan, plan_rows
+from tailrace.batching.samples import STALE, SampledGroup, sample_group
+from tailrace.batching.settings import AdvantageName, BatchingSettings
+
+__all__ = [
+    "STALE",
+    "ZERO_SPREAD",
+    "AdvantageFn",
+    "AdvantageName",
+    "BatchingSettings",
+    "FormedBatch",
+    "RowPlan",
+    "SampledGroup",
+    "compute_advantages",
+    "filter_reason",
+    "form_batch",
+    "group_advantages",
+    "plan_rows",
+    "sample_group",
+]

@@ -1,1 +1,31 @@
-"""Being written."""
+"""What runs now, and what is trained on next.
+
+Tasks flow in from the task stream, batches flow out to the trainer, and what the trainer says comes back as events.
+The stream scheduler keeps the engines full: it admits groups while the staleness budget and the engines have room,
+scores each group as soon as it is complete, and forms a batch the moment one is full. It never polls, never drops a
+rollout without a reason in the ledger, and never decides when training is over: the trainer does.
+"""
+
+from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
+from tailrace.scheduling.budget import StalenessBudget
+from tailrace.scheduling.evaluation import EvaluationResult, evaluate
+from tailrace.scheduling.ledger import Ledger
+from tailrace.scheduling.observer import SchedulerObserver
+from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.stream import StreamScheduler
+from tailrace.scheduling.tasks import TaskSource, TaskStream
+
+__all__ = [
+    "AdmissionState",
+    "EvaluationResult",
+    "Ledger",
+    "SchedulerObserver",
+    "SchedulingSettings",
+    "StalenessBudget",
+    "StreamScheduler",
+    "TaskSource",
+    "TaskStream",
+    "Verdict",
+    "evaluate",
+    "may_admit",
+]

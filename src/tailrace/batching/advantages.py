@@ -1,0 +1,45 @@
+"""How much better than its siblings a rollout was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from tailrace.batching.settings import AdvantageName
+from tailrace.records import Float32Array, Group
+
+Advantages: TypeAlias = Sequence[float | Float32Array]
+
+_EPSILON = 1e-6
+
+
+class AdvantageFn(Protocol):
+    """One group at a time, of any size; one advantage per rollout, or one array per rollout with one per token."""
+
+    def __call__(self, group: Group, /) -> Advantages:
+        """Compute the advantages of one scored group, in the order of its rollouts."""
+        ...
+
+
+def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[float]:
+    """GRPO's group-relative advantages (Shao et al. 2024, DeepSeekMath, section 4.1.2).
+
+    `mean` leaves the division by the standard deviation out (Liu et al. 2025, Dr. GRPO, equation 3): it weighs groups
+    by their difficulty.
+
+    >>> group_advantages([1.0, 0.0, 0.5, 0.5], "mean")
+    [0.5, -0.5, 0.0, 0.0]
+    """
+    values = np.asarray(rewards, np.float64)
+    centred = values - values.mean()
+    if name == "mean_std":
+        centred = centred / (values.std() + _EPSILON)
+    return [float(value) for value in centred]
+
+
+def compute_advantages(group: Group, name: AdvantageName) -> None:
+    """Fill `group.advantages` from its rewards, unless its scorer set them already."""
+    if group.advantages is None:
+        group.advantages = list(group_advantages(group.rewards, name))

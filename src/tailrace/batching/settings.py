@@ -1,0 +1,26 @@
+"""Settings of the way from scored groups to batches."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AdvantageName: TypeAlias = Literal["mean", "mean_std"]
+
+
+class BatchingSettings(BaseModel):
+    """What a batch is made of."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch_size: int = Field(64, ge=1, description="Rollouts per optimizer step; a multiple of rollouts.group_size.")
+    row_tokens: int = Field(8192, ge=16, description="Tokens per packed row; a rollout's longest branch must fit.")
+    advantage: AdvantageName = Field(
+        "mean",
+        description="A rollout's reward less its group's mean (mean), divided by its group's standard deviation too"
+        " (mean_std).",
+    )
+    filter_zero_spread: bool = Field(
+        True, description="Leave out groups whose rewards are all equal: they carry no gradient. Counted as filtered."
+    )

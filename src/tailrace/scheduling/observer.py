@@ -1,0 +1,32 @@
+"""What the scheduler tells whoever counts, writes and shows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tailrace.batching import FormedBatch
+from tailrace.records import Group, Outcome, Rollout, StepSkipped, StepTrained
+
+
+class SchedulerObserver(Protocol):
+    """Called on the event loop, in order; must return at once and never raise."""
+
+    def rollout_finished(self, rollout: Rollout) -> None:
+        """An agent returned."""
+        ...
+
+    def rollout_lost(self, outcome: Outcome, message: str) -> None:
+        """A rollout failed; `message` says why, for people."""
+        ...
+
+    def group_scored(self, group: Group, filter_reason: str | None) -> None:
+        """A group has rewards and advantages; with a reason it will not be trained on."""
+        ...
+
+    def batch_sent(self, formed: FormedBatch) -> None:
+        """A batch is on its way to the trainer."""
+        ...
+
+    def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
+        """The trainer is done with a batch."""
+        ...

@@ -1,0 +1,47 @@
+"""Settings of the scheduler. What concerns a batch's content comes from `BatchingSettings`."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from pydantic import Field
+
+from tailrace.batching import BatchingSettings
+
+Schedule: TypeAlias = Literal["sync", "one-step-off", "stream"]
+
+MAX_STALENESS: dict[Schedule, int] = {"sync": 0, "one-step-off": 1, "stream": 4}
+"""The default of `max_staleness` under each schedule."""
+
+
+class SchedulingSettings(BatchingSettings):
+    """When tasks are admitted, and how old the tokens that are trained on may be."""
+
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Oldest tokens that bear loss, in policy versions; unset follows schedule: sync 0, one-step-off 1,"
+        " stream 4.",
+    )
+    on_stale: Literal["mask"] = Field(
+        "mask", description="What happens to tokens older than max_staleness: they stay as context and carry no loss."
+    )
+    max_in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Rollouts running at once at most; unset follows the generator's slots. The staleness budget,"
+        " (max_staleness + 1) * batch_size, bounds it as well.",
+    )
+    buffer_batches: float = Field(
+        1.0,
+        ge=0,
+        description="Batches' worth of finished groups that may wait for the trainer before admission pauses: what"
+        " waits only ages.",
+    )
+    max_retries: int = Field(1, ge=0, description="How often a failed rollout is tried again in its group's place.")
+    min_group_size: int = Field(
+        2, ge=1, description="A group that lost members is trained on when at least so many came back."
+    )
+    max_barren_batches: int = Field(
+        10, ge=1, description="Batches' worth of rollouts in a row with nothing trainable in them that end the run."
+    )
