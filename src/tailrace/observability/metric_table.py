@@ -1,0 +1,177 @@
+"""The table of metric names: unit, reduction over a step, and what each one means."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Reduction(enum.StrEnum):
+    """How the values recorded during one step become one number."""
+
+    MEAN = "mean"
+    """Weighted mean."""
+    STD = "std"
+    """Weighted standard deviation of the values themselves (never of other deviations)."""
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+    """The newest value: what a gauge shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One row of the table."""
+
+    name: str
+    """The name, or a family of names with `{placeholders}`."""
+    unit: str
+    """`1` for a plain number or a share of 0 to 1."""
+    reduction: Reduction
+    description: str
+
+
+_MEAN, _STD, _SUM, _MAX, _MIN, _LAST = (
+    Reduction.MEAN,
+    Reduction.STD,
+    Reduction.SUM,
+    Reduction.MAX,
+    Reduction.MIN,
+    Reduction.LAST,
+)
+
+_REWARD = (
+    ("reward/mean", "1", _MEAN, "Reward of the step's scored rollouts, all environments together."),
+    ("reward/std", "1", _STD, "Standard deviation of those rewards."),
+    ("reward/min", "1", _MIN, "Lowest of those rewards."),
+    ("reward/max", "1", _MAX, "Highest of those rewards."),
+    ("reward/{environment}/mean", "1", _MEAN, "Reward of one environment's rollouts."),
+    (
+        "reward_component/{component}",
+        "1",
+        _MEAN,
+        "What the reward was made of, by the name that the environment gives it.",
+    ),
+    ("environment/{environment}/{metric}", "1", _MEAN, "What an environment reports of itself, per rollout."),
+    ("group/zero_spread_share", "1", _MEAN, "Share of scored groups whose rewards are all equal: they teach nothing."),
+    ("group/size", "rollouts", _MEAN, "Rollouts that came back per scored group."),
+)
+
+_ROLLOUT = (
+    ("rollout/turns", "turns", _MEAN, "Calls of `generate` per rollout."),
+    ("rollout/branches", "branches", _MEAN, "Token sequences per rollout; more than 1 where an agent rewrote history."),
+    ("rollout/tokens", "tokens", _MEAN, "Tokens of a rollout, context included."),
+    ("rollout/completion_tokens", "tokens", _MEAN, "Tokens of a rollout that the policy sampled."),
+    ("rollout/truncated_share", "1", _MEAN, "Share of rollouts with a turn that ended for length."),
+    ("rollout/drifted_turns", "turns", _SUM, "Turns whose re-rendered tokens differ from the sampled ones."),
+    ("rollout/realigned_turns", "turns", _SUM, "Drifted turns that kept their branch: only tokenization had changed."),
+    ("rollout/rewritten_turns", "turns", _SUM, "Turns whose history the agent rewrote: a new branch began."),
+    ("rollout/tool_calls", "calls", _SUM, "Well-formed tool calls of the policy."),
+    ("rollout/malformed_tool_calls", "calls", _SUM, "Tool calls that could not be parsed."),
+    ("rollout/failed_share", "1", _MEAN, "Share of rollouts that ended without a reward."),
+    ("rollout/failed/{reason}", "rollouts", _SUM, "Rollouts that failed for this reason."),
+    ("rollout/filtered/{reason}", "rollouts", _SUM, "Rollouts that finished and were not trained on, for this reason."),
+    ("rollout/cancelled/{reason}", "rollouts", _SUM, "Rollouts that somebody stopped, for this reason."),
+    ("rollout/duration_s", "s", _MEAN, "From a rollout's admission to its end."),
+    ("rollout/generate_s", "s", _MEAN, "Time of a rollout spent waiting for `generate`."),
+    ("rollout/score_s", "s", _MEAN, "Time of a rollout spent in its reward."),
+    ("rollout/environment_s", "s", _MEAN, "Time of a rollout spent in its environment or agent."),
+)
+
+_BATCH = (
+    ("batch/samples", "samples", _SUM, "Training samples of the step's batch."),
+    ("batch/rollouts", "rollouts", _SUM, "Rollouts of the step's batch."),
+    ("batch/rows", "rows", _SUM, "Rows of the step's batch."),
+    ("batch/tokens", "tokens", _SUM, "Tokens of the step's batch, context included."),
+    ("batch/loss_tokens", "tokens", _SUM, "Tokens that bear loss: the planned denominator of the loss."),
+    ("batch/masked_tokens", "tokens", _SUM, "Sampled tokens that lost their loss to staleness."),
+    ("batch/padding", "1", _MEAN, "True padding share: 1 - tokens / (rows × row_tokens)."),
+    ("staleness/mean", "versions", _MEAN, "Mean age of the tokens that bear loss, weighted by their number."),
+    ("staleness/max", "versions", _MAX, "Age of the oldest token that bears loss."),
+    ("bias/length_ratio", "1", _LAST, "Mean length of trained rollouts over that of all admitted; 1 is unbiased."),
+    ("bias/loss_length_ratio", "1", _LAST, "The same ratio, over the lengths that bear loss."),
+    ("bias/wasted_tokens", "tokens", _SUM, "Sampled tokens of rollouts that will never be trained on."),
+    ("bias/masked_share", "1", _LAST, "Stale tokens over all tokens in trained batches."),
+)
+
+_GENERATION = (
+    ("generation/tokens_per_s", "tokens/s", _LAST, "Tokens sampled per second since the last step."),
+    ("generation/running", "requests", _LAST, "Requests that the engines advance."),
+    ("generation/waiting", "requests", _LAST, "Requests that wait for a slot of an engine."),
+    ("generation/queue_s", "s", _MEAN, "Time from a request's arrival to its first forward pass."),
+    ("generation/time_to_first_token_s", "s", _MEAN, "Time from a request's arrival to its first token."),
+    ("generation/decode_s", "s", _MEAN, "Time from a completion's first token to its last."),
+    ("generation/cached_prompt_tokens", "tokens", _SUM, "Prompt tokens that the engines' caches held already."),
+    ("generation/prompt_tokens", "tokens", _SUM, "Prompt tokens of the requests that ended."),
+    ("generation/completion_tokens", "tokens", _SUM, "Tokens sampled by the requests that ended."),
+    ("generation/cache_use", "1", _LAST, "Share of the engines' key-value cache in use."),
+    (
+        "generation/load_model_state_dict_s",
+        "s",
+        _MEAN,
+        "Time to install a new model state dict between two engine steps.",
+    ),
+)
+
+_TRAINING = (
+    ("training/loss", "1", _MEAN, "Loss of the optimizer step."),
+    ("training/grad_norm", "1", _MEAN, "Norm of the gradients before clipping."),
+    ("training/learning_rate", "1", _LAST, "Learning rate of the optimizer step."),
+    ("training/kl", "nats", _MEAN, "Estimated divergence of the trained policy from the one that sampled, per token."),
+    ("training/entropy", "nats", _MEAN, "Entropy of the trained policy, per token."),
+    ("training/clip_share", "1", _MEAN, "Share of tokens whose ratio was clipped."),
+    ("training/ratio_mean", "1", _MEAN, "Mean probability ratio of trainer to generator; 1 where both agree."),
+    ("training/logprob_difference", "nats", _MEAN, "Mean |difference| of trainer's and generator's log-probabilities."),
+    (
+        "training/logprob_difference_fresh",
+        "nats",
+        _MEAN,
+        "The same over tokens of the trainer's own version: numerics only.",
+    ),
+    ("training/tokens_per_s", "tokens/s", _LAST, "Tokens trained per second of the step's compute."),
+    ("training/step_s", "s", _LAST, "Compute of the optimizer step: forward, backward, update."),
+    ("training/publish_s", "s", _LAST, "Time to publish the new model state dict."),
+    ("training/checkpoint_s", "s", _LAST, "Time to write a checkpoint."),
+)
+
+_RUN = (
+    ("scheduler/in_flight", "rollouts", _LAST, "Rollouts admitted and not yet terminal."),
+    ("scheduler/admitted", "rollouts", _LAST, "Rollouts admitted since the run began."),
+    ("scheduler/budget_wait_s", "s", _SUM, "Time in which admission waited for the staleness budget."),
+    ("scheduler/trainer_wait_s", "s", _SUM, "Time in which the trainer waited for a batch."),
+    ("scheduler/queue_wait_s", "s", _SUM, "Time in which a full batch waited for the trainer to take it."),
+    ("scheduler/ready_groups", "groups", _LAST, "Scored groups that wait for their batch."),
+    ("scheduler/queued_batches", "batches", _LAST, "Batches sent and not yet trained."),
+    ("policy/version", "versions", _LAST, "Policy version after the step."),
+    ("lag/p50_s", "s", _MAX, "Event-loop lag: median of a step."),
+    ("lag/p90_s", "s", _MAX, "Event-loop lag: 90th percentile of a step."),
+    ("lag/p99_s", "s", _MAX, "Event-loop lag: 99th percentile of a step."),
+    ("lag/max_s", "s", _MAX, "Event-loop lag: longest of a step."),
+    ("phase/{name}_cpu_s", "s", _SUM, "CPU time of the owning thread while this phase of the pipeline was open."),
+    ("phase/{name}_s", "s", _SUM, "Time spent in this phase of the pipeline; phases overlap."),
+    ("memory/{role}_rss_bytes", "bytes", _MAX, "Resident memory of this role's process."),
+    ("cpu/{role}_s", "s", _SUM, "User and system CPU time of this role's process."),
+    (
+        "sinks/dropped_records",
+        "records",
+        _LAST,
+        "Records that no file took since the run began: queue full or disk failing.",
+    ),
+    ("eval/reward_mean", "1", _LAST, "Mean reward on held-out tasks."),
+    ("eval/reward_std", "1", _LAST, "Standard deviation of the reward on held-out tasks."),
+    ("eval/{environment}/reward_mean", "1", _LAST, "Mean reward on one environment's held-out tasks."),
+    ("eval/tasks", "tasks", _LAST, "Held-out tasks evaluated."),
+    ("eval/completion_tokens", "tokens", _LAST, "Mean sampled tokens per held-out rollout."),
+    ("eval/failed_share", "1", _LAST, "Share of held-out rollouts that ended without a reward."),
+    ("eval/duration_s", "s", _LAST, "Time that the evaluation took."),
+)
+
+
+def _table() -> dict[str, MetricSpec]:
+    rows = [MetricSpec(*row) for row in (*_REWARD, *_ROLLOUT, *_BATCH, *_GENERATION, *_TRAINING, *_RUN)]
+    return {row.name: row for row in rows}
+
+
+METRICS: dict[str, MetricSpec] = _table()
+"""Every metric there is, by name. `docs/metrics.md` is this table."""

@@ -1,0 +1,151 @@
+"""A rollout as a line of `rollouts/step_000012.jsonl`: readable, without tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tailrace.records import Branch, Json, Outcome, Rollout
+
+
+class VersionRange(msgspec.Struct, frozen=True):
+    """Policy versions that sampled a rollout's tokens."""
+
+    min: int
+    max: int
+    mean: float
+
+
+class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a rollout file: what went in, what came out, and what became of it."""
+
+    rollout_id: str
+    group_id: str
+    task_id: str
+    environment: str
+    step: int
+    """The step whose file this is."""
+    outcome: Outcome
+    reward: float | None = None
+    """None: it ended without one, or it was not a finite number."""
+    reward_components: dict[str, float | None] = {}
+    advantage: float | None = None
+    """Mean over its tokens where it is per token; None where it was not computed."""
+    messages: list[dict[str, Json]] = []
+    task: dict[str, Json] = {}
+    """The task's row, ground truth included."""
+    task_seed: int = 0
+    sampling: dict[str, Json] = {}
+    columns: dict[str, Json] = {}
+    """What the environment asked to save of its state."""
+    turns: int = 0
+    branches: int = 0
+    tokens: int = 0
+    completion_tokens: int = 0
+    truncated: bool = False
+    attempt: int = 0
+    versions: VersionRange | None = None
+    """None where no token was sampled."""
+    mean_logprob: float | None = None
+    """Of the sampled tokens, in nats."""
+    started_s: float = 0.0
+    """Event-loop time at admission."""
+    duration_s: float = 0.0
+    metrics: dict[str, float | None] = {}
+    """Timings and counts of the rollout: `generate_s`, `score_s`, `drifted_turns`, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEntry:
+    """A terminal rollout, handed to the writer. Nobody may change the rollout afterwards."""
+
+    rollout: Rollout
+    outcome: Outcome
+    advantage: float | None = None
+
+
+def rollout_record(entry: RolloutEntry, step: int) -> RolloutRecord:
+    """The line of one rollout: O(messages) in Python, O(tokens) in NumPy only."""
+    rollout, reward = entry.rollout, entry.rollout.reward
+    versions, mean_logprob = _token_statistics(rollout.branches)
+    return RolloutRecord(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
+        task_id=rollout.task.task_id,
+        environment=rollout.task.environment,
+        step=step,
+        outcome=entry.outcome,
+        reward=None if reward is None else reward.value,
+        reward_components={} if reward is None else dict(reward.components),
+        advantage=entry.advantage,
+        messages=[dict(message) for message in rollout.messages],
+        task=dict(rollout.task.row),
+        task_seed=rollout.task.seed,
+        sampling=msgspec.structs.asdict(rollout.sampling),
+        columns={} if reward is None else dict(reward.columns),
+        turns=rollout.turns,
+        branches=len(rollout.branches),
+        tokens=rollout.num_tokens,
+        completion_tokens=rollout.num_completion_tokens,
+        truncated=rollout.truncated,
+        attempt=rollout.attempt,
+        versions=versions,
+        mean_logprob=mean_logprob,
+        started_s=rollout.started_s,
+        duration_s=max(0.0, rollout.ended_s - rollout.started_s),
+        metrics=dict(rollout.metrics),
+    )
+
+
+def _token_statistics(branches: Sequence[Branch]) -> tuple[VersionRange | None, float | None]:
+    masks = [branch.loss_mask for branch in branches]
+    versions = [branch.policy_versions[mask] for branch, mask in zip(branches, masks, strict=True)]
+    sampled = np.concatenate(versions) if versions else np.empty(0, np.int32)
+    if not sampled.size:
+        return None, None
+    logprobs = np.concatenate([branch.logprobs[mask] for branch, mask in zip(branches, masks, strict=True)])
+    span = VersionRange(int(sampled.min()), int(sampled.max()), round(float(sampled.mean()), 3))
+    return span, float(logprobs.mean())
+
+
+def encode_line(record: RolloutRecord) -> bytes:
+    """One line of JSON with its newline, whatever users put into their columns.
+
+    What JSON cannot hold is written as its `repr`; NaN and infinities become null; a record that cannot be written even
+    so keeps its identity, outcome and reward, and says why the rest is missing.
+    """
+    try:
+        return _encoder.encode(record) + b"\n"
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        reduced = RolloutRecord(
+            rollout_id=record.rollout_id,
+            group_id=record.group_id,
+            task_id=record.task_id,
+            environment=record.environment,
+            step=record.step,
+            outcome=record.outcome,
+            reward=record.reward,
+            columns={"not_written": f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()},
+        )
+        return _encoder.encode(reduced) + b"\n"
+
+
+def decode_line(line: bytes) -> RolloutRecord:
+    """The record of one line. Raises `msgspec.MsgspecError` for a line that is not one (a write that was cut short)."""
+    return msgspec.json.decode(line, type=RolloutRecord)
+
+
+def _plain(value: Any) -> Json:
+    """What JSON does not know, in plain values: NumPy by value, the rest by `repr`."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    return repr(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)

@@ -1,0 +1,32 @@
+"""Settings of what a run shows and writes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ObservabilitySettings(BaseModel):
+    """What a run shows and writes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    live: Literal["auto", "on", "off"] = Field(
+        "auto", description="Live view in the terminal; auto: when standard output is a terminal, else quiet log lines."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe level that logs/<role>.log keeps."
+    )
+    log_every_s: float = Field(
+        2.0, ge=0, description="Without the live view, seconds at least between two progress lines."
+    )
+    rollouts_every_steps: int = Field(
+        1, ge=0, description="Write rollouts/step_*.jsonl every this many steps; 0 writes none."
+    )
+    lag_interval_s: float = Field(0.1, gt=0, description="Seconds between two measurements of event-loop lag.")
+    stall_s: float = Field(1.0, gt=0, description="Event-loop stalls longer than this many seconds log their stack.")
+    queue_records: int = Field(
+        256, ge=1, description="Writes that may wait for the disk; more are dropped and counted, never waited for."
+    )
+    report: bool = Field(True, description="Write report.html and reward.png at the end of the run.")

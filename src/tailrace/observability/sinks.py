@@ -1,0 +1,186 @@
+"""Files of records, written off the event loop.
+
+    caller ──write()──▶ bounded queue ──▶ one writer thread ──▶ metrics.jsonl, rollouts/step_000012.jsonl
+
+`write` never waits: a full queue drops the record and counts it. Nothing that goes wrong with a file reaches the run: a
+sink's first failure is logged, all are counted, and the next record is tried again (a disk may get room).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tailrace.observability.rollout_records import (
+    RolloutEntry,
+    RolloutRecord,
+    decode_line,
+    encode_line,
+    rollout_record,
+)
+from tailrace.records import Json
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SinkStatistics:
+    """What became of the writes so far."""
+
+    written: int
+    dropped: int
+    """The queue was full, or closed."""
+    failed: int
+    """The disk or the record refused."""
+    waiting: int
+
+
+class BackgroundWriter:
+    """Runs jobs (each writes one record or one file) in order, in one thread, behind a bounded queue."""
+
+    def __init__(self, *, queue_records: int = 256) -> None:
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_records)
+        self._written = 0
+        self._dropped = 0
+        self._failed = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="observability-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run `job` in the writer thread. Never waits: False, and counted, without room or once closed."""
+        if not self._closed:
+            try:
+                self._jobs.put_nowait(job)
+                return True
+            except queue.Full:
+                pass
+        self._dropped += 1
+        if self._dropped == 1:
+            _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
+        return False
+
+    def statistics(self) -> SinkStatistics:
+        """Counts so far."""
+        return SinkStatistics(self._written, self._dropped, self._failed, self._jobs.qsize())
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Take no more jobs, finish those that wait. Blocks: call it off the loop. True when all was done."""
+        if not self._closed:
+            self._closed = True
+            deadline_s = time.monotonic() + timeout_s
+            try:
+                self._jobs.put(None, timeout=timeout_s)
+            except queue.Full:
+                return False
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+                self._written += 1
+            except Exception as error:  # noqa: BLE001 - whatever a sink raises is counted; the run goes on without it
+                self._failed += 1
+                if self._failed == 1:
+                    _logger.warning("a record could not be written, and the run goes on without it: %s", error)
+
+
+class JsonlSink:
+    """One file of one JSON object a line, appended to: `metrics.jsonl`."""
+
+    def __init__(self, path: Path, writer: BackgroundWriter) -> None:
+        self._path = path
+        self._writer = writer
+
+    def write(self, record: Mapping[str, Json]) -> bool:
+        """Append one record. Never waits and never raises: False, and counted, when it was dropped."""
+        line = dict(record)
+        return self._writer.submit(lambda: self._append(line))
+
+    def _append(self, record: dict[str, Json]) -> None:
+        _append_bytes(self._path, msgspec.json.encode(record) + b"\n")
+
+
+class RolloutWriter:
+    """A folder of readable rollouts, one file per step: `rollouts/step_000012.jsonl`."""
+
+    def __init__(self, folder: Path, writer: BackgroundWriter, *, every_steps: int = 1) -> None:
+        self._folder = folder
+        self._writer = writer
+        self._every_steps = every_steps
+
+    def write(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
+        """Append these rollouts to the file of `step`. Never waits and never raises: False when they were dropped.
+
+        Does nothing (True) where `every_steps` leaves the step out. The rollouts must be final: they are read later, in
+        the writer's thread.
+        """
+        if self._every_steps == 0 or step % self._every_steps != 0 or not entries:
+            return True
+        kept = tuple(entries)
+        return self._writer.submit(lambda: self._append(step, kept))
+
+    def _append(self, step: int, entries: tuple[RolloutEntry, ...]) -> None:
+        lines = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
+        _append_bytes(rollouts_path(self._folder, step), lines)
+
+
+def rollouts_path(folder: Path, step: int) -> Path:
+    """The file of one step's rollouts.
+
+    >>> rollouts_path(Path("rollouts"), 12).name
+    'step_000012.jsonl'
+    """
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Json]]:
+    """The objects of a file that `JsonlSink` wrote, without lines that a full disk cut short; none without the file."""
+    return [record for line in _lines(path) if isinstance(record := _decoded(line), dict)]
+
+
+def read_rollouts(folder: Path, step: int | None = None) -> Iterator[RolloutRecord]:
+    """The rollouts of one step, or of all of them in order, without lines that a full disk cut short."""
+    paths = sorted(folder.glob("step_*.jsonl")) if step is None else [rollouts_path(folder, step)]
+    for path in paths:
+        for line in _lines(path):
+            try:
+                yield decode_line(line)
+            except msgspec.MsgspecError:
+                continue
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if stripped := line.strip():
+                yield stripped
+
+
+def _decoded(line: bytes) -> Json:
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+def _append_bytes(path: Path, data: bytes) -> None:
+    """Append whole lines; a line that an earlier failure cut short is ended first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            data = data if file.read(1) == b"\n" else b"\n" + data
+        file.write(data)
