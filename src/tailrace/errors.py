@@ -11,6 +11,7 @@ Each message says what was found, what was expected and what to do about it, and
     │   ├── EnvironmentFailed       the agent, environment or reward raised
     │   ├── InvalidReward           the reward is not a finite number
     │   └── BudgetExceeded          it has no token or turn left and asked for more
+    ├── ToolError                   a tool refuses a call; the policy reads why, the rollout goes on
     ├── GenerationError
     │   ├── RequestRefused          one request is impossible (too long, bad sampling); others go on
     │   └── EngineFailed            the engine is gone; every outstanding and later call fails with this
@@ -71,6 +72,10 @@ class BudgetExceeded(RolloutError):
     """A rollout has no turn or token left and asked for more."""
 
     reason = "budget_exceeded"
+
+
+class ToolError(TailraceError):
+    """A tool refuses a call. Its text goes back to the policy as the tool's message, and the rollout goes on."""
 
 
 class GenerationError(TailraceError):

@@ -6,19 +6,17 @@ import importlib
 import json
 import os
 from array import array
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import msgspec
 
+from tailrace.environments.rows import LazyRows, Row
 from tailrace.errors import DataError, SettingsError
 from tailrace.records import Json
 
-Row = Mapping[str, Json]
 
-
-class JsonlRows(Sequence[Row]):
+class JsonlRows(LazyRows):
     """Rows of a JSONL file: the offsets of its lines in memory (8 bytes each), the lines on disk."""
 
     def __init__(self, path: Path, starts: array[int], line_numbers: array[int]) -> None:
@@ -30,16 +28,6 @@ class JsonlRows(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self._line_numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        positions = range(len(self))[index]
-        if isinstance(positions, range):
-            return [self._row(position) for position in positions]
-        return self._row(positions)
 
     def _row(self, position: int) -> Row:
         if self._file is None:
@@ -81,7 +69,7 @@ def _json_kind(value: Json) -> str:
     return names.get(type(value), "a number")
 
 
-class ArrowRows(Sequence[Row]):
+class ArrowRows(LazyRows):
     """Rows of an Arrow table, turned into Python values one row at a time."""
 
     def __init__(self, table: Any) -> None:
@@ -89,16 +77,6 @@ class ArrowRows(Sequence[Row]):
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        positions = range(len(self))[index]
-        if isinstance(positions, range):
-            return [self._row(position) for position in positions]
-        return self._row(positions)
 
     def _row(self, position: int) -> Row:
         rows: list[dict[str, Json]] = self._table.slice(position, 1).to_pylist()
