@@ -15,6 +15,7 @@ from typing import Protocol
 
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import Batch
+from tailrace.transport.channels import wait_until
 
 
 class BatchSender(Protocol):
@@ -59,46 +60,42 @@ class BatchQueue(BatchSender, BatchReceiver, Protocol):
 
 
 class MemoryBatchQueue:
-    """A batch queue within one process. The receiver gets the very object that was sent."""
+    """A batch queue within one event loop. The receiver gets the very object that was sent."""
 
     def __init__(self, capacity: int = 2) -> None:
         require_capacity(capacity)
         self._capacity = capacity
         self._waiting: deque[Batch] = deque()
         self._received: set[int] = set()
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._closed = False
 
     async def send(self, batch: Batch) -> None:
         """See `BatchSender.send`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self._unacknowledged < self._capacity)
-            self._require_open()
-            self._waiting.append(batch)
-            self._changed.notify_all()
+        await wait_until(self._changed, lambda: self._closed or self._unacknowledged < self._capacity)
+        self._require_open()
+        self._waiting.append(batch)
+        self._changed.set()
 
     async def receive(self) -> Batch:
         """See `BatchReceiver.receive`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or bool(self._waiting))
-            self._require_open()
-            batch = self._waiting.popleft()
-            self._received.add(batch.summary.step)
-            return batch
+        await wait_until(self._changed, lambda: self._closed or bool(self._waiting))
+        self._require_open()
+        batch = self._waiting.popleft()
+        self._received.add(batch.summary.step)
+        return batch
 
     async def acknowledge(self, step: int) -> None:
         """See `BatchReceiver.acknowledge`."""
-        async with self._changed:
-            if step not in self._received:
-                raise TransportError(f"the batch of step {step} cannot be acknowledged: it is not being trained on")
-            self._received.remove(step)
-            self._changed.notify_all()
+        if step not in self._received:
+            raise TransportError(f"the batch of step {step} cannot be acknowledged: it is not being trained on")
+        self._received.remove(step)
+        self._changed.set()
 
     async def close(self) -> None:
         """See `BatchSender.close`."""
-        async with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._changed.set()
 
     @property
     def _unacknowledged(self) -> int:

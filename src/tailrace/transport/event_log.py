@@ -17,6 +17,7 @@ import msgspec
 
 from tailrace.errors import CorruptData, TransportError
 from tailrace.records import Event
+from tailrace.transport.channels import wait_until
 
 
 class EventLog(Protocol):
@@ -49,7 +50,7 @@ class MemoryEventLog:
     def __init__(self, epoch: str) -> None:
         self._epoch = epoch
         self._events: list[Event] = []
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._closed = False
 
     @property
@@ -57,12 +58,17 @@ class MemoryEventLog:
         """The epoch whose events it takes."""
         return self._epoch
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no event any more."""
+        return self._closed
+
     async def append(self, event: Event) -> None:
         """See `EventLog.append`."""
-        async with self._changed:
-            self._require_acceptable(event)
-            self._events.append(event)
-            self._changed.notify_all()
+        self._require_acceptable(event)
+        self._store(event)
+        self._events.append(event)
+        self._changed.set()
 
     async def follow(self, after: int = 0) -> AsyncIterator[Event]:
         """See `EventLog.follow`."""
@@ -73,16 +79,17 @@ class MemoryEventLog:
             position += len(events)
 
     async def read(self, after: int = 0) -> list[Event]:
-        """Every event but the first `after`; waits until there is one. Empty only when the log ended before."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or len(self._events) > after)
-            return self._events[after:]
+        """Every event but the first `after`; waits until there is one. Empty when the log ended before."""
+        await wait_until(self._changed, lambda: self._closed or len(self._events) > after)
+        return self._events[after:]
 
     async def close(self) -> None:
         """See `EventLog.close`."""
-        async with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._changed.set()
+
+    def _store(self, event: Event) -> None:
+        """Where a log that outlives the process writes it down."""
 
     def _require_acceptable(self, event: Event) -> None:
         if self._closed:
@@ -110,22 +117,15 @@ class FileEventLog(MemoryEventLog):
         if len(whole) < len(content):
             os.ftruncate(self._file, len(whole))
 
-    async def append(self, event: Event) -> None:
-        """See `EventLog.append`. The line is in the file before any follower sees the event."""
-        async with self._changed:
-            self._require_acceptable(event)
-            self._write(msgspec.json.encode(event) + b"\n")
-            self._events.append(event)
-            self._changed.notify_all()
-
     async def close(self) -> None:
         """See `EventLog.close`."""
-        closed = self._closed
-        await super().close()
-        if not closed:
+        if not self._closed:
             os.close(self._file)
+        await super().close()
 
-    def _write(self, line: bytes) -> None:
+    def _store(self, event: Event) -> None:
+        """The line is in the file before any follower sees the event."""
+        line = msgspec.json.encode(event) + b"\n"
         size = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)

@@ -6,13 +6,19 @@ lets go. A reader never sees half a state dict: what it has open is not overwrit
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import math
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from tailrace.errors import TransportError
+from tailrace.errors import CorruptData, TransportError
 from tailrace.records import ModelStateDictRef
+from tailrace.transport.segments import Segment, SegmentFile, TensorBuffers, map_segment, read_segment
 
 if TYPE_CHECKING:
     import torch
@@ -86,3 +92,123 @@ class MemoryModelStateDictStore:
         """See `ModelStateDictStore.close`."""
         with self._lock:
             self._newest = None
+
+
+class SharedMemoryModelStateDictStore:
+    """A store across processes of one host: each state dict is one file of `folder`, and files are recycled.
+
+    A reader holds a shared lock on the file it has open, so a file is overwritten only when nobody reads it, and the
+    newest one never; the kernel lets go of the locks of a process that dies. So there are at most two files more than
+    readers at any one time. One end publishes, and removes the files when it closes; the other ends open them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._slots: list[SegmentFile] = []  # the newest content last
+        self._sequences = itertools.count(1)
+
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> ModelStateDictRef:
+        """See `ModelStateDictStore.publish`. Waits for no reader."""
+        buffers = {name: _buffers(name, tensor) for name, tensor in tensors.items()}
+        slot = self._take_free_slot()
+        try:
+            slot.write(buffers, {"version": str(version)}, next(self._sequences))
+        except TransportError:
+            self._slots.insert(0, slot)
+            raise
+        else:
+            self._slots.append(slot)
+        finally:
+            fcntl.flock(slot, fcntl.LOCK_UN)
+        num_bytes = sum(tensor.num_bytes for tensor in buffers.values())
+        return ModelStateDictRef(version=version, uri=slot.path.name, num_bytes=num_bytes)
+
+    @contextmanager
+    def open(self, ref: ModelStateDictRef) -> Iterator[ModelStateDict]:
+        """See `ModelStateDictStore.open`. Waits while the very file is being written (milliseconds)."""
+        path = self._folder / ref.uri
+        if path.parent != self._folder:
+            raise CorruptData(f"a model state dict's reference names a file outside its folder: {ref.uri!r}")
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"no model state dict of version {ref.version} at {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            segment = read_segment(path, map_segment(path, private=True))
+            yield ModelStateDict(
+                {name: _tensor(path, segment, name) for name in segment.tensors}, _version(path, segment, ref)
+            )
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        """See `ModelStateDictStore.close`. Weights that a reader has open stay readable to it."""
+        for slot in self._slots:
+            slot.close()
+            slot.path.unlink(missing_ok=True)
+        self._slots.clear()
+
+    def _take_free_slot(self) -> SegmentFile:
+        """The oldest file that nobody reads, or a new one, under an exclusive lock. Never the newest."""
+        for slot in self._slots[:-1]:
+            try:
+                fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            self._slots.remove(slot)
+            return slot
+        slot = SegmentFile(self._folder / f"model-state-dict-{os.getpid()}-{len(self._slots)}.safetensors")
+        fcntl.flock(slot, fcntl.LOCK_EX)
+        return slot
+
+
+def _torch_dtypes() -> dict[str, torch.dtype]:
+    import torch
+
+    return {
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F64": torch.float64,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+
+
+def _buffers(name: str, tensor: torch.Tensor) -> TensorBuffers:
+    import torch
+
+    dtypes = {dtype: code for code, dtype in _torch_dtypes().items()}
+    if tensor.dtype not in dtypes:
+        raise TransportError(
+            f"tensor {name!r} has dtype {tensor.dtype}; a model state dict takes {', '.join(map(str, dtypes))}"
+        )
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return TensorBuffers(dtypes[tensor.dtype], tuple(tensor.shape), [flat.numpy().data])
+
+
+def _tensor(path: Path, segment: Segment, name: str) -> torch.Tensor:
+    import torch
+
+    entry = segment.tensors[name]
+    dtype = _torch_dtypes().get(entry.dtype)
+    if dtype is None:
+        raise CorruptData(f"tensor {name!r} of {path} has the type {entry.dtype}, which no model state dict holds")
+    count = math.prod(entry.shape)
+    if count == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(segment.mapping, dtype=dtype, count=count, offset=entry.data_offsets[0]).reshape(
+        entry.shape
+    )
+
+
+def _version(path: Path, segment: Segment, ref: ModelStateDictRef) -> int:
+    version = segment.metadata.get("version", "")
+    if not version.isdecimal() or int(version) < ref.version:
+        raise CorruptData(f"{path} holds version {version!r}; the reference means {ref.version}")
+    return int(version)

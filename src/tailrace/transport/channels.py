@@ -1,0 +1,170 @@
+"""Sockets between the processes of a run: ZMQ over ipc, msgpack messages, nothing pickled.
+
+A `Channel` is one end of a conversation of two. It says at once when the other end is gone: a socket's monitor reports
+the disconnect that the kernel reports when a process dies, so nobody polls and nobody waits for a heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
+
+MAX_ADDRESS_CHARS = 107
+"""Longest path of a Unix socket that Linux takes (macOS takes 103)."""
+
+CLOSE_LINGER_MS = 1000
+"""How long the last messages of a closed socket may still be on their way, in the background."""
+
+MessageT = TypeVar("MessageT")
+
+
+def runtime_folder() -> Path:
+    """Where private folders of sockets belong: short, local to the host, writable. Not created.
+
+    That is XDG_RUNTIME_DIR, and /tmp where that is missing or too long a path to put a socket under.
+    """
+    folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    if folder and len(folder) <= MAX_ADDRESS_CHARS // 2 and os.access(folder, os.W_OK | os.X_OK):
+        return Path(folder)
+    return Path("/tmp")
+
+
+def create_socket_folder() -> Path:
+    """A fresh folder under `runtime_folder()` that only this user can enter. Whoever asks for it removes it."""
+    return Path(tempfile.mkdtemp(prefix="tailrace-", dir=runtime_folder()))
+
+
+def ipc_address(folder: Path, name: str) -> str:
+    """The address of the socket `name` in `folder`. Raises `SettingsError` when its path is too long for a socket."""
+    path = str(folder / name)
+    if len(os.fsencode(path)) > MAX_ADDRESS_CHARS:
+        raise SettingsError(
+            f"the socket path {path} has {len(path)} characters, of {MAX_ADDRESS_CHARS} at most; "
+            "set XDG_RUNTIME_DIR to a folder with a shorter path"
+        )
+    return f"ipc://{path}"
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as msgpack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(frame: bytes, message_type: type[MessageT]) -> MessageT:
+    """A message from msgpack. Raises `CorruptData` for bytes that are none of this type."""
+    try:
+        return msgspec.msgpack.decode(frame, type=message_type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptData(f"a message is not what was agreed on: {error}") from error
+
+
+async def wait_until(changed: asyncio.Event, condition: Callable[[], bool]) -> None:
+    """Wait until `condition()` holds. Whoever changes what it looks at calls `changed.set()`, on the same loop."""
+    while not condition():
+        changed.clear()
+        await changed.wait()
+
+
+class Channel:
+    """One end of a conversation of two processes, in whole messages and in order. Make it on a running event loop.
+
+    Every message is handed to `on_message` on the event loop, and `changed` is set after it, as it is when the other
+    end connects or is gone. What ended the channel is then in `failure`: a `PeerGone`, or the `TransportError` that
+    `on_message` raised. The other end's last messages come before that.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        bind: bool,
+        on_message: Callable[[bytes], None],
+        changed: asyncio.Event,
+        peer: str,
+    ) -> None:
+        self.failure: TransportError | None = None
+        self.connected = False
+        self._on_message, self._changed, self._peer = on_message, changed, peer
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        try:
+            (self._socket.bind if bind else self._socket.connect)(address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise TransportError(f"cannot open the socket {address} to the {peer}: {error}") from error
+        self._tasks = {
+            asyncio.create_task(self._deliver(), name=f"messages from the {peer}"),
+            asyncio.create_task(self._watch(), name=f"watch over the {peer}"),
+        }
+
+    def send(self, message: bytes) -> None:
+        """Hand a message to the socket, which keeps it until the other end takes it. Never waits.
+
+        Raises what ended the channel, and `TransportError` when a thousand messages wait already (or when this end
+        binds and the other is not `connected` yet).
+        """
+        if self.failure:
+            raise self.failure
+        try:
+            cast("asyncio.Future[object]", self._socket.send(message, zmq.NOBLOCK)).result()
+        except zmq.Again:
+            raise TransportError(f"the {self._peer} takes no messages") from None
+
+    async def close(self) -> None:
+        """Close this end; the other is told. Messages sent before still arrive. Closing twice does nothing."""
+        self._end(PeerGone(f"the channel to the {self._peer} is closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_sockets()
+
+    async def _deliver(self) -> None:
+        """Waits for messages; ends with the channel."""
+        while not self.failure:
+            self._handle(await self._socket.recv())
+
+    async def _watch(self) -> None:
+        """Waits for the other end to connect, and then to go away; ends then."""
+        event = None
+        while event != zmq.Event.DISCONNECTED:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            self.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
+            self._changed.set()
+        self._drain()
+        self._end(PeerGone(f"the {self._peer} ended or closed its end"))
+
+    def _drain(self) -> None:
+        """Deliver what had arrived before the other end went away."""
+        while not self.failure:
+            received = cast("asyncio.Future[bytes]", self._socket.recv(zmq.NOBLOCK))
+            if received.exception():
+                return
+            self._handle(received.result())
+
+    def _handle(self, message: bytes) -> None:
+        try:
+            self._on_message(message)
+        except TransportError as error:
+            self._end(error)
+        self._changed.set()
+
+    def _end(self, error: TransportError) -> None:
+        self.failure = self.failure or error
+        self._changed.set()
+
+    def _close_sockets(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=CLOSE_LINGER_MS)

@@ -1,0 +1,269 @@
+"""Named tensors in recycled shared memory files, in the safetensors layout.
+
+    [8: length][header: JSON, padded with spaces][tensor][pad][tensor][pad] ... [rest][trailer: sequence, checksum]
+
+Any safetensors reader can open such a file. The format allows no gaps, so alignment and the unused rest of a recycled
+file are tensors of their own, named `__pad__...`. The trailer is a tensor too: it is zeroed first and written last, and
+carries the sequence number of this content and the checksum (xxh3) of the header. A reader trusts nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from tailrace.errors import CorruptData, TransportError
+
+ALIGNMENT_BYTES = 64
+MAX_BUFFERS_PER_WRITE = 1024  # what writev takes
+PAD_PREFIX = "__pad__"
+
+DTYPE_BYTES: Mapping[str, int] = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"F32": 4, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8},
+}
+"""Bytes of one element, by the format's name of its type."""
+
+_LENGTH = struct.Struct("<Q")
+_TRAILER = struct.Struct("<QQ")
+_TRAILER_NAME = "__trailer__"
+_METADATA_NAME = "__metadata__"
+_SIZE_STEP_BYTES = 64 * 1024
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_ZEROS = bytes(ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBuffers:
+    """A tensor to be written: its bytes are those of `buffers` in order, wherever they lie now."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    buffers: Sequence[memoryview]  # contiguous bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a header says of one tensor; offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A file's content, mapped and checked. `mapping` may be read between the bounds of `tensors`."""
+
+    mapping: mmap.mmap
+    tensors: Mapping[str, TensorEntry]
+    """Without pads and trailer; offsets count from the start of `mapping`."""
+    metadata: Mapping[str, str]
+    sequence: int
+
+    def bytes_of(self, name: str) -> memoryview:
+        """A tensor's bytes, not copied."""
+        start, end = self.tensors[name].data_offsets
+        return memoryview(self.mapping)[start:end]
+
+
+class SegmentFile:
+    """A file that is written again and again; it grows to the largest content and never shrinks.
+
+    Recycling is the point: fresh shared memory costs many times more than memory that was touched before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def fileno(self) -> int:
+        """The open file's descriptor, for locks."""
+        return self._file
+
+    def write(self, tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str], sequence: int) -> int:
+        """Replace the content; returns its bytes. `sequence` is above 0.
+
+        Raises `TransportError` when the folder has no room; then the file holds no content, and its size is as before.
+        """
+        current = os.fstat(self._file).st_size
+        if current:
+            os.pwrite(self._file, bytes(_TRAILER.size), current - _TRAILER.size)
+        layout = _Layout(tensors, metadata)
+        size = layout.file_size(current)
+        if size > current:
+            self._reserve(size)
+        header = layout.header(size)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        _write_all(self._file, [memoryview(header), *layout.body_buffers()])
+        os.pwrite(self._file, _TRAILER.pack(sequence, xxhash.xxh3_64_intdigest(header)), size - _TRAILER.size)
+        return layout.num_bytes
+
+    def close(self) -> None:
+        """Close the file; it stays where it is."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _reserve(self, size: int) -> None:
+        """Have the room before writing: a write into a full tmpfs through a mapping would be a signal, not an error."""
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, 0, size)
+            else:
+                os.ftruncate(self._file, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            stat = os.statvfs(self.path.parent)
+            raise TransportError(
+                f"{self.path.parent} has no room for {size:,} bytes ({stat.f_bavail * stat.f_frsize:,} are free); "
+                "enlarge it (docker: --shm-size), set another folder for shared memory, or make the batch smaller"
+            ) from error
+
+
+class _Layout:
+    """Where everything goes, computed before anything is written."""
+
+    def __init__(self, tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str]) -> None:
+        self._tensors = tensors
+        self._metadata = dict(metadata)
+        self._entries: dict[str, TensorEntry] = {}
+        self._pads: list[int] = []
+        position = 0
+        for name, tensor in tensors.items():
+            end = position + tensor.num_bytes
+            self._entries[name] = TensorEntry(tensor.dtype, tensor.shape, (position, end))
+            position = _aligned(end)
+            self._pads.append(position - end)
+            if position > end:
+                self._entries[f"{PAD_PREFIX}{len(self._pads)}"] = _pad_entry(end, position)
+        self._body_bytes = position
+        # The rest's end is not known yet; a number of more digits than any real one keeps its place.
+        self._header_bytes = _aligned(len(self._header_json(10**18)) + _LENGTH.size)
+        self.num_bytes = self._header_bytes + position + _TRAILER.size
+
+    def file_size(self, current: int) -> int:
+        """The size the file needs: as it is where that is enough, with room to grow where it was not."""
+        if self.num_bytes <= current:
+            return current
+        wanted = self.num_bytes + self.num_bytes // 4 if current else self.num_bytes
+        return -(-wanted // _SIZE_STEP_BYTES) * _SIZE_STEP_BYTES
+
+    def header(self, file_size: int) -> bytes:
+        """Length and JSON, for a file of this size."""
+        json = self._header_json(file_size - self._header_bytes).ljust(self._header_bytes - _LENGTH.size)
+        return _LENGTH.pack(len(json)) + json
+
+    def body_buffers(self) -> list[memoryview]:
+        """Everything after the header but the rest and the trailer."""
+        buffers: list[memoryview] = []
+        for tensor, pad in zip(self._tensors.values(), self._pads, strict=True):
+            buffers.extend(tensor.buffers)
+            buffers.append(memoryview(_ZEROS)[:pad])
+        return buffers
+
+    def _header_json(self, body_end: int) -> bytes:
+        trailer_start = body_end - _TRAILER.size
+        header: dict[str, object] = {
+            _METADATA_NAME: self._metadata,
+            **self._entries,
+            f"{PAD_PREFIX}rest": _pad_entry(self._body_bytes, trailer_start),
+            _TRAILER_NAME: TensorEntry("U64", (2,), (trailer_start, body_end)),
+        }
+        return msgspec.json.encode(header)
+
+
+def map_segment(path: Path, *, private: bool = False) -> mmap.mmap:
+    """Map a whole file, read-only, or `private`: writable, with writes that stay in this mapping.
+
+    Raises `TransportError` for a file that cannot be opened and `CorruptData` for one that is too short.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < _LENGTH.size + _TRAILER.size:
+                raise CorruptData(f"{path} is too short to hold a header")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
+    except OSError as error:
+        raise TransportError(f"cannot open {path}: {error.strerror}") from error
+
+
+def read_segment(path: Path, mapping: mmap.mmap) -> Segment:
+    """Check a mapped file's trailer, header and bounds. Raises `CorruptData` for anything that does not add up."""
+    sequence, checksum = _TRAILER.unpack_from(mapping, len(mapping) - _TRAILER.size)
+    if sequence == 0:
+        raise CorruptData(f"{path} was not written to its end")
+    (length,) = _LENGTH.unpack_from(mapping, 0)
+    start = _LENGTH.size + length
+    if length > _MAX_HEADER_BYTES or start > len(mapping) - _TRAILER.size:
+        raise CorruptData(f"{path} says its header has {length:,} bytes; the file has {len(mapping):,}")
+    header = mapping[:start]
+    if xxhash.xxh3_64_intdigest(header) != checksum:
+        raise CorruptData(f"the header of {path} is damaged: its checksum differs")
+    entries, metadata = _parse_header(path, header[_LENGTH.size :])
+    _require_gapless(path, entries, len(mapping) - start)
+    tensors = {
+        name: TensorEntry(entry.dtype, entry.shape, (start + entry.data_offsets[0], start + entry.data_offsets[1]))
+        for name, entry in entries.items()
+        if not name.startswith(PAD_PREFIX) and name != _TRAILER_NAME
+    }
+    return Segment(mapping, tensors, metadata, sequence)
+
+
+def _parse_header(path: Path, header: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop(_METADATA_NAME, msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptData(f"the header of {path} is not one of safetensors: {error}") from error
+    return entries, metadata
+
+
+def _require_gapless(path: Path, entries: Mapping[str, TensorEntry], body_bytes: int) -> None:
+    """Every tensor has its shape's bytes, and together they are the body, once."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, end = entry.data_offsets
+        if entry.dtype not in DTYPE_BYTES or any(extent < 0 for extent in entry.shape):
+            raise CorruptData(f"tensor {name!r} of {path} has an impossible type or shape: {entry}")
+        if start != position or end - start != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
+            raise CorruptData(f"tensor {name!r} of {path} does not lie where its header says: {entry}")
+        position = end
+    if position != body_bytes:
+        raise CorruptData(f"{path} describes {position:,} bytes of tensors and holds {body_bytes:,}")
+
+
+def _write_all(file: int, buffers: Sequence[memoryview]) -> None:
+    """Gather all buffers into the file, at most 1,024 a call, going on where a call wrote less than it was given."""
+    remaining = iter([buffer for buffer in buffers if buffer.nbytes])
+    while chunk := list(itertools.islice(remaining, MAX_BUFFERS_PER_WRITE)):
+        while chunk:
+            written = os.writev(file, chunk)
+            while chunk and written >= chunk[0].nbytes:
+                written -= chunk.pop(0).nbytes
+            if written:
+                chunk[0] = chunk[0].cast("B")[written:]
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _pad_entry(start: int, end: int) -> TensorEntry:
+    return TensorEntry("U8", (end - start,), (start, end))
