@@ -1,0 +1,83 @@
+"""Logging of one process: a file of its own; on the terminal lines, or the last few in the live view, or nothing."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+_FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+_LINE_FORMAT = "%(asctime)s  %(message)s"
+_OURS = "tailrace"
+
+
+class Terminal(enum.StrEnum):
+    """What this process does with the terminal."""
+
+    LIVE = "live"
+    """The live view owns it and shows the last few lines."""
+    LINES = "lines"
+    """One line a message, on standard error."""
+    NONE = "none"
+    """It belongs to another process."""
+
+
+class RecentLines(logging.Handler):
+    """Keeps the last few log lines for the live view."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque(maxlen=count)
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """Oldest first, one line each."""
+        return tuple(self._lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the first line of the message."""
+        try:
+            first, _, _ = self.format(record).partition("\n")
+        except (TypeError, ValueError):
+            self.handleError(record)
+        else:
+            self._lines.append(first)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file whose failure (a full disk) is reported once, not once a line."""
+
+    _reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._reported:
+            self._reported = True
+            super().handleError(record)
+
+
+def setup_logging(
+    role: str, folder: Path, terminal: Terminal = Terminal.NONE, *, level: str = "info"
+) -> RecentLines | None:
+    """Send this process's log to `folder/<role>.log`, and to the terminal as asked.
+
+    Tailrace's own messages from `level` on, other packages' from warnings on; Python warnings are logged too. Called
+    again, it replaces what an earlier call set up. Returns the lines for the live view with `Terminal.LIVE`, else None.
+    Raises `OSError` when the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = _LogFile(folder / f"{role}.log", encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(logging.Formatter(_FILE_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    handlers: list[logging.Handler] = [file]
+    recent = RecentLines() if terminal is Terminal.LIVE else None
+    shown = logging.StreamHandler(sys.stderr) if terminal is Terminal.LINES else recent
+    if shown is not None:
+        shown.setLevel(logging.INFO)
+        shown.setFormatter(logging.Formatter(_LINE_FORMAT, "%H:%M:%S"))
+        handlers.append(shown)
+    logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)
+    logging.getLogger(_OURS).setLevel(level.upper())
+    logging.captureWarnings(True)
+    return recent

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import DataError
+from tailrace.observability.summary import LedgerSummary, RunSummary, read_summary, summary_text, write_summary
+from tailrace.records import RunStatus
+
+
+def a_summary() -> RunSummary:
+    ledger = LedgerSummary(
+        admitted=2_600,
+        in_flight=40,
+        by_state={"trained": 2_432, "filtered": 120, "failed": 8},
+        by_reason={"filtered": {"zero_spread": 112, "stale": 8}, "failed": {"timeout": 8}},
+    )
+    return RunSummary(
+        name="quickstart",
+        status=RunStatus.FINISHED,
+        steps=60,
+        policy_version=60,
+        wall_s=113.0,
+        ledger=ledger,
+        reward_first=0.21,
+        reward_last=0.93,
+        heldout_reward_before=0.2,
+        heldout_reward_after=0.94,
+        tokens_generated=1_200_000,
+        tokens_trained=1_100_000,
+        length_ratio=0.98,
+        staleness_mean=0.8,
+        staleness_max=3,
+        peak_rss_bytes={"trainer": 900_000_000},
+    )
+
+
+def test_a_summary_survives_its_file(tmp_path: Path) -> None:
+    write_summary(tmp_path, a_summary())
+    assert read_summary(tmp_path) == a_summary()
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_the_text_names_every_state_and_reason_and_the_invariant() -> None:
+    text = summary_text(a_summary())
+    assert "admitted 2,600 = terminal 2,560 + in flight 40" in text
+    assert "2,432 trained, 120 filtered (zero_spread 112, stale 8), 8 failed (timeout 8)" in text
+    assert "0.200 before, 0.940 after" in text
+    assert "finished" in text
+
+
+def test_a_ledger_that_does_not_balance_is_not_called_balanced() -> None:
+    assert LedgerSummary(admitted=3, in_flight=1, by_state={"trained": 1}).invariant_line().startswith("admitted 3 ≠")
+
+
+def test_a_run_that_did_nothing_has_a_summary_too() -> None:
+    summary = RunSummary(name="x", status=RunStatus.FAILED, reason="the trainer left")
+    assert "failed: the trainer left" in summary_text(summary)
+
+
+def test_a_file_that_is_no_summary_is_named(tmp_path: Path) -> None:
+    assert read_summary(tmp_path) is None
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(DataError, match=r"summary\.json"):
+        read_summary(tmp_path)
