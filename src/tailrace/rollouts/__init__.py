@@ -1,1 +1,34 @@
-"""Being written."""
+"""One task to one scored rollout: chat rendering, the policy that agents talk to, rewards, killable workers.
+
+In: a `Task`, its `EnvironmentSpec`, and `Generate`. Out: a `Rollout` whose branches hold every sampled token once, with
+its reward; or an error that costs that rollout alone. Tokens that were sampled are never tokenized again, an exception
+never becomes a reward, and nothing here knows of schedules, weights or torch.
+"""
+
+from tailrace.rollouts.agents import EnvironmentHost, environment_agent, hosted_agent
+from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
+from tailrace.rollouts.rendering import ChatRenderer
+from tailrace.rollouts.replies import ParsedReply
+from tailrace.rollouts.rollouter import Rollouter
+from tailrace.rollouts.scoring import require_number, require_reward, score_group
+from tailrace.rollouts.settings import EvaluationSampling, RolloutSettings
+from tailrace.rollouts.tokenizer import ChatTokenizer
+from tailrace.rollouts.worker_pool import WorkerPool
+
+__all__ = [
+    "ChatRenderer",
+    "ChatTokenizer",
+    "EnvironmentHost",
+    "EvaluationSampling",
+    "ParsedReply",
+    "RolloutBudget",
+    "RolloutPolicy",
+    "RolloutSettings",
+    "Rollouter",
+    "WorkerPool",
+    "environment_agent",
+    "hosted_agent",
+    "require_number",
+    "require_reward",
+    "score_group",
+]

@@ -1,0 +1,148 @@
+"""A model's own chat template, compiled once: the Jinja dialect that Hugging Face chat templates are written in.
+
+Same environment as transformers' `apply_chat_template` (sandboxed, `trim_blocks`, `lstrip_blocks`, loop controls,
+`{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML), without transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from tailrace.errors import ModelError
+from tailrace.records import Json
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+TOOL_USE = "tool_use"
+"""Name of the template that models with several use when tools are given."""
+DEFAULT = "default"
+
+
+class ChatTemplate:
+    """Conversations to text, as the model's authors wrote it.
+
+    >>> template = ChatTemplate({"default": "{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}"}, {})
+    >>> template.render([{"role": "user", "content": "hi"}], tools=None, add_generation_prompt=False)
+    '[user] hi\\n'
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        if DEFAULT not in sources:
+            raise ModelError(f"the model's chat templates ({', '.join(sources) or 'none'}) include no {DEFAULT!r} one")
+        self._templates = {name: _compile(source) for name, source in sources.items()}
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        *,
+        tools: Sequence[Mapping[str, Json]] | None,
+        add_generation_prompt: bool,
+        **variables: Json,
+    ) -> str:
+        """The conversation as text. Raises `jinja2.TemplateError` where the template refuses it."""
+        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
+        return self._templates[name].render(
+            messages=[_for_template(message) for message in messages],
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+            **variables,
+        )
+
+
+def _for_template(message: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Arguments of tool calls as objects (many templates iterate them), reasoning under both names in use."""
+    if "tool_calls" not in message and "reasoning_content" not in message:
+        return message
+    changed = dict(message)
+    if changed.get("tool_calls"):
+        changed["tool_calls"] = [_with_parsed_arguments(call) for call in changed["tool_calls"]]
+    if changed.get("reasoning_content") is not None:
+        changed.setdefault("thinking", changed["reasoning_content"])
+    return changed
+
+
+def _with_parsed_arguments(call: Mapping[str, Json]) -> Mapping[str, Json]:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Template:
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return _environment().from_string(source)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"the model's chat template does not compile (line {error.lineno}): {error.message}"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _generation_tag() -> type:
+    """The `{% generation %}` tag marks what a model writes; here it renders its body and nothing more."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class GenerationTag(Extension):
+        tags = {"generation"}  # noqa: RUF012  as Jinja types it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+        def _body(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    return GenerationTag
+
+
+def _tojson(
+    value: Json,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> str:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

@@ -1,0 +1,122 @@
+"""Which branch a conversation extends: a pure comparison of messages, no tokens.
+
+exact        the message came back as it was handed out
+realigned    it came back changed in ways that mean nothing (outer whitespace, reasoning left out, arguments as a
+             JSON string, characters that decoding had replaced): the sampled tokens stand
+different    the agent rewrote it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tailrace.records import Branch, Json, Message, ToolSpec
+
+_REPLACEMENT = "\ufffd"
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One reply of a branch: where it ends, in messages and in tokens."""
+
+    num_messages: int
+    """Messages of the conversation up to and with the reply."""
+    start_token: int
+    end_token: int
+
+
+@dataclass(slots=True, eq=False)
+class BranchConversation:
+    """A branch, and the conversation that it holds."""
+
+    index: int
+    branch: Branch
+    tools: Sequence[ToolSpec] | None
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    is_waiting: bool = False
+    """A completion is being sampled; nothing else may extend it meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A conversation goes on from `turn` of a branch."""
+
+    conversation: BranchConversation
+    turn: Turn
+    realigned: int
+    """Replies on the way that came back changed in nothing but form."""
+
+    @property
+    def is_tip(self) -> bool:
+        """Whether the branch ends with this reply and is free, so that it can be extended; else it must be forked."""
+        seen = self.conversation
+        return not seen.is_waiting and seen.branch.num_tokens == self.turn.end_token
+
+
+def longest_match(
+    conversations: Sequence[BranchConversation], messages: Sequence[Message], tools: Sequence[ToolSpec] | None
+) -> Match | None:
+    """The latest reply, of all branches, up to which `messages` tell the same conversation and then go on."""
+    best: Match | None = None
+    for conversation in conversations:
+        if not conversation.turns or (conversation.tools or None) != (tools or None):
+            continue
+        same, realigned_at = _common(conversation, messages)
+        for turn in reversed(conversation.turns):
+            if turn.num_messages <= same and turn.num_messages < len(messages):
+                match = Match(conversation, turn, sum(position < turn.num_messages for position in realigned_at))
+                if best is None or _rank(match) > _rank(best):
+                    best = match
+                break
+    return best
+
+
+def _rank(match: Match) -> tuple[int, bool]:
+    return (match.turn.num_messages, match.is_tip)
+
+
+def _common(conversation: BranchConversation, messages: Sequence[Message]) -> tuple[int, list[int]]:
+    """How many first messages are the same, and at which of them only the form differs."""
+    replies = {turn.num_messages - 1 for turn in conversation.turns}
+    realigned: list[int] = []
+    for position, (seen, given) in enumerate(zip(conversation.messages, messages, strict=False)):
+        if seen is given or seen == given:
+            continue
+        if position not in replies or not same_reply(seen, given):
+            return position, realigned
+        realigned.append(position)
+    return min(len(conversation.messages), len(messages)), realigned
+
+
+def same_reply(ours: Message, theirs: Message) -> bool:
+    """Whether an assistant's message says what we handed out, form aside."""
+    if theirs["role"] != "assistant":
+        return False
+    if not _same_text(ours.get("content"), theirs.get("content")):
+        return False
+    reasoning = theirs.get("reasoning_content")
+    if reasoning and not _same_text(ours.get("reasoning_content"), reasoning):
+        return False
+    return _calls(ours) == _calls(theirs)
+
+
+def _same_text(ours: str | None, theirs: str | None) -> bool:
+    mine, yours = (ours or "").strip(), (theirs or "").strip()
+    return mine == yours or mine.replace(_REPLACEMENT, "") == yours.replace(_REPLACEMENT, "")
+
+
+def _calls(message: Message) -> list[tuple[str, Json]]:
+    """Name and arguments of each tool call, arguments as objects."""
+    calls: list[tuple[str, Json]] = []
+    for call in message.get("tool_calls") or []:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = {"": arguments}
+        calls.append((call["function"]["name"], arguments))
+    return calls

@@ -1,0 +1,231 @@
+"""The policy as one rollout sees it: `chat` renders, generates, records and answers.
+
+    messages ─longest_match─► the branch they extend ─bridge─► its new context ─generate─► its completion ─► Reply
+                  │
+                  └─ none: a new branch (from the start, or from the sampled tokens that the histories share)
+
+Sampled tokens are never tokenized again: a branch that is forked copies them as context, without loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from tailrace.errors import BudgetExceeded, RolloutError
+from tailrace.records import (
+    Branch,
+    Completion,
+    FinishReason,
+    Generate,
+    Int32Array,
+    Message,
+    Reply,
+    Rollout,
+    SamplingParams,
+    ToolSpec,
+)
+from tailrace.rollouts.conversations import BranchConversation, Match, Turn, longest_match
+from tailrace.rollouts.rendering import ChatRenderer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBudget:
+    """What one rollout may use."""
+
+    max_turns: int
+    max_rollout_tokens: int | None = None
+    """Context and completions of all branches."""
+    max_model_tokens: int | None = None
+    """The model's context: prompt and completion of one turn. None where only the engine knows it."""
+
+
+class RolloutPolicy:
+    """The model, for one rollout. Any number of `chat` calls may run at once, each on a branch of its own."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        *,
+        renderer: ChatRenderer,
+        generate: Generate,
+        budget: RolloutBudget,
+        system_prompt: str | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._renderer = renderer
+        self._generate = generate
+        self._budget = budget
+        self._system_prompt = system_prompt
+        self._conversations: list[BranchConversation] = []
+        self._reserved_tokens = 0
+        """That completions being sampled may still add."""
+
+    async def chat(
+        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        """One turn: sample the next message of `messages`.
+
+        Raises:
+            BudgetExceeded: No turn or token is left for it.
+            RequestRefused: The engine cannot take it (longer than the model's context, ...).
+            EnvironmentFailed: The model's chat template refuses the conversation.
+        """
+        messages = self._with_system_prompt(messages)
+        self._require_turn()
+        conversation, context = self._place(messages, tools)
+        limit = self._completion_limit(conversation, len(context), max_tokens)
+        self._begin_turn(conversation, context, messages)
+        completion = await self._sample(conversation, limit)
+        return self._record(conversation, completion)
+
+    def keep(self, messages: Sequence[Message]) -> None:
+        """Add what follows the last reply to the conversation kept for people; the policy never answers it."""
+        self._rollout.messages = [*self._rollout.messages, *messages]
+
+    # ---- where the conversation goes on
+
+    def _place(self, messages: list[Message], tools: list[ToolSpec] | None) -> tuple[BranchConversation, Int32Array]:
+        """The branch to extend and the context to extend it with."""
+        match = longest_match(self._conversations, messages, tools)
+        if match is not None:
+            context = self._bridge(match, messages, tools)
+            if context is not None:
+                self._count("realigned_turns", float(match.realigned > 0))
+                return (match.conversation if match.is_tip else self._fork(match, messages, tools)), context
+        if any(message["role"] == "assistant" for message in messages) and self._conversations:
+            self._count("rewritten_turns", 1)
+        return self._open(tools), self._renderer.render(messages, tools)
+
+    def _bridge(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> Int32Array | None:
+        seen, turn = match.conversation, match.turn
+        return self._renderer.bridge(
+            seen.branch.token_ids[: turn.end_token],
+            turn.start_token,
+            seen.messages[: turn.num_messages],
+            messages[turn.num_messages :],
+            tools,
+        )
+
+    def _fork(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> BranchConversation:
+        """A new branch that starts with the tokens shared with another one: context here, they bear loss there."""
+        if any(message["role"] == "assistant" for message in messages[match.turn.num_messages :]):
+            self._count("rewritten_turns", 1)
+        conversation = self._open(tools)
+        conversation.branch.extend_context(match.conversation.branch.token_ids[: match.turn.end_token])
+        return conversation
+
+    def _open(self, tools: list[ToolSpec] | None) -> BranchConversation:
+        return BranchConversation(len(self._conversations), Branch(), tools)
+
+    # ---- what it may cost
+
+    def _require_turn(self) -> None:
+        if self._rollout.turns >= self._budget.max_turns:
+            raise self._exhausted(f"all of its {self._budget.max_turns} turns are used (rollouts.max_turns)")
+
+    def _completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int:
+        """Tokens that this completion may have."""
+        prompt = conversation.branch.num_tokens + context_tokens
+        limits = [self._rollout.sampling.max_tokens]
+        if asked is not None:
+            limits.append(asked)
+        if (context := self._budget.max_model_tokens) is not None:
+            if prompt >= context:
+                raise self._exhausted(f"a prompt of {prompt} tokens leaves no room in the model's context of {context}")
+            limits.append(context - prompt)
+        if (most := self._budget.max_rollout_tokens) is not None:
+            used = self._used_tokens() + context_tokens
+            if conversation.index == len(self._conversations):
+                used += conversation.branch.num_tokens
+            if used >= most:
+                raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
+            limits.append(most - used)
+        if min(limits) < 1:
+            raise ValueError(f"chat(max_tokens={asked}) asks for no token; it must be 1 or above")
+        return min(limits)
+
+    def _used_tokens(self) -> int:
+        return sum(conversation.branch.num_tokens for conversation in self._conversations) + self._reserved_tokens
+
+    def _exhausted(self, why: str) -> BudgetExceeded:
+        return BudgetExceeded(f"task {self._rollout.task.task_id}: no budget for another turn: {why}")
+
+    # ---- one completion
+
+    def _begin_turn(self, conversation: BranchConversation, context: Int32Array, messages: list[Message]) -> None:
+        """Record what the turn's prompt adds. Messages are copied: what the agent does to its own changes nothing."""
+        if conversation.index == len(self._conversations):
+            self._conversations.append(conversation)
+            self._rollout.branches.append(conversation.branch)
+        conversation.branch.extend_context(context)
+        conversation.messages.extend(message.copy() for message in messages[len(conversation.messages) :])
+        self._rollout.turns += 1
+
+    async def _sample(self, conversation: BranchConversation, limit: int) -> Completion:
+        clock = asyncio.get_running_loop()
+        turn = self._rollout.turns
+        conversation.is_waiting = True
+        self._reserved_tokens += limit
+        started_s = clock.time()
+        try:
+            completion = await self._generate(
+                conversation.branch.token_ids,
+                sampling=self._sampling(limit, turn),
+                request_id=f"{self._rollout.rollout_id}/{conversation.index}/{turn}",
+                session_id=f"{self._rollout.rollout_id}/{conversation.index}",
+                group_id=self._rollout.group_id,
+            )
+        finally:
+            conversation.is_waiting = False
+            self._reserved_tokens -= limit
+        self._count("generate_s", clock.time() - started_s)
+        if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):
+            raise RolloutError(
+                f"turn {turn} of {self._rollout.rollout_id}: generation ended as {completion.finish_reason}"
+            )
+        return completion
+
+    def _sampling(self, limit: int, turn: int) -> SamplingParams:
+        """The rollout's sampling for one turn: a seed of its own, so that turns do not share one random stream."""
+        sampling = self._rollout.sampling
+        seed = None
+        if sampling.seed is not None:
+            seed = int(np.random.SeedSequence([sampling.seed, turn]).generate_state(1)[0])
+        return msgspec.structs.replace(
+            sampling, max_tokens=limit, stop_token_ids=self._renderer.stop_token_ids, seed=seed
+        )
+
+    def _record(self, conversation: BranchConversation, completion: Completion) -> Reply:
+        branch = conversation.branch
+        prompt = branch.token_ids
+        branch.extend_completion(completion)
+        parsed = self._renderer.parse(completion, prompt_token_ids=prompt, tools=conversation.tools)
+        message = parsed.message()
+        conversation.messages.append(message.copy())
+        conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens))
+        self._rollout.messages = list(conversation.messages)
+        self._rollout.truncated |= completion.finish_reason is FinishReason.LENGTH
+        self._count("drifted_turns", float(self._renderer.drifts(completion)))
+        self._count("tool_calls", len(parsed.tool_calls))
+        self._count("malformed_tool_calls", parsed.malformed_tool_calls)
+        return Reply(
+            message=message,
+            finish_reason=completion.finish_reason,
+            completion=completion,
+            tool_calls=parsed.tool_calls,
+            malformed_tool_calls=parsed.malformed_tool_calls,
+        )
+
+    def _count(self, name: str, amount: float) -> None:
+        self._rollout.metrics[name] = self._rollout.metrics.get(name, 0.0) + amount
+
+    def _with_system_prompt(self, messages: list[Message]) -> list[Message]:
+        if self._system_prompt is None:
+            return messages
+        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        return [{"role": "system", "content": self._system_prompt}, *rest]

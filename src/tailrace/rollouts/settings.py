@@ -1,0 +1,89 @@
+"""How rollouts are run: sampling, budgets, time limits, worker processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tailrace.records import SamplingParams
+
+
+class EvaluationSampling(BaseModel):
+    """How replies are sampled when a policy is measured, not trained; here a nucleus is allowed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(default=1.0, ge=0, description="Logits are divided by it; 0 is greedy.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Keep the likeliest tokens up to this probability; 1: all."
+    )
+    top_k: int = Field(default=0, ge=0, description="Keep this many of the likeliest tokens; 0 keeps all.")
+
+
+class RolloutSettings(BaseModel):
+    """Section `rollouts`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    group_size: int = Field(default=8, ge=1, description="Rollouts of one task, scored together.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Of training rollouts: logits are divided by it. Must be above 0."
+    )
+    max_tokens: int = Field(default=256, ge=1, description="Tokens of one completion at most.")
+    max_turns: int = Field(default=16, ge=1, description="Completions of one rollout at most, over all its branches.")
+    max_rollout_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens of one rollout at most, context and completions of all branches. Unset: the model's limit.",
+    )
+    timeout_s: float = Field(default=600.0, gt=0, description="Seconds one rollout may take, reward included.")
+    reward_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds one group's `score_group` may take. Unset: as `timeout_s`."
+    )
+    workers: int = Field(
+        default=1,
+        ge=0,
+        description="Processes for users' synchronous code that is not trusted; started when first needed.",
+    )
+    worker_timeout_s: float = Field(
+        default=60.0, gt=0, description="Seconds one call into a worker may take before the worker is killed."
+    )
+    worker_start_timeout_s: float = Field(
+        default=120.0, gt=0, description="Seconds a worker may take to start and load its environment."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="Replaces the system message of every conversation. Unset: the environment's own."
+    )
+    thinking_retention: Literal["all", "template"] = Field(
+        default="all",
+        description="For model families with a renderer of their own: `all` keeps earlier turns' reasoning, and the "
+        "rollout one growing branch; `template` strips it as their template does, at one branch per user turn.",
+    )
+    evaluation: EvaluationSampling = Field(
+        default_factory=EvaluationSampling, description="Sampling in `tailrace eval` and held-out measurements."
+    )
+
+    @model_validator(mode="after")
+    def _require_room_for_one_turn(self) -> RolloutSettings:
+        if self.max_rollout_tokens is not None and self.max_rollout_tokens <= self.max_tokens:
+            raise ValueError(
+                f"rollouts.max_rollout_tokens is {self.max_rollout_tokens}, which leaves no room for a prompt beside "
+                f"one completion of rollouts.max_tokens = {self.max_tokens}; raise the first or lower the second"
+            )
+        return self
+
+    def training_sampling(self) -> SamplingParams:
+        """Of a training rollout: the full distribution at `temperature`, so that every token keeps a probability."""
+        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+
+    def evaluation_sampling(self, *, seed: int | None = None) -> SamplingParams:
+        """Of a rollout that is measured and never trained on."""
+        chosen = self.evaluation
+        return SamplingParams(
+            temperature=chosen.temperature,
+            top_p=chosen.top_p,
+            top_k=chosen.top_k,
+            max_tokens=self.max_tokens,
+            seed=seed,
+        )

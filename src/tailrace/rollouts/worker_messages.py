@@ -1,0 +1,148 @@
+"""What the orchestrator and its rollout workers say to each other: length-prefixed msgpack over pipes, never pickle.
+
+orchestrator ── Hello, then one call at a time ──► worker        stdin
+orchestrator ◄── one Answer per call, in order ─── worker        stdout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from tailrace.environments import Observation
+from tailrace.records import Json, Message, Reward, Task, TaskId
+
+LENGTH_BYTES = 4
+"""Of the length, little-endian, in front of every message."""
+
+
+class TaskMessage(msgspec.Struct, frozen=True):
+    """A task on its way to a worker."""
+
+    task_id: str
+    environment: str
+    index: int
+    row: dict[str, Json]
+    seed: int
+
+    @classmethod
+    def of(cls, task: Task) -> TaskMessage:
+        """The task, its row as a plain dict."""
+        return cls(task.task_id, task.environment, task.index, dict(task.row), task.seed)
+
+    def task(self) -> Task:
+        """The task again."""
+        return Task(TaskId(self.task_id), self.environment, self.index, self.row, self.seed)
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message: where modules are found, and the settings (JSON) of every environment by name."""
+
+    module_path: list[str]
+    environments: dict[str, str]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load an environment from its settings."""
+
+    environment: str
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Make an environment, reset it, and step it through `replies` that it has answered before; answers the last."""
+
+    instance: int
+    task: TaskMessage
+    replies: list[Message]
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Step an open environment."""
+
+    instance: int
+    reply: Message
+
+
+class ReadColumns(msgspec.Struct, frozen=True, tag=True):
+    """Attributes of an open environment."""
+
+    instance: int
+    columns: list[str]
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Call the environment's reward function."""
+
+    task: TaskMessage
+    messages: list[Message]
+
+
+Call: TypeAlias = Load | Open | Step | ReadColumns | Score
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A call, and the environments that nobody needs any more."""
+
+    call: Call
+    released: list[int]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """What user code raised."""
+
+    error: str
+    traceback: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a call returned, or why it did not."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+def pack(message: Hello | Request | Answer) -> bytes:
+    """A message with its length in front. Raises `TypeError` for a value that is not JSON-friendly."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def observation_to_json(observation: Observation) -> dict[str, Json]:
+    """For the way to the orchestrator."""
+    return {
+        "messages": list(observation.messages),
+        "reward": observation.reward,
+        "done": observation.done,
+        "metrics": dict(observation.metrics),
+        "columns": dict(observation.columns),
+    }
+
+
+def reward_to_json(reward: object) -> dict[str, Json]:
+    """For the way to the orchestrator; a plain number keeps being one, whatever it is."""
+    if not isinstance(reward, Reward):
+        return {"plain": reward}
+    return {"value": reward.value, "components": reward.components, "columns": reward.columns}
+
+
+def reward_from_json(value: Mapping[str, Json]) -> object:
+    """What the reward function returned."""
+    return value["plain"] if "plain" in value else Reward(**value)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy numbers and arrays, and mappings that are not dicts, as what msgpack knows."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    for convert in ("tolist", "item"):
+        if hasattr(value, convert):
+            return getattr(value, convert)()
+    raise TypeError(f"a {type(value).__name__} cannot leave a worker process; use numbers, text, lists and dicts")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+hello_decoder = msgspec.msgpack.Decoder(Hello)
+request_decoder = msgspec.msgpack.Decoder(Request)
+answer_decoder = msgspec.msgpack.Decoder(Answer)
