@@ -1,0 +1,107 @@
+"""What every engine promises, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array, RequestId
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """A chunk of one request's tokens: at its finish, or every `chunk_tokens`. Arrays are [num_tokens]."""
+
+    request_id: RequestId
+    token_ids: Int32Array
+    logprobs: Float32Array
+    """Of the distribution that each token was really sampled from, in nats."""
+    policy_versions: Int32Array
+    """The version installed when the forward pass that sampled the token was launched."""
+    finish_reason: FinishReason | None = None
+    """Set on the request's last chunk."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """On the last chunk: `queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`."""
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of an engine. Counts `*_total` run from its start."""
+
+    policy_version: int
+    """Version of the installed model state dict."""
+    running: int
+    """Requests that hold a slot."""
+    waiting: int
+    """Requests accepted and without a slot."""
+    cached_sessions: int
+    """Slots that keep the cache of a session between its turns."""
+    kv_tokens: int
+    """Tokens whose keys and values are cached."""
+    kv_capacity_tokens: int
+    steps_total: int
+    sampled_tokens_total: int
+    prefilled_tokens_total: int
+    """Prompt tokens that went through the model."""
+    cached_prompt_tokens_total: int
+    """Prompt tokens that did not have to, because their keys and values were there."""
+    evicted_sessions_total: int
+    step_s_total: float
+    """Wall time inside steps."""
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can be asked for."""
+
+    vocab_size: int
+    max_model_tokens: int
+    """Prompt and completion together."""
+
+
+class Engine(Protocol):
+    """Synchronous, and owned by the one thread that builds, steps and closes it."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a request must respect."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or return anything."""
+        ...
+
+    def add(self, request: GenerationRequest) -> None:
+        """Accept a request. Raises `RequestRefused` for an impossible one; others go on."""
+        ...
+
+    def step(self) -> list[SampledTokens]:
+        """Advance by one iteration: any number of requests may advance or finish."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its last chunk says `ABORTED`. Unknown ids (it may just have finished) are ignored."""
+        ...
+
+    def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Install new weights: copies, never aliases. Raises `ModelError`, and then the old ones are still whole."""
+        ...
+
+    def reset_prefix_cache(self, *, preempt_running: bool) -> None:
+        """Forget every cached key and value. Running requests are computed again, or, if not `preempt_running`,
+        make this raise `GenerationError`.
+        """
+        ...
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model and the cache."""
+        ...

@@ -1,0 +1,346 @@
+"""The engine: one packed forward pass per step, one wait for the device, no Python per token."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from tailrace.errors import GenerationError, RequestRefused
+from tailrace.generation.engines.loading import load_causal_lm
+from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, SampledTokens
+from tailrace.generation.engines.torch.attention import Segment, SlotStep
+from tailrace.generation.engines.torch.cache import SlotCache
+from tailrace.generation.engines.torch.model import SlotModel
+from tailrace.generation.engines.torch.sampler import sample, uniforms
+from tailrace.generation.engines.torch.slots import (
+    Placement,
+    RowState,
+    SlotTable,
+    front_moves,
+    place,
+    prefill_shares,
+)
+from tailrace.generation.engines.torch.weights import install_model_state_dict
+from tailrace.generation.requests import context_of, require_acceptable
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.records import FinishReason, Float32Array, GenerationRequest, RequestId
+
+
+def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], TorchEngine]:
+    """What the engine's thread calls to build its engine. The model is loaded there, and may raise `ModelError`."""
+
+    def build() -> TorchEngine:
+        torch.set_num_threads(generator.threads)
+        loaded = load_causal_lm(model.name, dtype=model.dtype, device=generator.device)
+        return TorchEngine(
+            loaded,
+            slots=generator.slots,
+            max_model_tokens=min(model.max_model_tokens or generator.max_cache_tokens, generator.max_cache_tokens),
+            prefill_chunk_tokens=generator.prefill_chunk_tokens,
+            chunk_tokens=generator.chunk_tokens,
+            seed=generator.seed,
+        )
+
+    return build
+
+
+class TorchEngine:
+    """Continuous batching over a transformers model, which becomes the engine's own (its attention is replaced).
+
+    Implements `Engine`. Raises `ModelError` for a model that it cannot run.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int = 64,
+        max_model_tokens: int = 4096,
+        prefill_chunk_tokens: int = 512,
+        chunk_tokens: int = 64,
+        seed: int = 0,
+        version: int = 0,
+    ):
+        self._model = SlotModel(model)
+        capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
+        self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity)
+        self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)
+        self._cache = SlotCache(
+            self._model.layers, slots=slots, capacity=capacity, dtype=self._model.dtype, device=self._model.device
+        )
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._version = version
+        self._seeds = np.random.default_rng(seed)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._added_s: dict[RequestId, float] = {}
+        self._outbox: list[SampledTokens] = []
+        self._steps = self._sampled = self._prefilled = self._cached = self._evicted = 0
+        self._step_s = 0.0
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a request must respect."""
+        return self._limits
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or return anything."""
+        return bool(self._added_s or self._outbox)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""
+        require_acceptable(request, self._limits)
+        if request.request_id in self._added_s:
+            raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
+        self._added_s[request.request_id] = time.perf_counter()
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; the next step returns its last chunk. Its cache stays for the session."""
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                del self._added_s[request.request_id]
+                self._outbox.append(_nothing_sampled(request.request_id))
+                return
+        for row in self._table.running().tolist():
+            held = self._table.requests[row]
+            if held is not None and held.request_id == request_id:
+                self._outbox.append(self._report(row, FinishReason.ABORTED, time.perf_counter()))
+                return
+
+    @torch.inference_mode()
+    def step(self) -> list[SampledTokens]:
+        """Place waiting requests, then run one packed forward pass over prompt chunks and running completions."""
+        started_s = time.perf_counter()
+        chunks, self._outbox = self._outbox, []
+        self._place_waiting(started_s)
+        self._bring_decoding_rows_to_front()
+        count = self._table.num_decoding()
+        shares = prefill_shares(self._table, self._prefill_chunk_tokens)
+        if count or shares:
+            logits = self._forward(shares, count)
+            for row, _, end in shares:
+                self._table.cached[row] = end
+            self._prefilled += sum(end - start for _, start, end in shares)
+            if count:
+                chunks += self._record(*self._sample(logits, count))
+        self._steps += 1
+        self._step_s += time.perf_counter() - started_s
+        return chunks
+
+    def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Install new weights; running requests and cached sessions go on over their old cache."""
+        install_model_state_dict(self._model.model, tensors)
+        self._version = version
+
+    def reset_prefix_cache(self, *, preempt_running: bool) -> None:
+        """Forget every cached key and value; running requests are computed again from their tokens."""
+        table = self._table
+        running = table.running()
+        if len(running) and not preempt_running:
+            raise GenerationError(
+                f"the prefix cache is in use by {len(running)} running requests; "
+                "wait for them, or reset with preempt_running=True"
+            )
+        for row in np.flatnonzero(table.state == RowState.IDLE).tolist():
+            table.forget(row)
+        table.cached[running] = 0
+        table.cache_version[running] = self._version
+        table.state[running] = RowState.PREFILL
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        state = self._table.state
+        running = int(np.count_nonzero(state >= RowState.PREFILL))
+        return EngineStatistics(
+            policy_version=self._version,
+            running=running,
+            waiting=len(self._waiting),
+            cached_sessions=int(np.count_nonzero(state == RowState.IDLE)),
+            kv_tokens=int(self._table.cached.sum()),
+            kv_capacity_tokens=self._table.slots * self._table.capacity,
+            steps_total=self._steps,
+            sampled_tokens_total=self._sampled,
+            prefilled_tokens_total=self._prefilled,
+            cached_prompt_tokens_total=self._cached,
+            evicted_sessions_total=self._evicted,
+            step_s_total=self._step_s,
+        )
+
+    def close(self) -> None:
+        """Let go of the model and the cache."""
+        del self._model, self._cache
+
+    def _place_waiting(self, now_s: float) -> None:
+        """Oldest first; one that waits for its group's prompt lets others pass."""
+        passed = []
+        while self._waiting and np.any(self._table.state <= RowState.IDLE):
+            request = self._waiting.popleft()
+            context = context_of(request)
+            placement = place(self._table, request, context, version=self._version)
+            if placement is None:
+                passed.append(request)
+            else:
+                self._occupy(placement, request, now_s)
+                self._table.tokens[placement.row, : len(context)] = context
+        self._waiting.extendleft(reversed(passed))
+
+    def _occupy(self, placement: Placement, request: GenerationRequest, now_s: float) -> None:
+        """Give a row to a request: the columns, and the cache it starts with."""
+        table, row, sampling = self._table, placement.row, request.sampling
+        reused = placement.kept_tokens
+        if placement.donor is not None:
+            reused = placement.copied_tokens
+            self._cache.copy_row(placement.donor, row, reused)
+        if placement.donor is not None or placement.kept_tokens == 0:
+            table.cache_version[row] = self._version
+        prompt = len(request.prompt_token_ids)
+        sampled = 0 if request.prefix is None else request.prefix.num_tokens
+        table.requests[row] = request
+        table.cached[row] = table.reused[row] = reused
+        table.total[row] = prompt + sampled
+        table.completion_start[row] = prompt
+        table.limit[row] = min(prompt + sampling.max_tokens, table.capacity)
+        table.temperature[row], table.top_p[row], table.top_k[row] = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+        )
+        seed = self._seeds.integers(2**63) if sampling.seed is None else sampling.seed % 2**64
+        table.seed[row] = np.uint64(seed)
+        table.widen_stop_ids(len(sampling.stop_token_ids))
+        table.stop_ids[row] = -1
+        table.stop_ids[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        table.pending[row] = 0
+        table.added_s[row], table.started_s[row] = self._added_s[request.request_id], now_s
+        table.first_token_s[row] = 0
+        table.state[row] = RowState.PREFILL
+        self._cached += reused
+        self._evicted += int(placement.evicts)
+
+    def _bring_decoding_rows_to_front(self) -> None:
+        table = self._table
+        ready = (table.state == RowState.PREFILL) & (table.cached == table.total - 1)
+        table.state[ready] = RowState.DECODE
+        for move in front_moves(table):
+            if move.exchange:
+                longest = int(max(table.cached[move.source], table.cached[move.target]))
+                self._cache.swap_rows(move.source, move.target, longest)
+            else:
+                self._cache.copy_row(move.source, move.target, int(table.cached[move.source]))
+            table.move(move)
+
+    def _forward(self, shares: list[tuple[int, int, int]], count: int) -> torch.Tensor:
+        """Run the chunks `shares` and one token of each of the rows `[0, count)`; logits of the latter."""
+        table = self._table
+        segments, begin = [], 0
+        for row, start, end in shares:
+            segments.append(Segment(row, begin, start, end))
+            begin += end - start
+        packed = np.empty((3, begin + count), np.int64)  # token ids, rows, positions
+        for segment in segments:
+            part = packed[:, segment.begin : segment.begin + segment.end - segment.start]
+            part[0] = table.tokens[segment.row, segment.start : segment.end]
+            part[1] = segment.row
+            part[2] = np.arange(segment.start, segment.end)
+        rows = np.arange(count)
+        positions = table.cached[:count]
+        packed[0, begin:] = table.tokens[rows, positions]
+        packed[1, begin:] = rows
+        packed[2, begin:] = positions
+        token_ids, token_rows, token_positions = torch.from_numpy(packed).to(self._model.device, non_blocking=True)
+        longest = int(positions.max()) + 1 if count else 0
+        step = SlotStep(self._cache, token_rows, token_positions, segments, count, longest, dtype=self._model.dtype)
+        return self._model.logits(token_ids, token_positions, step, keep=count)
+
+    def _sample(self, logits: torch.Tensor, count: int) -> tuple[NDArray[np.int64], Float32Array]:
+        table = self._table
+        return sample(
+            logits,
+            temperatures=table.temperature[:count],
+            top_ps=table.top_p[:count],
+            top_ks=table.top_k[:count],
+            draws=uniforms(table.seed[:count], table.total[:count] - table.completion_start[:count]),
+        )
+
+    def _record(self, token_ids: NDArray[np.int64], logprobs: Float32Array) -> list[SampledTokens]:
+        """Note what the rows `[0, num_tokens)` sampled; chunks of those that finished or have enough to report."""
+        table, count, now_s = self._table, len(token_ids), time.perf_counter()
+        rows = np.arange(count)
+        table.tokens[rows, table.total[:count]] = token_ids
+        table.logprobs[rows, table.pending[:count]] = logprobs
+        table.versions[rows, table.pending[:count]] = self._version
+        for column in (table.cached, table.total, table.pending):
+            column[:count] += 1
+        table.used_at[:count] = self._steps
+        fresh = table.first_token_s[:count] == 0
+        table.first_token_s[:count][fresh] = now_s
+        self._sampled += count
+        broken = ~np.isfinite(logprobs)
+        stopped = (table.stop_ids[:count] == token_ids[:, None]).any(axis=1)
+        long_enough = table.total[:count] >= table.limit[:count]
+        full = table.pending[:count] == table.chunk_tokens
+        chunks = []
+        for row in np.flatnonzero(broken | stopped | long_enough | full).tolist():
+            reason = None
+            if broken[row]:
+                reason = FinishReason.ERROR
+            elif stopped[row]:
+                reason = FinishReason.STOP
+            elif long_enough[row]:
+                reason = FinishReason.LENGTH
+            chunks.append(self._report(row, reason, now_s))
+        return chunks
+
+    def _report(self, row: int, reason: FinishReason | None, now_s: float) -> SampledTokens:
+        """The row's unreported tokens; with a reason, the row is let go of."""
+        table = self._table
+        request = table.requests[row]
+        assert request is not None
+        if reason is FinishReason.ERROR:  # the last token was drawn from logits that are not finite
+            table.total[row] -= 1
+            table.pending[row] -= 1
+        pending, total = int(table.pending[row]), int(table.total[row])
+        chunk = SampledTokens(
+            request_id=request.request_id,
+            token_ids=table.tokens[row, total - pending : total].copy(),
+            logprobs=table.logprobs[row, :pending].copy(),
+            policy_versions=table.versions[row, :pending].copy(),
+            finish_reason=reason,
+            metrics={} if reason is None else self._metrics(row, now_s),
+        )
+        table.pending[row] = 0
+        if reason is not None:
+            del self._added_s[request.request_id]
+            table.release(row)
+        if reason is FinishReason.ERROR:
+            self._cache.clear_row(row)
+            table.forget(row)
+        return chunk
+
+    def _metrics(self, row: int, now_s: float) -> dict[str, float]:
+        table = self._table
+        first_token_s = float(table.first_token_s[row]) or now_s
+        return {
+            "queue_s": float(table.started_s[row] - table.added_s[row]),
+            "time_to_first_token_s": first_token_s - float(table.added_s[row]),
+            "decode_s": now_s - first_token_s,
+            "cached_prompt_tokens": float(table.reused[row]),
+        }
+
+
+def _nothing_sampled(request_id: RequestId) -> SampledTokens:
+    return SampledTokens(
+        request_id=request_id,
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        policy_versions=np.empty(0, np.int32),
+        finish_reason=FinishReason.ABORTED,
+    )

@@ -1,0 +1,91 @@
+"""A transformers model that runs on the slots, or a clear refusal."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tailrace.errors import ModelError
+from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, ShapeProbe, SlotStep
+from tailrace.generation.engines.torch.cache import LayerShape
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+PROBE_TOKENS = 16
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest difference in nats between a model's own attention and ours, on the probe."""
+
+
+class SlotModel:
+    """The model with its attention replaced by `slot_attention`.
+
+    Raises `ModelError` for a model that keeps more than keys and values per layer, ignores transformers' attention
+    interface, or computes something else than before once its attention is replaced (found by trying).
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model.eval().requires_grad_(False)
+        self.config: Any = model.config.get_text_config()
+        self.device, self.dtype = model.device, model.dtype
+        self.name = type(model).__name__
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._require_supported()
+        self.layers = self._replace_attention()
+
+    def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, keep: int) -> torch.Tensor:
+        """Logits of the last `keep` of the packed tokens `[num_tokens]`: `[keep, vocabulary]`."""
+        options: dict[str, Any] = {"logits_to_keep": max(1, keep)} if self._keeps_logits else {}
+        output = self.model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            slot_step=step,
+            **options,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits[len(logits) - keep :]
+
+    def max_positions(self) -> int | None:
+        """Tokens of context that the model was made for, if it says so."""
+        value = getattr(self.config, "max_position_embeddings", None)
+        return int(value) if value else None
+
+    def _require_supported(self) -> None:
+        strange = set(getattr(self.config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+        if strange:
+            raise ModelError(
+                f"{self.name} cannot run on the torch engine: it has layers of type {', '.join(sorted(strange))}, "
+                "whose state is more than keys and values"
+            )
+        if not getattr(self.model, "_supports_attention_backend", False):
+            raise ModelError(
+                f"{self.name} cannot run on the torch engine: it does not support transformers' attention interface"
+            )
+
+    @torch.inference_mode()
+    def _replace_attention(self) -> list[LayerShape]:
+        token_ids = (torch.arange(PROBE_TOKENS, device=self.device) % self.vocab_size).unsqueeze(0)
+        positions = torch.arange(PROBE_TOKENS, device=self.device).unsqueeze(0)
+        own = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits
+        self.model.set_attn_implementation(SLOT_ATTENTION)
+        probe = ShapeProbe()
+        ours = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, slot_step=probe).logits
+        layers = [probe.layers[index] for index in sorted(probe.layers)]
+        if sorted(probe.layers) != list(range(self.config.num_hidden_layers)):
+            raise ModelError(
+                f"{self.name} cannot run on the torch engine: {len(layers)} of its {self.config.num_hidden_layers} "
+                "layers attend through transformers' attention interface"
+            )
+        window = getattr(self.config, "sliding_window", None)
+        comparable = min(PROBE_TOKENS, window) if window else PROBE_TOKENS
+        own, ours = own[0, :comparable].float().log_softmax(-1), ours[0, :comparable].float().log_softmax(-1)
+        difference = (own.exp() * (own - ours).abs()).sum(-1).max().item()
+        if not difference <= PROBE_TOLERANCE.get(self.dtype, 0.25):
+            raise ModelError(
+                f"{self.name} cannot run on the torch engine: its attention is more than scaled dot products over "
+                f"keys and values (log-probabilities differ by {difference:.3g} nats on a probe)"
+            )
+        return layers

@@ -1,0 +1,92 @@
+"""Draws one token per row, vectorised: the inverse of the cumulative distribution at one uniform number per row.
+
+An exponential race (Gumbel-max) needs a random number per vocabulary entry, which costs more than the model's own
+output layer on a CPU; this needs one per row. The uniform numbers come from a counter-based generator (SplitMix64:
+Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), a function of the request's seed and the
+token's place in its completion, so that a request draws the same numbers whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tailrace.records import Float32Array, Int32Array
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Number `places[i]` of the stream of `seeds[i]`, in [0, 1 - 2**-52]: never rounds up to 1 when scaled.
+
+    >>> one, other = uniforms(np.array([7, 7], np.uint64), np.array([0, 1]))
+    >>> bool(0 <= one < 1 and one != other)
+    True
+    """
+    with np.errstate(over="ignore"):
+        state = _mixed(seeds + _GOLDEN) + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+        mixed = _mixed(state)
+    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def sample(
+    logits: torch.Tensor,  # [rows, vocabulary]
+    *,
+    temperatures: Float32Array,  # [rows]; 0 is greedy
+    top_ps: Float32Array,  # [rows]
+    top_ks: Int32Array,  # [rows]; 0 keeps all
+    draws: NDArray[np.float64],  # [rows], in [0, 1)
+) -> tuple[NDArray[np.int64], Float32Array]:
+    """Token ids and their log-probabilities in float32 under the distribution sampled from, `[rows]` each.
+
+    A greedy row's log-probability is that of temperature 1. Rows with logits that are not finite come back with a
+    log-probability that is not finite. Waits for the device once.
+    """
+    scores = logits.float()
+    if not (temperatures == 1).all():
+        scores = scores / _column(np.where(temperatures > 0, temperatures, 1), scores)
+    elif scores is logits:
+        scores = scores.clone()
+    narrowed = np.flatnonzero(((top_ps < 1) | (top_ks > 0)) & (temperatures > 0))
+    if len(narrowed):
+        rows = torch.from_numpy(narrowed).to(scores.device)
+        scores[rows] = _narrow(scores[rows], _column(top_ps[narrowed], scores), _column(top_ks[narrowed], scores))
+    highest, best = scores.max(dim=-1, keepdim=True)
+    cumulative = (scores - highest).exp_().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    if not temperatures.any():
+        chosen = best
+    else:
+        chosen = torch.searchsorted(cumulative, total * _column(draws, total), right=True)
+        chosen.clamp_(max=scores.shape[-1] - 1)
+        if not temperatures.all():
+            chosen = torch.where(_column(temperatures, scores) > 0, chosen, best)
+    logprobs = (scores.gather(1, chosen) - highest).double() - total.log()
+    both = torch.cat([chosen.double(), logprobs], dim=1).cpu().numpy()
+    return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)
+
+
+def _narrow(scores: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Scores with -inf wherever top-k, then top-p, leave a token out."""
+    ordered, order = scores.sort(dim=-1, descending=True)
+    ranks = torch.arange(scores.shape[-1], device=scores.device)
+    ordered = ordered.masked_fill((top_k > 0) & (ranks >= top_k), -math.inf)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    ordered = ordered.masked_fill((before >= top_p) & (ranks > 0), -math.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)
+
+
+def _column(values: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device=like.device, dtype=like.dtype).unsqueeze(1)
+
+
+def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))

@@ -1,0 +1,221 @@
+"""The bookkeeping of the slots, and every decision about them. Pure: plain values and NumPy, no torch, no clock.
+
+A slot is one row of the cache and one row of every column here. Its `tokens[:total]` are known, of which the first
+`cached` have keys and values. A row prefills until only its last known token is missing from the cache; then it
+decodes: that token goes through the model, and what is sampled becomes the next known one. Decoding rows are kept at
+the front, `[0, n)`, so that the cache of all of them is one slice; what ends leaves its tokens and cache behind as the
+cached session of its row, until another request needs the row.
+
+    FREE → PREFILL → DECODE → IDLE → (taken over, by its own session first) → PREFILL ...
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.records import GenerationRequest, Int32Array
+
+WORTH_COPYING_TOKENS = 8
+"""A shared prefix shorter than this is computed again rather than copied from another row."""
+
+
+class RowState(enum.IntEnum):
+    """What a row is for."""
+
+    FREE = 0
+    IDLE = 1
+    PREFILL = 2
+    DECODE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes, and how much of its context is there already."""
+
+    row: int
+    kept_tokens: int
+    """Tokens of the row's own cache that the context starts with."""
+    donor: int | None = None
+    """Row to copy the first `copied_tokens` from: another request of the group has the same prompt."""
+    copied_tokens: int = 0
+    evicts: bool = False
+    """Whether another session's cache is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bring row `source` to the front at `target`; `exchange` when what lies at `target` must survive."""
+
+    source: int
+    target: int
+    exchange: bool
+
+
+Column: TypeAlias = NDArray[np.generic]
+
+
+class SlotTable:
+    """Columns over the rows. The engine reads and writes them by slices; a row moves as a whole."""
+
+    def __init__(self, *, slots: int, capacity: int, chunk_tokens: int, max_stop_ids: int = 4):
+        self.slots, self.capacity, self.chunk_tokens = slots, capacity, chunk_tokens
+        self.state = np.zeros(slots, np.int8)
+        self.cached = np.zeros(slots, np.int64)
+        self.total = np.zeros(slots, np.int64)
+        self.completion_start = np.zeros(slots, np.int64)
+        """Place of the completion's first token, that of the prefix where there is one."""
+        self.limit = np.zeros(slots, np.int64)
+        """`total` at which the completion is long enough."""
+        self.temperature = np.ones(slots, np.float32)
+        self.top_p = np.ones(slots, np.float32)
+        self.top_k = np.zeros(slots, np.int32)
+        self.seed = np.zeros(slots, np.uint64)
+        self.stop_ids = np.full((slots, max_stop_ids), -1, np.int64)
+        self.cache_version = np.zeros(slots, np.int64)
+        """Oldest version that wrote keys and values of the row."""
+        self.reused = np.zeros(slots, np.int64)
+        """Context tokens that were cached when the request came."""
+        self.used_at = np.zeros(slots, np.int64)
+        """Step of the last use, for eviction."""
+        self.added_s = np.zeros(slots)
+        self.started_s = np.zeros(slots)
+        self.first_token_s = np.zeros(slots)
+        self.tokens = np.zeros((slots, capacity), np.int32)
+        self.pending = np.zeros(slots, np.int64)
+        """Sampled tokens not yet reported: the last `pending` known ones."""
+        self.logprobs = np.zeros((slots, chunk_tokens), np.float32)
+        self.versions = np.zeros((slots, chunk_tokens), np.int32)
+        self.requests: list[GenerationRequest | None] = [None] * slots
+        """The running request, or the last one of an idle row (its session and group)."""
+
+    def running(self) -> NDArray[np.int64]:
+        """Rows with a request."""
+        return np.flatnonzero(self.state >= RowState.PREFILL)
+
+    def num_decoding(self) -> int:
+        """Rows that decode."""
+        return int(np.count_nonzero(self.state == RowState.DECODE))
+
+    def widen_stop_ids(self, count: int) -> None:
+        """Make room for requests with up to `count` stop ids."""
+        if count > self.stop_ids.shape[1]:
+            wider = np.full((self.slots, count), -1, np.int64)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+
+    def move(self, move: Move) -> None:
+        """Exchange two rows of every column (the cache is the caller's to move)."""
+        pair, reverse = [move.source, move.target], [move.target, move.source]
+        for column in self._columns():
+            column[pair] = column[reverse]
+        self.requests[move.source], self.requests[move.target] = (
+            self.requests[move.target],
+            self.requests[move.source],
+        )
+
+    def release(self, row: int) -> None:
+        """End the row's request; its cache stays for the session."""
+        self.state[row] = RowState.IDLE
+        self.pending[row] = 0
+
+    def forget(self, row: int) -> None:
+        """Free the row and what it cached."""
+        self.state[row] = RowState.FREE
+        self.cached[row] = self.total[row] = self.pending[row] = 0
+        self.requests[row] = None
+
+    def _columns(self) -> list[Column]:
+        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+
+
+def common_prefix(first: Int32Array, second: Int32Array) -> int:
+    """Number of leading tokens that two sequences share.
+
+    >>> common_prefix(np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32))
+    2
+    """
+    length = min(len(first), len(second))
+    different = first[:length] != second[:length]
+    return int(different.argmax()) if different.any() else length
+
+
+def place(table: SlotTable, request: GenerationRequest, context: Int32Array, *, version: int) -> Placement | None:
+    """Where `request` goes now; None when it has to wait, for a row or for a prompt that its group is computing.
+
+    Its own session's row first. Otherwise a free row, or the idle row used longest ago; and if a row of the same group
+    holds more of the context, under the present weights, the shared part is copied instead of computed.
+    """
+    useful = len(context) - 1  # the last token always goes through the model
+    row, kept = _session_row(table, request, context[:useful])
+    donor, shared = _donor(table, request, context[:useful], version)
+    if donor is not None and shared >= kept + WORTH_COPYING_TOKENS:
+        if table.cached[donor] < shared:
+            return None  # it is being computed: wait for it rather than computing it twice
+    else:
+        donor, shared = None, 0
+    if row is not None:
+        return Placement(row, kept, donor, shared)
+    row = _vacant_row(table, avoid=donor)
+    if row is None:
+        return None
+    return Placement(row, 0, donor, shared, evicts=bool(table.state[row] == RowState.IDLE))
+
+
+def front_moves(table: SlotTable) -> Iterable[Move]:
+    """Moves that bring all decoding rows to the front; each must be carried out before the next is asked for."""
+    count = table.num_decoding()
+    holes = np.flatnonzero(table.state[:count] != RowState.DECODE)
+    outside = count + np.flatnonzero(table.state[count:] == RowState.DECODE)
+    for hole, source in zip(holes.tolist(), outside.tolist(), strict=True):
+        yield Move(source, hole, exchange=table.state[hole] != RowState.FREE)
+
+
+def prefill_shares(table: SlotTable, budget: int) -> list[tuple[int, int, int]]:
+    """`(row, start, end)` of the contexts to compute in this step, oldest requests first, `budget` tokens at most."""
+    rows = np.flatnonzero(table.state == RowState.PREFILL)
+    shares = []
+    for row in rows[np.argsort(table.added_s[rows], kind="stable")].tolist():
+        start, missing = int(table.cached[row]), int(table.total[row] - 1 - table.cached[row])
+        length = min(missing, budget)
+        if length > 0:
+            shares.append((row, start, start + length))
+            budget -= length
+    return shares
+
+
+def _session_row(table: SlotTable, request: GenerationRequest, context: Int32Array) -> tuple[int | None, int]:
+    """The idle row of the request's session that shares the longest prefix, and that length."""
+    best, best_length = None, 0
+    for row in np.flatnonzero(table.state == RowState.IDLE).tolist():
+        held = table.requests[row]
+        if held is not None and held.session_id == request.session_id:
+            length = common_prefix(table.tokens[row, : table.cached[row]], context)
+            if length > best_length:
+                best, best_length = row, length
+    return best, best_length
+
+
+def _donor(table: SlotTable, request: GenerationRequest, context: Int32Array, version: int) -> tuple[int | None, int]:
+    """The row of the request's group that holds, or is computing, the most of `context` under `version`."""
+    best, best_length = None, 0
+    for row, held in enumerate(table.requests):
+        if held is not None and held.group_id == request.group_id and table.cache_version[row] == version:
+            known = table.total[row] - 1 if table.state[row] == RowState.PREFILL else table.cached[row]
+            length = common_prefix(table.tokens[row, :known], context)
+            if length > best_length:
+                best, best_length = row, length
+    return best, best_length
+
+
+def _vacant_row(table: SlotTable, avoid: int | None) -> int | None:
+    free = np.flatnonzero(table.state == RowState.FREE)
+    if len(free):
+        return int(free[0])
+    idle = [row for row in np.flatnonzero(table.state == RowState.IDLE).tolist() if row != avoid]
+    return min(idle, key=lambda row: int(table.used_at[row])) if idle else None
