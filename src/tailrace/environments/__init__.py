@@ -22,6 +22,7 @@ from tailrace.environments.protocol import (
 from tailrace.environments.registry import environment_names, load_environment
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.environments.single_turn import single_turn_agent
+from tailrace.environments.tools import answer_tool_calls
 from tailrace.records import Json, Message, Reply, Reward, Task, ToolCall, ToolSpec
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "TaskRows",
     "ToolCall",
     "ToolSpec",
+    "answer_tool_calls",
     "environment_names",
     "load_environment",
     "load_rows",

@@ -152,7 +152,8 @@ def _make_config(name: str, config_class: type, config: Mapping[str, Json]) -> A
     values = {key: convert_argument(key, value, hints[key], owner=name) for key, value in config.items()}
     made = config_class(**values)
     try:
-        made.validate()
+        if hasattr(made, "validate"):
+            made.validate()
     except (AssertionError, ValueError) as error:
         raise SettingsError(f"environment.args: reasoning-gym's {name} refuses its configuration: {error}") from error
     return made

@@ -1,0 +1,61 @@
+"""A spec says what it lacks; a task row without its column is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from tailrace.environments import EnvironmentSpec, Observation, Policy, Task
+from tailrace.environments.protocol import read_columns
+from tailrace.errors import DataError, SettingsError
+
+
+async def agent(task: Task, policy: Policy) -> float:
+    return 0.0
+
+
+class Counter:
+    count = 7
+
+    def reset(self, task: Task) -> Observation:
+        return Observation.user("go on")
+
+    def step(self, reply: object) -> Observation:
+        return Observation.end(reward=1.0)
+
+
+def test_a_spec_needs_an_agent_or_an_environment() -> None:
+    with pytest.raises(SettingsError, match="has neither"):
+        EnvironmentSpec(name="empty")
+
+
+def test_a_spec_takes_not_both_an_agent_and_an_environment() -> None:
+    with pytest.raises(SettingsError, match="has both"):
+        EnvironmentSpec(name="double", agent=agent, environment=Counter)
+
+
+def test_eval_tasks_are_given_or_held_out_never_both() -> None:
+    with pytest.raises(SettingsError, match="both `eval_tasks` and `held_out` = 2"):
+        EnvironmentSpec(name="unsure", agent=agent, eval_tasks=[{"n": 1}], held_out=2)
+
+
+def test_a_row_without_a_required_column_names_task_column_and_what_it_has() -> None:
+    spec = EnvironmentSpec(
+        name="sums", agent=agent, train_tasks=[{"prompt": "1+1", "solution": 2}], required_columns=("prompt", "answer")
+    )
+    with pytest.raises(DataError, match=r"task sums/train/0 has no column 'answer', .* its columns are: prompt, sol"):
+        spec.train_task(0)
+
+
+def test_a_row_that_maps_nothing_is_refused() -> None:
+    spec = EnvironmentSpec(name="sums", agent=agent, train_tasks=["1+1"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="task sums/train/0 is a str"):
+        spec.train_task(0)
+
+
+def test_named_attributes_of_an_environment_can_be_saved() -> None:
+    assert read_columns(Counter(), ["count"]) == {"count": 7}
+
+
+def test_an_attribute_to_save_that_is_not_there_is_named() -> None:
+    with pytest.raises(SettingsError, match="Counter has no attribute 'total'"):
+        read_columns(Counter(), ["total"])

@@ -1,0 +1,87 @@
+"""reasoning-gym's data sets come in by name and configuration, and score by themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tailrace.environments import EnvironmentSettings, EnvironmentSpec, Json, Task, load_environment
+from tailrace.errors import SettingsError
+from tests.support.scripted_policy import ScriptedPolicy, play
+
+pytest.importorskip("reasoning_gym")
+
+
+def load(**args: Json) -> EnvironmentSpec:
+    return load_environment(EnvironmentSettings(name="reasoning-gym", args=args))
+
+
+async def test_a_right_answer_earns_its_data_sets_own_score() -> None:
+    spec = load(dataset="basic_arithmetic", max_terms=2, max_digits=2)
+    task = spec.train_task(4)
+    assert (await play(spec, task, [f"Let me think. <answer>{task['answer']}</answer>"])).value == 1.0
+    assert (await play(spec, task, [f"So it is\n{task['answer']}"])).value == 1.0
+    assert (await play(spec, task, ["<answer>no</answer>"])).value < 1.0
+
+
+@pytest.mark.parametrize("dataset", ["knights_knaves", "rearc", "spell_backward", "word_ladder", "zebra_puzzles"])
+async def test_a_task_scores_the_same_after_travelling_as_json(dataset: str) -> None:
+    task = load(dataset=dataset, size=400, eval_size=4).train_task(3)
+    arrived = Task(task.task_id, task.environment, task.index, json.loads(json.dumps(task.row)), task.seed)
+    reward = await play(load(dataset=dataset, size=400, eval_size=4), arrived, [f"<answer>{task['answer']}</answer>"])
+    assert reward.value == 1.0
+
+
+async def test_the_policy_is_asked_with_reasoning_gyms_own_system_prompt() -> None:
+    spec = load(dataset="basic_arithmetic")
+    policy = ScriptedPolicy(["1"])
+    assert spec.agent is not None
+    await spec.agent(spec.train_task(0), policy)
+    assert [message["role"] for message in policy.conversations[0]] == ["system", "user"]
+    assert "<answer>" in policy.conversations[0][0]["content"]
+
+
+def test_held_out_questions_are_never_trained_on() -> None:
+    spec = load(dataset="basic_arithmetic", max_terms=2, max_digits=1, size=600, eval_size=20)
+    train = {spec.train_task(index)["question"] for index in range(len(spec.train_tasks))}
+    assert not train & {spec.eval_task(index)["question"] for index in range(20)}
+
+
+def test_a_row_is_the_same_each_time_it_is_asked_for() -> None:
+    first, second = load(dataset="leg_counting"), load(dataset="leg_counting")
+    assert first.train_task(7) == second.train_task(7)
+    assert first.eval_task(7) == second.eval_task(7)
+
+
+async def test_an_answer_that_scoring_cannot_read_is_wrong_and_counted() -> None:
+    spec = load(dataset="prime_factorization")
+    reward = await play(spec, spec.train_task(0), ["<answer>a few primes</answer>"])
+    assert (reward.value, reward.components["unreadable"]) == (0.0, 1.0)
+
+
+def test_its_scoring_is_untrusted() -> None:
+    assert not load(dataset="puzzle24").trusted
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"dataset": "basic_arithmetik"}, "did you mean 'basic_arithmetic'"),
+        ({"dataset": "basic_arithmetic", "max_digit": 2}, "environment.args.max_digit: .* did you mean 'max_digits'"),
+        ({"dataset": "basic_arithmetic", "max_digits": "two"}, "environment.args.max_digits of basic_arithmetic"),
+        ({"dataset": "basic_arithmetic", "min_digits": 9}, "refuses its configuration: max_digits must be"),
+        ({}, "environment.args.dataset is missing"),
+    ],
+)
+def test_a_wrong_data_set_or_field_is_told_with_the_right_one(args: dict[str, Json], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load(**args)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(SettingsError, match=r'pip install "tailrace\[reasoning-gym\]"'):
+        load(dataset="basic_arithmetic")

@@ -1,0 +1,177 @@
+"""A name, its arguments and a data set become an environment, or one clear message."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tailrace.environments import EnvironmentSettings, environment_names, load_environment
+from tailrace.errors import DataError, SettingsError
+from tests.support.scripted_policy import play
+
+OWN = """
+from tailrace.environments import EnvironmentSpec, Observation, Policy, Task
+
+async def agent(task: Task, policy: Policy, *, bonus: float = 0.0) -> float:
+    reply = await policy.chat([{"role": "user", "content": task["word"]}])
+    return float(reply.content == task["word"].upper()) + bonus
+
+class Echo:
+    def __init__(self, factor: int = 1):
+        self.factor = factor
+    def reset(self, task):
+        self.word = task["word"]
+        return Observation.user(self.word)
+    async def step(self, reply):
+        return Observation.end(reward=self.factor * float(reply["content"] == self.word))
+
+shout = EnvironmentSpec(name="shout", agent=agent, train_tasks=[{"word": str(i)} for i in range(20)], held_out=5)
+
+def factory(*, num_words: int, prefix: str = "w") -> EnvironmentSpec:
+    rows = [{"word": f"{prefix}{i}"} for i in range(num_words)]
+    return EnvironmentSpec(name="made", agent=agent, train_tasks=rows)
+
+def no_factory() -> int:
+    return 3
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnvironmentSettings]]:
+    """Settings for things in a user's module that lies in the working folder."""
+    (tmp_path / "own_things.py").write_text(OWN)
+    (tmp_path / "needs_more.py").write_text("import surely_not_installed_package\n")
+    (tmp_path / "rows.jsonl").write_text('{"word": "a"}\n{"word": "b"}\n{"word": "c"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+
+    def settings(attribute: str, **more: object) -> EnvironmentSettings:
+        return EnvironmentSettings.model_validate({"name": f"own_things:{attribute}", **more})
+
+    yield settings
+    sys.modules.pop("own_things", None)
+
+
+def test_a_finished_spec_is_taken_as_it_is_with_its_tasks_held_out(own: Callable[..., EnvironmentSettings]) -> None:
+    spec = load_environment(own("shout"))
+    train = {spec.train_task(index)["word"] for index in range(len(spec.train_tasks))}
+    held_out = {spec.eval_task(index)["word"] for index in range(len(spec.eval_tasks))}
+    assert (len(train), len(held_out), train & held_out) == (15, 5, set())
+
+
+def test_loading_twice_gives_the_same_held_out_tasks(own: Callable[..., EnvironmentSettings]) -> None:
+    first, second = load_environment(own("shout")), load_environment(own("shout"))
+    assert list(first.eval_tasks) == list(second.eval_tasks)
+
+
+async def test_a_bare_agent_plays_a_data_set(own: Callable[..., EnvironmentSettings]) -> None:
+    spec = load_environment(own("agent", data="rows.jsonl", args={"bonus": "0.5"}))
+    reward = await play(spec, spec.train_task(1), ["B"])
+    assert (spec.name, reward.value) == ("agent", 1.5)
+
+
+async def test_a_bare_environment_class_plays_a_data_set(own: Callable[..., EnvironmentSettings]) -> None:
+    spec = load_environment(own("Echo", data="rows.jsonl", args={"factor": 3}))
+    assert (await play(spec, spec.train_task(0), ["a"])).value == 3.0
+
+
+def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -> None:
+    spec = load_environment(own("factory", args={"num_words": 4, "prefix": "x"}, id="four"))
+    assert (spec.train_task(3)["word"], spec.train_task(3).task_id) == ("x3", "four/train/3")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "args", "says"),
+    [
+        ("factory", {"num_word": 4}, "environment.args.num_word: own_things:factory takes no such argument; did you "),
+        ("factory", {"num_words": "many"}, "environment.args.num_words of own_things:factory is 'many'"),
+        ("factory", {}, "environment.args.num_words is missing"),
+        ("agent", {"bonsu": 1}, "did you mean 'bonus'"),
+        ("agent", {"policy": 1}, "no such argument"),
+        ("Echo", {"factr": 1}, "did you mean 'factor'"),
+        ("shout", {"words": 1}, "finished EnvironmentSpec and takes none"),
+        ("shuot", {}, "did you mean own_things:shout"),
+        ("number", {}, "that is a int; expected an EnvironmentSpec"),
+        ("no_factory", {}, "returned a int, not an EnvironmentSpec"),
+    ],
+)
+def test_a_wrong_name_or_argument_is_told_with_the_right_one(
+    own: Callable[..., EnvironmentSettings], attribute: str, args: dict[str, object], says: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_environment(own(attribute, args=args, data="rows.jsonl"))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("alphabet-srot", "did you mean 'alphabet-sort'"),
+        ("no_such_module:agent", "there is no module 'no_such_module' here"),
+        ("needs_more:agent", "importing needs_more needs 'surely_not_installed_package'"),
+    ],
+)
+@pytest.mark.usefixtures("own")
+def test_an_environment_that_cannot_be_found_says_why(name: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=r"environment\.name") as caught:
+        load_environment(EnvironmentSettings(name=name))
+    assert says in str(caught.value)
+
+
+def test_an_installed_package_offers_environments_by_entry_point(
+    own: Callable[..., EnvironmentSettings], tmp_path: Path
+) -> None:
+    folder = tmp_path / "offering-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[tailrace.environments]\nshouting = own_things:shout\n")
+    sys.path.insert(0, str(tmp_path))
+    importlib.invalidate_caches()
+    assert "shouting" in environment_names()
+    assert load_environment(EnvironmentSettings(name="shouting")).name == "shout"
+
+
+def test_tasks_without_rows_are_refused(own: Callable[..., EnvironmentSettings]) -> None:
+    with pytest.raises(DataError, match=r"'agent' has no task to train on; give environment\.data"):
+        load_environment(own("agent"))
+
+
+def test_holding_out_every_task_is_refused(own: Callable[..., EnvironmentSettings]) -> None:
+    with pytest.raises(DataError, match="has 3 tasks and 3 are to be held out"):
+        load_environment(own("agent", data="rows.jsonl", eval_tasks=3))
+
+
+def test_held_out_rows_of_their_own_are_cut_to_the_number_asked_for(own: Callable[..., EnvironmentSettings]) -> None:
+    spec = load_environment(own("shout", eval_data="rows.jsonl", eval_tasks=2))
+    assert (len(spec.train_tasks), [row["word"] for row in spec.eval_tasks]) == (20, ["a", "b"])
+
+
+def test_a_worker_process_gets_the_environment_without_reading_rows(own: Callable[..., EnvironmentSettings]) -> None:
+    spec = load_environment(own("agent", data="is/not/there.jsonl"), with_tasks=False)
+    assert (spec.name, len(spec.train_tasks), spec.agent is not None) == ("agent", 0, True)
+
+
+def test_trust_is_the_environments_unless_the_user_says_otherwise() -> None:
+    assert load_environment(EnvironmentSettings(name="reverse-text")).trusted
+    assert not load_environment(EnvironmentSettings(name="reverse-text", trusted=False)).trusted
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "calculator", "reverse-text"])
+def test_built_in_environments_load_by_name_and_never_share_a_task_between_training_and_eval(name: str) -> None:
+    spec = load_environment(EnvironmentSettings(name=name, eval_tasks=50))
+    train = {spec.train_task(index)["prompt"] for index in range(500)}
+    held_out = {spec.eval_task(index)["prompt"] for index in range(50)}
+    assert not train & held_out
+    assert len(held_out) > 30
+
+
+def test_settings_refuse_what_they_do_not_know() -> None:
+    with pytest.raises(ValidationError, match="max_turn"):
+        EnvironmentSettings.model_validate({"name": "arithmetic", "max_turn": 3})

@@ -1,0 +1,94 @@
+"""A policy that says what a test wrote down: drives agents and environments without a model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tailrace.environments import EnvironmentSpec, Message, Observation, Reply, Reward, Task, ToolCall, ToolSpec
+from tailrace.errors import BudgetExceeded
+from tailrace.records import Completion, FinishReason
+
+
+@dataclass(frozen=True)
+class Said:
+    """One scripted reply."""
+
+    content: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    malformed_tool_calls: int = 0
+
+
+def calls(name: str, arguments: dict[str, object] | str, call_id: str = "call-1") -> Said:
+    """A reply that calls one tool."""
+    function = {"name": name, "arguments": arguments}
+    return Said(tool_calls=[ToolCall(id=call_id, type="function", function=function)])  # type: ignore[typeddict-item]
+
+
+@dataclass
+class ScriptedPolicy:
+    """Implements `Policy`: gives the replies in order, then has no turn left. Remembers what it was shown."""
+
+    replies: Sequence[str | Said]
+    conversations: list[list[Message]] = field(default_factory=list)
+    """The conversation at every turn, as it was then."""
+    tools: list[list[ToolSpec] | None] = field(default_factory=list)
+
+    async def chat(
+        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None
+    ) -> Reply:
+        turn = len(self.conversations)
+        if turn >= len(self.replies):
+            raise BudgetExceeded(f"the script has {len(self.replies)} replies, the agent asked for more")
+        self.conversations.append(copy.deepcopy(messages))
+        self.tools.append(tools)
+        scripted = self.replies[turn]
+        said = Said(scripted) if isinstance(scripted, str) else scripted
+        message = Message(role="assistant", content=said.content)
+        if said.tool_calls:
+            message["tool_calls"] = list(said.tool_calls)
+        return Reply(
+            message=message,
+            finish_reason=FinishReason.STOP,
+            completion=Completion.empty(FinishReason.STOP),
+            tool_calls=list(said.tool_calls),
+            malformed_tool_calls=said.malformed_tool_calls,
+        )
+
+
+async def play(spec: EnvironmentSpec, task: Task, replies: Sequence[str | Said]) -> Reward:
+    """Play one rollout of any environment with scripted replies and return its reward."""
+    policy = ScriptedPolicy(replies)
+    if spec.agent is None:
+        reward, messages = await _play_environment(spec, task, policy)
+    else:
+        returned = await spec.agent(task, policy)
+        reward = returned if isinstance(returned, Reward) else Reward(float("nan") if returned is None else returned)
+        last = replies[len(policy.conversations) - 1]
+        messages = [*policy.conversations[-1], Message(role="assistant", content=str(getattr(last, "content", last)))]
+    if spec.reward is None:
+        return reward
+    scored: float | Reward = await _settled(spec.reward(task, messages))
+    return scored if isinstance(scored, Reward) else Reward(scored)
+
+
+async def _play_environment(spec: EnvironmentSpec, task: Task, policy: ScriptedPolicy) -> tuple[Reward, list[Message]]:
+    assert spec.environment is not None
+    environment = spec.environment()
+    observation: Observation = await _settled(environment.reset(task))
+    total, metrics, messages = observation.reward or 0.0, dict(observation.metrics), list(observation.messages)
+    while not observation.done:
+        reply = await policy.chat(messages, tools=list(spec.tools) or None)
+        messages.append(reply.message)
+        observation = await _settled(environment.step(reply.message))
+        messages += observation.messages
+        total += observation.reward or 0.0
+        metrics |= observation.metrics
+    return Reward(total, components=metrics), messages
+
+
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
