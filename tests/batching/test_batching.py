@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.batching import (
+    ZERO_SPREAD,
+    SampledGroup,
+    compute_advantages,
+    filter_reason,
+    form_batch,
+    group_advantages,
+    plan_rows,
+    sample_group,
+)
+from tailrace.records import Group, GroupId, Rollout, RolloutId, Task, TaskId
+from tests.scheduling.world import make_rollout
+
+TASK = Task(task_id=TaskId("toy/0"), environment="toy", index=0, row={})
+
+
+def group_of(rewards: list[float], *, tokens: list[int] | None = None, versions: list[int] | None = None) -> Group:
+    group_id = GroupId("g")
+    rollouts: list[Rollout] = [
+        make_rollout(
+            TASK,
+            group_id,
+            RolloutId(f"g.{number}"),
+            reward=reward,
+            tokens=(tokens or [3] * len(rewards))[number],
+            version=(versions or [0] * len(rewards))[number],
+        )
+        for number, reward in enumerate(rewards)
+    ]
+    group = Group(group_id=group_id, task=TASK, rollouts=rollouts)
+    compute_advantages(group, "mean")
+    return group
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=16))
+def test_mean_advantages_sum_to_zero(rewards: list[float]) -> None:
+    assert abs(sum(group_advantages(rewards, "mean"))) < 1e-9 * max(1, len(rewards) * max(map(abs, rewards)))
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=16).filter(lambda rewards: len(set(rewards)) > 1))
+def test_mean_std_advantages_have_unit_spread(rewards: list[int]) -> None:
+    assert np.std(group_advantages([float(reward) for reward in rewards], "mean_std")) == pytest.approx(1, abs=1e-4)
+
+
+def test_only_groups_of_equal_rewards_are_filtered() -> None:
+    assert filter_reason(group_of([0.3, 0.3, 0.3]), filter_zero_spread=True) == ZERO_SPREAD
+    assert filter_reason(group_of([0.3, 0.3, 0.3]), filter_zero_spread=False) is None
+    assert filter_reason(group_of([0.3, 0.4, 0.3]), filter_zero_spread=True) is None
+
+
+def test_stale_tokens_stay_as_context_and_lose_their_loss() -> None:
+    sampled = sample_group(group_of([0.0, 1.0], versions=[2, 5]), judged_version=6, max_staleness=2)
+    assert sampled.filtered == {RolloutId("g.0"): "stale"}
+    assert sampled.masked_tokens == 3
+    assert [sample.num_tokens for sample in sampled.samples] == [5]
+
+
+@given(st.lists(st.integers(1, 100), max_size=60), st.integers(100, 300))
+def test_every_sample_lies_in_exactly_one_row_and_no_row_overflows(lengths: list[int], row_tokens: int) -> None:
+    plan = plan_rows(lengths, row_tokens)
+    assert sorted(plan.order.tolist()) == list(range(len(lengths)))
+    for first, last in zip(plan.row_offsets[:-1], plan.row_offsets[1:], strict=True):
+        assert 0 < sum(lengths[sample] for sample in plan.order[first:last]) <= row_tokens
+
+
+@given(st.lists(st.integers(1, 100), min_size=2, max_size=60), st.integers(100, 300))
+def test_at_most_one_row_is_half_empty(lengths: list[int], row_tokens: int) -> None:
+    plan = plan_rows(lengths, row_tokens)
+    fill = [
+        sum(lengths[sample] for sample in plan.order[first:last])
+        for first, last in zip(plan.row_offsets[:-1], plan.row_offsets[1:], strict=True)
+    ]
+    assert sum(2 * tokens <= row_tokens for tokens in fill) <= 1
+
+
+def test_a_sample_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit a row of 8"):
+        plan_rows([9], 8)
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=20))
+def test_a_batchs_rows_are_its_samples_side_by_side(tokens: list[int]) -> None:
+    group = group_of([float(number) for number in range(len(tokens))], tokens=tokens)
+    sampled: SampledGroup = sample_group(group, judged_version=1, max_staleness=1)
+    batch = form_batch([sampled], step=2, judged_version=1, row_tokens=40).batch
+    assert batch.summary.loss_tokens == batch.loss_mask.sum() == sum(tokens)
+    assert batch.summary.num_tokens == len(batch.token_ids) == sum(tokens) + 2 * len(tokens)
+    seen = []
+    for index in range(batch.num_rows):
+        row = batch.row(index)
+        assert len(row.token_ids) == row.sample_lengths.sum() <= 40
+        starts = np.cumsum(row.sample_lengths) - row.sample_lengths
+        for start, length in zip(starts, row.sample_lengths, strict=True):
+            seen.append((int(length) - 2, float(row.advantages[start])))
+            assert row.loss_mask[start : start + length].tolist() == [False] * 2 + [True] * (length - 2)
+    expected = [(count, group_advantages(group.rewards, "mean")[n]) for n, count in enumerate(tokens)]
+    assert sorted(seen) == [pytest.approx(pair) for pair in sorted(expected)]

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.errors import TrainingError
+from tailrace.records import TerminalState
+from tests.scheduling.world import make_world
+
+
+def spread(number: int) -> float:
+    return float(number % 2)
+
+
+async def test_every_task_of_an_epoch_is_trained_once() -> None:
+    world = make_world(spread, rows=16)
+    await world.run()
+    ledger = world.scheduler.ledger
+    assert ledger.total(TerminalState.TRAINED) == 64
+    assert ledger.in_flight == 0
+    indices = sorted(group.group.task.index for formed in world.recorder.formed for group in formed.groups)
+    assert indices == list(range(16))
+
+
+async def test_batches_hold_batch_size_rollouts_and_count_steps_from_one() -> None:
+    world = make_world(spread, rows=16)
+    await world.run()
+    assert [formed.batch.summary.step for formed in world.recorder.formed] == list(range(1, 9))
+    assert {formed.batch.summary.num_rollouts for formed in world.recorder.formed} == {8}
+
+
+async def test_the_last_batch_is_smaller_when_nothing_can_fill_it() -> None:
+    world = make_world(spread, rows=5)
+    await world.run()
+    assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8, 8, 4]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+async def test_trained_tokens_are_never_older_than_the_bound(max_staleness: int) -> None:
+    # one rollout in nine takes long enough to outlive several steps
+    world = make_world(spread, rows=64, max_staleness=max_staleness, pauses=lambda number: 60 if number % 9 == 0 else 2)
+    await world.run()
+    for formed in world.recorder.formed:
+        batch = formed.batch
+        age = batch.summary.judged_version - batch.policy_versions[batch.loss_mask]
+        assert np.all(age <= max_staleness)
+    trained, filtered = (world.scheduler.ledger.total(s) for s in (TerminalState.TRAINED, TerminalState.FILTERED))
+    assert trained + filtered == 256
+
+
+async def test_running_rollouts_stay_within_the_engines_and_the_budget() -> None:
+    world = make_world(spread, rows=32, max_running=12, max_staleness=4)
+    await world.run()
+    assert world.runner.most_live <= 12 + 3  # a group may overdraw by its size less one
+
+
+async def test_a_group_of_equal_rewards_is_filtered_and_its_budget_refunded() -> None:
+    world = make_world(lambda number: 1.0 if number < 8 else spread(number), rows=8, max_staleness=0, max_running=4)
+    await world.run()
+    assert world.recorder.filtered["zero_spread"] == 2
+    assert world.scheduler.ledger.reasons(TerminalState.FILTERED) == {"zero_spread": 8}
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 24
+
+
+async def test_a_failed_rollout_is_tried_again_and_costs_only_itself() -> None:
+    world = make_world(lambda number: "environment_failed" if number == 1 else spread(number), rows=4)
+    await world.run()
+    assert world.scheduler.ledger.reasons(TerminalState.FAILED) == {"environment_failed": 1}
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 16
+
+
+async def test_a_group_that_lost_members_goes_on_smaller() -> None:
+    world = make_world(lambda number: "timeout" if number == 0 else spread(number), rows=4, max_retries=0)
+    await world.run()
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 15
+    assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] in ([7, 8], [8, 7])
+
+
+async def test_nothing_trainable_for_ten_batches_ends_the_run_with_the_reason() -> None:
+    world = make_world(lambda number: 0.0, rows=8, epochs=None)
+    with pytest.raises(ExceptionGroup) as caught:
+        await world.run()
+    assert caught.group_contains(TrainingError, match="zero_spread", depth=None)
+
+
+async def test_a_skipped_step_filters_its_rollouts_with_the_trainers_reason() -> None:
+    world = make_world(spread, rows=8)
+    world.skip = lambda step: step == 2
+    await world.run()
+    assert world.scheduler.ledger.reasons(TerminalState.FILTERED) == {"not_finite": 8}
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 24
+
+
+async def test_cancelling_the_run_cancels_what_is_in_flight_and_balances() -> None:
+    world = make_world(spread, rows=64, pauses=lambda number: 1000)
+    running = asyncio.create_task(world.scheduler.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert world.runner.live == 0
+    world.scheduler.finish("run_ended")
+    ledger = world.scheduler.ledger
+    assert ledger.admitted == ledger.total(TerminalState.CANCELLED) > 0
+
+
+async def test_resuming_starts_over_exactly_what_was_not_trained() -> None:
+    world = make_world(spread, rows=16, epochs=1)
+    first = world.recorder.formed
+    trainer = asyncio.create_task(world.train())
+    running = asyncio.create_task(world.scheduler.run())
+    while len(first) < 3:  # noqa: ASYNC110  (nothing tells a test of a batch)
+        await asyncio.sleep(0)
+    running.cancel()
+    trainer.cancel()
+    await asyncio.gather(running, trainer, return_exceptions=True)
+    kept = [formed for formed in first if formed.batch.summary.step <= 3]
+
+    resumed = make_world(spread, rows=16, epochs=1, state=kept[-1].batch.scheduler_state)
+    await resumed.run()
+    indices = [group.group.task.index for formed in [*kept, *resumed.recorder.formed] for group in formed.groups]
+    assert sorted(indices) == list(range(16))
+
+
+@given(
+    fates=st.lists(st.sampled_from([0.0, 1.0, "timeout", "environment_failed"]), min_size=1, max_size=40),
+    pauses=st.lists(st.integers(0, 12), min_size=1, max_size=11),
+    group_size=st.integers(2, 5),
+    max_staleness=st.integers(0, 4),
+    max_running=st.integers(1, 20),
+    max_retries=st.integers(0, 2),
+    min_group_size=st.integers(1, 5),
+    buffer_batches=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_pattern_of_failures_retries_and_filters_deadlocks(
+    *,
+    fates: list[str | float],
+    pauses: list[int],
+    group_size: int,
+    max_staleness: int,
+    max_running: int,
+    max_retries: int,
+    min_group_size: int,
+    buffer_batches: float,
+) -> None:
+    async def run() -> None:
+        world = make_world(
+            lambda number: fates[number % len(fates)],
+            rows=12,
+            group_size=group_size,
+            max_staleness=max_staleness,
+            max_running=max_running,
+            pauses=lambda number: pauses[number % len(pauses)],
+            max_retries=max_retries,
+            min_group_size=min_group_size,
+            buffer_batches=buffer_batches,
+            max_barren_batches=1000,
+        )
+        await world.run()
+        world.scheduler.ledger.check()
+        assert world.scheduler.ledger.in_flight == 0
+        assert world.scheduler.statistics.budget_free == (max_staleness + 1) * 2 * group_size
+
+    asyncio.run(run())
