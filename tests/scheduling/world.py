@@ -152,7 +152,7 @@ class World:
         """Until the scheduler is done, within a generous deadline that only a deadlock reaches."""
         trainer = asyncio.create_task(self.train())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(5):
                 await self.scheduler.run()
         finally:
             trainer.cancel()

@@ -12,7 +12,9 @@ def make_batch(step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 
     num_tokens = num_samples * tokens_per_sample
     random = np.random.default_rng(step)
     return Batch(
-        summary=make_summary(step, num_samples=num_samples, num_tokens=num_tokens, row_tokens=max(1, tokens_per_sample)),
+        summary=make_summary(
+            step, num_samples=num_samples, num_tokens=num_tokens, row_tokens=max(1, tokens_per_sample)
+        ),
         token_ids=random.integers(0, 1000, num_tokens, dtype=np.int32),
         logprobs=random.standard_normal(num_tokens, dtype=np.float32),
         policy_versions=random.integers(-1, 9, num_tokens, dtype=np.int32),

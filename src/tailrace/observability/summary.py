@@ -133,7 +133,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     """Labels and texts, most important first; lines about nothing are left out."""
     reason = f": {summary.reason}" if summary.reason else ""
     lines = [
-        (summary.name, f"{summary.status}{reason}"),
+        ("run", f"{summary.name}, {summary.status}{reason}"),
         ("steps", f"{summary.steps:,} in {clock(summary.wall_s)}, policy version {summary.policy_version:,}"),
         ("reward", _rewards(summary)),
         ("held-out", _heldout(summary)),

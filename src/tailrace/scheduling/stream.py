@@ -293,14 +293,14 @@ class StreamScheduler:
     async def _form_batches(self) -> None:
         """Send batches. Waits for groups and for the trainer; unblocked by both, and by the end of the tasks."""
         while not self._is_done():
-            formed = self._take_batch() if self._may_form() else None
-            if formed is None:
+            if not self._may_form():
                 await self._batches_wake.wait()
                 self._batches_wake.clear()
                 continue
-            self._sent.append(formed)
-            await self._send(formed.batch)
-            self._observer.batch_sent(formed)
+            if formed := self._take_batch():
+                self._sent.append(formed)
+                await self._send(formed.batch)
+                self._observer.batch_sent(formed)
             self._wake()
 
     def _is_done(self) -> bool:
