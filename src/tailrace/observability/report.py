@@ -1,0 +1,205 @@
+"""`report.html` and `reward.png`: what a run did, in files that open without a network.
+
+Made from the run's folder alone (`metrics.jsonl`, `rollouts/*.jsonl`, `summary.json`, the settings file), so that a
+report can be made again, for a run that was killed too. Everything a model or a task wrote is hostile text: the
+template escapes it, and the page's own policy forbids scripts and requests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from tailrace.observability.charts import Chart, Line, line_chart, reward_chart, reward_png
+from tailrace.observability.conversations import conversation, pretty, readable
+from tailrace.observability.formats import NOTHING, clock, compact, num_bytes, seconds, share
+from tailrace.observability.metrics import metric_spec
+from tailrace.observability.run_folder import RunFolder, read_run_folder
+from tailrace.observability.summary import RunSummary, summary_lines
+
+REPORT_FILE = "report.html"
+REWARD_FILE = "reward.png"
+_PHASES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure at the top of the page."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def write_report(run_folder: Path) -> None:
+    """Write `report.html` and, where a reward is known, `reward.png` into the run's folder.
+
+    Takes a second or two, most of it matplotlib's: call it off the event loop. Raises `DataError` for a folder
+    without a run and `OSError` where the files cannot be written.
+    """
+    run = read_run_folder(run_folder)
+    rewards = (run.series("reward/mean"), run.series("reward/std"), run.series("eval/reward_mean"))
+    _replace(run_folder / REPORT_FILE, _page(run, reward_chart(*rewards)).encode("utf-8", "replace"))
+    if (picture := reward_png(*rewards, f"{readable(run.name)}: reward")) is not None:
+        _replace(run_folder / REWARD_FILE, picture)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def _page(run: RunFolder, reward: Chart | None) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tailrace.observability"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"readable": readable, "pretty": pretty, "clock": clock, "seconds": seconds}
+    return environment.get_template("report.html.j2").render(
+        run=run,
+        summary=run.summary,
+        status=_status(run.summary),
+        tiles=_tiles(run),
+        reward=reward,
+        charts=_charts(run),
+        conversations=[conversation(chosen) for chosen in run.rollouts],
+        lines=[] if run.summary is None else summary_lines(run.summary),
+        metrics=_metric_rows(run),
+    )
+
+
+def _status(summary: RunSummary | None) -> str:
+    return "unfinished" if summary is None else str(summary.status)
+
+
+def _tiles(run: RunFolder) -> list[Tile]:
+    summary = run.summary
+    reward, version = run.series("reward/mean"), run.series("policy/version")
+    generated, trained = run.series("generation/tokens_per_s"), run.series("training/tokens_per_s")
+    stale_mean, stale_max = run.series("staleness/mean"), run.series("staleness/max")
+    steps = len(reward.steps) if summary is None else summary.steps
+    tiles = [
+        Tile("Reward", _fixed(reward.last), f"from {_fixed(reward.values[0])}" if reward.values else ""),
+        _heldout_tile(run),
+        Tile("Steps", compact(steps), f"policy version {compact(version.last or 0)}"),
+        Tile("Generated", _average(generated.values), "tokens/s, mean"),
+        Tile("Trained", _average(trained.values), "tokens/s of compute"),
+        Tile(
+            "Staleness", _average(stale_mean.values, 2), f"at most {compact(max(stale_max.values, default=0))} versions"
+        ),
+    ]
+    if summary is not None and summary.length_ratio is not None:
+        tiles.append(Tile("Length ratio", _fixed(summary.length_ratio), "trained to admitted; 1 is unbiased"))
+    if summary is not None and summary.peak_rss_bytes:
+        tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), "peak, all processes"))
+    return [tile for tile in tiles if tile.value != NOTHING]
+
+
+def _heldout_tile(run: RunFolder) -> Tile:
+    heldout = run.series("eval/reward_mean").values
+    before = heldout[0] if len(heldout) > 1 else None
+    after = heldout[-1] if heldout else None
+    if run.summary is not None:
+        before = before if run.summary.heldout_reward_before is None else run.summary.heldout_reward_before
+        after = after if run.summary.heldout_reward_after is None else run.summary.heldout_reward_after
+    return Tile("Held out", _fixed(after), "" if before is None else f"from {_fixed(before)}")
+
+
+def _fixed(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3f}"
+
+
+def _average(values: Sequence[float], digits: int = 0) -> str:
+    if not values:
+        return NOTHING
+    mean = sum(values) / len(values)
+    return f"{mean:.{digits}f}" if digits else compact(mean)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChartSpec:
+    """One of the small charts: metric names by label."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    show: Callable[[float], str] = compact
+    logarithmic: bool = False
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+_LENGTH = _ChartSpec(
+    "Rollout length", "tokens", {"sampled": "rollout/completion_tokens", "with context": "rollout/tokens"}
+)
+_TURNS = _ChartSpec(
+    "Turns, branches", "per rollout", {"turns": "rollout/turns", "branches": "rollout/branches"}, show=_short
+)
+_THROUGHPUT = _ChartSpec(
+    "Throughput", "tokens/s", {"generated": "generation/tokens_per_s", "trained": "training/tokens_per_s"}
+)
+_STALENESS = _ChartSpec("Staleness", "policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, show=_short)
+_LAG = _ChartSpec(
+    "Event-loop lag",
+    "logarithmic",
+    {"median": "lag/p50_s", "p99": "lag/p99_s", "max": "lag/max_s"},
+    show=seconds,
+    logarithmic=True,
+)
+_SHARES = _ChartSpec(
+    "Shares",
+    "",
+    {
+        "zero-spread groups": "group/zero_spread_share",
+        "truncated": "rollout/truncated_share",
+        "failed": "rollout/failed_share",
+    },
+    show=share,
+)
+_AGREEMENT = _ChartSpec(
+    "Trainer and generator",
+    "|log-prob difference|, nats",
+    {"all tokens": "training/logprob_difference", "fresh": "training/logprob_difference_fresh"},
+    show=_short,
+)
+
+
+def _charts(run: RunFolder) -> list[Chart]:
+    phases = line_chart("Phases", "per step; they overlap", _phase_lines(run), show=seconds)
+    before = [_chart(run, spec) for spec in (_LENGTH, _TURNS, _THROUGHPUT, _STALENESS)]
+    after = [_chart(run, spec) for spec in (_LAG, _SHARES, _AGREEMENT)]
+    return [chart for chart in (*before, phases, *after) if chart is not None]
+
+
+def _chart(run: RunFolder, spec: _ChartSpec) -> Chart | None:
+    lines = [Line(label, run.series(name)) for label, name in spec.lines.items()]
+    return line_chart(spec.title, spec.unit, lines, show=spec.show, logarithmic=spec.logarithmic)
+
+
+def _phase_lines(run: RunFolder) -> list[Line]:
+    """The longest phases first."""
+    names = [name for name in run.names("phase/", "_s") if not name.endswith("_cpu_s")]
+    lines = [Line(name.removeprefix("phase/").removesuffix("_s"), run.series(name)) for name in names]
+    return sorted(lines, key=lambda line: -sum(line.series.values))[:_PHASES]
+
+
+def _metric_rows(run: RunFolder) -> list[tuple[str, str, str, str]]:
+    """Name, newest value, unit and description of every metric of the table that the run recorded."""
+    rows = []
+    for name, value in run.latest().items():
+        try:
+            spec = metric_spec(name)
+        except ValueError:
+            continue
+        rows.append((name, f"{value:,.6g}", "" if spec.unit == "1" else spec.unit, spec.description))
+    return rows
