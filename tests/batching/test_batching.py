@@ -57,7 +57,7 @@ def test_only_groups_of_equal_rewards_are_filtered() -> None:
 
 def test_stale_tokens_stay_as_context_and_lose_their_loss() -> None:
     sampled = sample_group(group_of([0.0, 1.0], versions=[2, 5]), judged_version=6, max_staleness=2)
-    assert sampled.filtered == {RolloutId("g.0"): "stale"}
+    assert [(rollout.rollout_id, reason) for rollout, reason in sampled.filtered] == [("g.0", "stale")]
     assert sampled.masked_tokens == 3
     assert [sample.num_tokens for sample in sampled.samples] == [5]
 

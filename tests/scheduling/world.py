@@ -27,6 +27,7 @@ from tailrace.records import (
     StepSkipped,
     StepTrained,
     Task,
+    TerminalState,
 )
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
@@ -101,15 +102,15 @@ class Recorder:
     """A scheduler's observer that only remembers."""
 
     formed: list[FormedBatch] = field(default_factory=list)
-    lost: Counter[str] = field(default_factory=Counter)
+    ended: Counter[TerminalState] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)
     finished: int = 0
 
     def rollout_finished(self, rollout: Rollout) -> None:
         self.finished += 1
 
-    def rollout_lost(self, outcome: Outcome, message: str) -> None:
-        self.lost[outcome.reason] += 1
+    def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
+        self.ended[outcome.state] += 1
 
     def group_scored(self, group: Group, filter_reason: str | None) -> None:
         if filter_reason:

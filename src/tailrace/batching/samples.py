@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.records import BoolArray, Branch, Float32Array, Group, Rollout, RolloutId, TrainingSample
+from tailrace.records import BoolArray, Branch, Float32Array, Group, Rollout, TrainingSample
 
 STALE = "stale"
 NOTHING_SAMPLED = "nothing_sampled"
@@ -18,8 +18,8 @@ class SampledGroup:
 
     group: Group
     samples: list[TrainingSample]
-    trained: list[RolloutId]
-    filtered: dict[RolloutId, str]
+    trained: list[Rollout]
+    filtered: list[tuple[Rollout, str]]
     masked_tokens: int
 
 
@@ -32,18 +32,18 @@ def sample_group(group: Group, *, judged_version: int, max_staleness: int) -> Sa
     if group.advantages is None:
         raise ValueError(f"group {group.group_id} has no advantages yet")
     samples: list[TrainingSample] = []
-    trained: list[RolloutId] = []
-    filtered: dict[RolloutId, str] = {}
+    trained: list[Rollout] = []
+    filtered: list[tuple[Rollout, str]] = []
     masked_tokens = 0
     oldest = judged_version - max_staleness
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
         masks = [branch.loss_mask & (branch.policy_versions >= oldest) for branch in rollout.branches]
         masked_tokens += rollout.num_completion_tokens - sum(int(mask.sum()) for mask in masks)
         if any(mask.any() for mask in masks):
-            trained.append(rollout.rollout_id)
+            trained.append(rollout)
             samples += _samples_of(rollout, masks, advantage)
         else:
-            filtered[rollout.rollout_id] = STALE if rollout.num_completion_tokens else NOTHING_SAMPLED
+            filtered.append((rollout, STALE if rollout.num_completion_tokens else NOTHING_SAMPLED))
     return SampledGroup(group, samples, trained, filtered, masked_tokens)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tailrace.batching import FormedBatch
-from tailrace.records import Group, Outcome, Rollout, StepSkipped, StepTrained
+from tailrace.records import Group, Outcome, Rollout, RolloutId, StepSkipped, StepTrained
 
 
 class SchedulerObserver(Protocol):
@@ -15,8 +15,8 @@ class SchedulerObserver(Protocol):
         """An agent returned."""
         ...
 
-    def rollout_lost(self, outcome: Outcome, message: str) -> None:
-        """A rollout failed; `message` says why, for people."""
+    def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
+        """A rollout is terminal. `rollout` is None where it was lost; `message` then says why, for people."""
         ...
 
     def group_scored(self, group: Group, filter_reason: str | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,8 +136,7 @@ class StreamScheduler:
         self._step, self._version = event.step, event.version
         outcome = Outcome.trained(event.step) if isinstance(event, StepTrained) else Outcome.filtered(event.reason)
         for group in formed.groups:
-            for rollout_id in group.trained:
-                self._end(rollout_id, outcome)
+            self._end_all(group.trained, outcome)
         self.ledger.check()
         self._observer.step_ended(event, formed)
         self._wake()
@@ -249,7 +248,7 @@ class StreamScheduler:
             self._observer.rollout_finished(rollout)
             return rollout
         self.ledger.end(rollout_id, outcome)
-        self._observer.rollout_lost(outcome, message)
+        self._observer.rollout_ended(rollout_id, None, outcome, message)
         return None
 
     async def _score(self, group: Group, full_size: int) -> list[Group]:
@@ -260,9 +259,7 @@ class StreamScheduler:
         try:
             scored = await self._runner.score(group)
         except RolloutError as error:
-            outcome = Outcome.failed(error.reason)
-            self._end_all(group.rollouts, outcome)
-            self._observer.rollout_lost(outcome, str(error))
+            self._end_all(group.rollouts, Outcome.failed(error.reason), str(error))
             return []
         kept = {rollout.rollout_id for scored_group in scored for rollout in scored_group.rollouts}
         dropped = [rollout for rollout in group.rollouts if rollout.rollout_id not in kept]
@@ -322,8 +319,8 @@ class StreamScheduler:
             group = self._ready.popleft()
             self._open.pop(group.group_id, None)
             taken = sample_group(group, judged_version=judged_version, max_staleness=self._max_staleness)
-            for rollout_id, reason in taken.filtered.items():
-                self._end(rollout_id, Outcome.filtered(reason))
+            for rollout, reason in taken.filtered:
+                self._end_all([rollout], Outcome.filtered(reason))
             if taken.samples:
                 sampled.append(taken)
                 size += self._nominal_size(group)
@@ -342,13 +339,11 @@ class StreamScheduler:
 
     # --- accounting ----------------------------------------------------------------------------------------------
 
-    def _end(self, rollout_id: RolloutId, outcome: Outcome) -> None:
-        self.ledger.end(rollout_id, outcome)
-        self._budget.release(self._slots.pop(rollout_id))
-
-    def _end_all(self, rollouts: list[Rollout], outcome: Outcome) -> None:
+    def _end_all(self, rollouts: Sequence[Rollout], outcome: Outcome, message: str = "") -> None:
         for rollout in rollouts:
-            self._end(rollout.rollout_id, outcome)
+            self.ledger.end(rollout.rollout_id, outcome)
+            self._budget.release(self._slots.pop(rollout.rollout_id))
+            self._observer.rollout_ended(rollout.rollout_id, rollout, outcome, message)
 
     def _wake(self) -> None:
         self._admission_wake.set()
