@@ -30,6 +30,7 @@ guess_the_name = EnvironmentSpec(
     name="guess-the-name",
     environment=GuessTheName,
     train_tasks=[{"name": name} for name in NAMES],
-    columns=("guesses",),
+    held_out=2,
+    columns=("guesses",),  # saved with every rollout
     trusted=True,  # its synchronous code returns at once, so it needs no worker process
 )

@@ -39,6 +39,13 @@ def factory(*, num_words: int, prefix: str = "w") -> EnvironmentSpec:
 def no_factory() -> int:
     return 3
 
+def strict_factory(**args: object) -> EnvironmentSpec:
+    from pydantic import BaseModel, Field
+    class Args(BaseModel):
+        words: int = Field(gt=0)
+    Args.model_validate(args)
+    return shout
+
 number = 3
 """
 
@@ -98,6 +105,11 @@ def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -
         ("Echo", {"factr": 1}, "did you mean 'factor'"),
         ("shout", {"words": 1}, "finished EnvironmentSpec and takes none"),
         ("shuot", {}, "did you mean own_things:shout"),
+        (
+            "strict_factory",
+            {"words": 0},
+            "environment.args.words of own_things:strict_factory: Input should be greater",
+        ),
         ("number", {}, "that is a int; expected an EnvironmentSpec"),
         ("no_factory", {}, "returned a int, not an EnvironmentSpec"),
     ],
@@ -141,6 +153,13 @@ def test_an_installed_package_offers_environments_by_entry_point(
 def test_tasks_without_rows_are_refused(own: Callable[..., EnvironmentSettings]) -> None:
     with pytest.raises(DataError, match=r"'agent' has no task to train on; give environment\.data"):
         load_environment(own("agent"))
+
+
+def test_a_data_set_with_other_columns_is_refused_before_the_run_starts(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    settings = EnvironmentSettings(name="reverse-text", data=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(DataError, match=r"task reverse-text/train/0 has no column 'prompt', .* its columns are: text"):
+        load_environment(settings)
 
 
 def test_holding_out_every_task_is_refused(own: Callable[..., EnvironmentSettings]) -> None:

@@ -17,6 +17,8 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
+from pydantic import ValidationError
+
 from tailrace.environments.arguments import check_arguments
 from tailrace.environments.datasets import first_rows, hold_out, load_rows
 from tailrace.environments.protocol import EnvironmentSpec
@@ -48,7 +50,7 @@ def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) 
 
     Raises:
         SettingsError: No such environment, a wrong argument, a missing extra.
-        DataError: A data set is missing, empty or malformed.
+        DataError: A data set is missing, empty or malformed, or its first row lacks a required column.
     """
     target = _find(settings.name)
     spec = _to_spec(target, settings)
@@ -69,6 +71,8 @@ def _with_tasks(spec: EnvironmentSpec, settings: EnvironmentSettings) -> Environ
         spec = replace(spec, eval_tasks=load_rows(settings.eval_data), held_out=0)
     if len(spec.train_tasks) == 0:
         raise DataError(f"environment {spec.name!r} has no task to train on; give environment.data or `train_tasks`")
+    if settings.data is not None:
+        spec.train_task(0)  # a wrong column is told before the run starts, not when the first row is drawn
     if len(spec.eval_tasks):
         limit = len(spec.eval_tasks) if settings.eval_tasks is None else settings.eval_tasks
         return replace(spec, eval_tasks=first_rows(spec.eval_tasks, limit))
@@ -134,16 +138,24 @@ def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:
     if inspect.iscoroutinefunction(target):
         return EnvironmentSpec(name=own_name, agent=_with_arguments(target, settings, positional=2))
     if callable(target):
-        spec = _with_arguments(target, settings)()
-        if isinstance(spec, EnvironmentSpec):
-            return spec
-        raise SettingsError(
-            f"environment.name is {settings.name!r}: that factory returned a {type(spec).__name__}, "
-            "not an EnvironmentSpec"
-        )
+        return _call_factory(_with_arguments(target, settings), settings)
     raise SettingsError(
         f"environment.name is {settings.name!r}: that is a {type(target).__name__}; expected an EnvironmentSpec, a "
         "function that returns one, an `async def agent(task, policy)` or a class with reset and step"
+    )
+
+
+def _call_factory(factory: Callable[..., Any], settings: EnvironmentSettings) -> EnvironmentSpec:
+    try:
+        spec = factory()
+    except ValidationError as error:  # a factory that checks its arguments with a pydantic model of its own
+        problem = error.errors()[0]
+        name = ".".join(["environment.args", *map(str, problem["loc"])])
+        raise SettingsError(f"{name} of {settings.name}: {problem['msg']}") from error
+    if isinstance(spec, EnvironmentSpec):
+        return spec
+    raise SettingsError(
+        f"environment.name is {settings.name!r}: that factory returned a {type(spec).__name__}, not an EnvironmentSpec"
     )
 
 

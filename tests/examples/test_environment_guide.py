@@ -1,0 +1,39 @@
+"""The Python blocks of docs/environments.md run, and what they define can be trained on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.environments import EnvironmentSpec, Task
+from tailrace.records import TaskId
+from tests.support.scripted_policy import ScriptedPolicy, calls, play
+
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+
+
+@pytest.fixture
+def page() -> dict[str, Any]:
+    """Names that the page's blocks define."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE):
+        exec(block, names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "reply", "reward"), [("shout", "{word}", 0.0), ("guess", "{number}", 1.0), ("quiz", "{answer}!", 1.0)]
+)
+async def test_the_environments_on_the_page_play(page: dict[str, Any], name: str, reply: str, reward: float) -> None:
+    spec: EnvironmentSpec = page[name]
+    task = spec.train_task(0)
+    assert (await play(spec, task, [reply.format(**task.row)])).value == reward
+
+
+async def test_the_tool_on_the_page_answers(page: dict[str, Any]) -> None:
+    policy = ScriptedPolicy([calls("length", {"word": "sun"}), "3"])
+    assert await page["count"](Task(TaskId("t"), "count", 0, {"word": "sun"}), policy) == 1.0
+    assert policy.conversations[1][-1]["content"] == "3"
