@@ -44,7 +44,7 @@ def environment_names() -> list[str]:
 def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) -> EnvironmentSpec:
     """The environment that the settings describe, its held-out tasks split off.
 
-    Depends on the settings and the files they name alone, changes nothing and is cheap, so that any process can
+    Depends on the settings and the files and modules they name alone, and is cheap, so that any process can
     re-create the environment from its settings. A worker process, whose tasks are sent to it, passes
     `with_tasks=False` and gets a spec without rows.
 
