@@ -35,7 +35,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         ("phase/score_cpu_s", "phase/{name}_cpu_s"),
         ("rollout/failed/timeout", "rollout/failed/{reason}"),
         ("memory/trainer_rss_bytes", "memory/{role}_rss_bytes"),
-        ("environment/sort/list/length", "environment/{environment}/{metric}"),
+        ("reward/my/own:sort/mean", "reward/{environment}/mean"),
+        ("reward_component/", "reward_component/{component}"),
+        ("rollout/failed/two\nlines", "rollout/failed/{reason}"),
     ],
 )
 def test_a_family_covers_its_names(name: str, family: str) -> None:

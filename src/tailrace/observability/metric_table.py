@@ -51,9 +51,8 @@ _REWARD = (
         "reward_component/{component}",
         "1",
         _MEAN,
-        "What the reward was made of, by the name that the environment gives it.",
+        "What rewards were made of, and what environments report, per rollout.",
     ),
-    ("environment/{environment}/{metric}", "1", _MEAN, "What an environment reports of itself, per rollout."),
     ("group/zero_spread_share", "1", _MEAN, "Share of scored groups whose rewards are all equal: they teach nothing."),
     ("group/size", "rollouts", _MEAN, "Rollouts that came back per scored group."),
 )
@@ -89,7 +88,7 @@ _BATCH = (
     ("batch/padding", "1", _MEAN, "True padding share: 1 - tokens / (rows × row_tokens)."),
     ("staleness/mean", "versions", _MEAN, "Mean age of the tokens that bear loss, weighted by their number."),
     ("staleness/max", "versions", _MAX, "Age of the oldest token that bears loss."),
-    ("bias/length_ratio", "1", _LAST, "Mean length of trained rollouts over that of all admitted; 1 is unbiased."),
+    ("bias/length_ratio", "1", _LAST, "Mean length of trained rollouts over that of all finished; 1 is unbiased."),
     ("bias/loss_length_ratio", "1", _LAST, "The same ratio, over the lengths that bear loss."),
     ("bias/wasted_tokens", "tokens", _SUM, "Sampled tokens of rollouts that will never be trained on."),
     ("bias/masked_share", "1", _LAST, "Stale tokens over all tokens in trained batches."),
@@ -122,6 +121,8 @@ _TRAINING = (
     ("training/entropy", "nats", _MEAN, "Entropy of the trained policy, per token."),
     ("training/clip_share", "1", _MEAN, "Share of tokens whose ratio was clipped."),
     ("training/ratio_mean", "1", _MEAN, "Mean probability ratio of trainer to generator; 1 where both agree."),
+    ("training/ratio_max", "1", _MAX, "Highest of those ratios."),
+    ("training/ratio_max", "1", _MAX, "Highest probability ratio of trainer to generator, before truncation."),
     ("training/logprob_difference", "nats", _MEAN, "Mean |difference| of trainer's and generator's log-probabilities."),
     (
         "training/logprob_difference_fresh",

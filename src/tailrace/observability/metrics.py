@@ -42,15 +42,9 @@ def _families() -> tuple[tuple[re.Pattern[str], MetricSpec], ...]:
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """A placeholder stands for one part of the name; at the end of a template, for all that follows."""
-    parts = re.split(r"(\{\w+\})", template)
-    return re.compile("".join(_part(part, last=template.endswith(part)) for part in parts if part))
-
-
-def _part(part: str, *, last: bool) -> str:
-    if not part.startswith("{"):
-        return re.escape(part)
-    return ".+" if last else "[^/]+"
+    """A placeholder stands for any text: users name environments, reward components and reasons."""
+    parts = re.split(r"\{\w+\}", template)
+    return re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,166 @@
+"""What the scheduler tells, as metrics: rewards, rollouts by outcome, batches, and the biases of asynchrony."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tailrace.observability.metrics import MetricsAccumulator
+from tailrace.records import BatchSummary, Completion, Group, Outcome, Rollout, TerminalState
+
+_SUMMED = ("drifted_turns", "realigned_turns", "rewritten_turns", "tool_calls", "malformed_tool_calls")
+_AVERAGED = ("generate_s", "score_s", "environment_s")
+_OF_COMPLETIONS = ("queue_s", "time_to_first_token_s", "decode_s", "cached_prompt_tokens")
+
+
+@dataclass(slots=True)
+class _Mean:
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, total: float, count: int = 1) -> None:
+        self.total += total
+        self.count += count
+
+    def over(self, other: _Mean) -> float | None:
+        """Ratio of the two means; None while one is unknown or 0."""
+        if not self.count or not other.total:
+            return None
+        return (self.total / self.count) / (other.total / other.count)
+
+
+class BiasMeter:
+    """Whether what is trained on is what was generated: lengths in completion tokens, counted after warm-up.
+
+    `length_ratio` is the mean length of trained rollouts over that of all that finished; below 1, long rollouts are
+    lost on the way. `loss_length_ratio` counts only the tokens that bear loss.
+    """
+
+    def __init__(self, *, warmup_steps: int = 1) -> None:
+        self._warmup_steps = warmup_steps
+        self._steps = 0
+        self._finished, self._trained, self._bearing_loss = _Mean(), _Mean(), _Mean()
+        self._batch_tokens = 0
+        self.wasted_tokens = 0
+        """Sampled tokens of rollouts that will never be trained on, since the run began, warm-up included."""
+        self.masked_tokens = 0
+        """Sampled tokens that lost their loss to staleness, since the run began."""
+
+    def finished(self, rollout: Rollout) -> None:
+        """An agent returned."""
+        if self._is_warm:
+            self._finished.add(rollout.num_completion_tokens)
+
+    def ended(self, rollout: Rollout, outcome: Outcome) -> int:
+        """A rollout is terminal. Returns the tokens that this wastes; what the end of a run cancels is no waste."""
+        if outcome.state is TerminalState.TRAINED and self._is_warm:
+            self._trained.add(rollout.num_completion_tokens)
+        wasted = rollout.num_completion_tokens if outcome.state in (TerminalState.FILTERED, TerminalState.FAILED) else 0
+        self.wasted_tokens += wasted
+        return wasted
+
+    def sent(self, batch: BatchSummary) -> None:
+        """A batch is on its way to the trainer."""
+        self._steps += 1
+        self._batch_tokens += batch.num_tokens
+        self.masked_tokens += batch.masked_tokens
+        if self._is_warm:
+            self._bearing_loss.add(batch.loss_tokens, batch.num_rollouts)
+
+    @property
+    def length_ratio(self) -> float | None:
+        """None until something was trained after warm-up."""
+        return self._trained.over(self._finished)
+
+    @property
+    def loss_length_ratio(self) -> float | None:
+        """None until a batch was sent after warm-up."""
+        return self._bearing_loss.over(self._finished)
+
+    @property
+    def masked_share(self) -> float | None:
+        """Masked tokens over all tokens in batches; None before the first batch."""
+        return self.masked_tokens / self._batch_tokens if self._batch_tokens else None
+
+    @property
+    def _is_warm(self) -> bool:
+        return self._steps >= self._warmup_steps
+
+
+class RunRecorder:
+    """Turns what the scheduler tells into metrics. Every method returns at once: O(rollouts), never O(tokens)."""
+
+    def __init__(self, metrics: MetricsAccumulator, *, warmup_steps: int = 1) -> None:
+        self.bias = BiasMeter(warmup_steps=warmup_steps)
+        self._metrics = metrics
+
+    def completion(self, completion: Completion) -> None:
+        """A request ended."""
+        self._metrics.add("generation/completion_tokens", completion.num_tokens)
+        for name in _OF_COMPLETIONS:
+            if name in completion.metrics:
+                self._metrics.add(f"generation/{name}", completion.metrics[name])
+
+    def rollout_finished(self, rollout: Rollout) -> None:
+        """An agent returned."""
+        self.bias.finished(rollout)
+        self._metrics.add("rollout/turns", rollout.turns)
+        self._metrics.add("rollout/branches", len(rollout.branches))
+        self._metrics.add("rollout/tokens", rollout.num_tokens)
+        self._metrics.add("rollout/completion_tokens", rollout.num_completion_tokens)
+        self._metrics.add("rollout/truncated_share", float(rollout.truncated))
+        self._metrics.add("rollout/duration_s", max(0.0, rollout.ended_s - rollout.started_s))
+        for name in (*_SUMMED, *_AVERAGED):
+            if name in rollout.metrics:
+                self._metrics.add(f"rollout/{name}", rollout.metrics[name])
+
+    def rollout_ended(self, rollout: Rollout | None, outcome: Outcome) -> None:
+        """A rollout is terminal; None where it was lost."""
+        failed = outcome.state is TerminalState.FAILED
+        self._metrics.add("rollout/failed_share", float(failed))
+        if outcome.state is not TerminalState.TRAINED:
+            self._metrics.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
+        if rollout is not None:
+            self._metrics.add("bias/wasted_tokens", self.bias.ended(rollout, outcome))
+
+    def group_scored(self, group: Group) -> None:
+        """A group has its rewards."""
+        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+        values = [reward.value for reward in rewards]
+        if not values:
+            return
+        for name in ("reward/mean", "reward/std", "reward/min", "reward/max"):
+            self._metrics.add_values(name, values)
+        self._metrics.add_values(f"reward/{group.task.environment}/mean", values)
+        self._metrics.add("group/zero_spread_share", float(min(values) == max(values)))
+        self._metrics.add("group/size", len(group.rollouts))
+        for reward in rewards:
+            for component, value in reward.components.items():
+                if math.isfinite(value):
+                    self._metrics.add(f"reward_component/{component}", value)
+
+    def batch_sent(self, batch: BatchSummary) -> None:
+        """A batch is on its way to the trainer."""
+        self.bias.sent(batch)
+        for name, value in (
+            ("batch/samples", batch.num_samples),
+            ("batch/rollouts", batch.num_rollouts),
+            ("batch/rows", batch.num_rows),
+            ("batch/tokens", batch.num_tokens),
+            ("batch/loss_tokens", batch.loss_tokens),
+            ("batch/masked_tokens", batch.masked_tokens),
+            ("batch/padding", batch.padding),
+            ("staleness/max", batch.staleness_max),
+        ):
+            self._metrics.add(name, value)
+        self._metrics.add("staleness/mean", batch.staleness_mean, weight=batch.loss_tokens)
+
+    def flush(self) -> dict[str, float]:
+        """The step's metrics, the ratios of the whole run among them; starts over."""
+        ratios = {
+            "bias/length_ratio": self.bias.length_ratio,
+            "bias/loss_length_ratio": self.bias.loss_length_ratio,
+            "bias/masked_share": self.bias.masked_share,
+        }
+        self._metrics.update({name: ratio for name, ratio in ratios.items() if ratio is not None})
+        return self._metrics.flush()
