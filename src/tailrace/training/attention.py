@@ -1,0 +1,292 @@
+"""Attention over packed rows: every segment attends to itself alone, and no mask of row length squared exists.
+
+A row is [1, num_tokens]: samples side by side. `PackedAttention` registers with transformers' attention interface, so
+that a model's own code runs unchanged and hands over queries, keys and values of the whole row:
+
+    [1, heads, num_tokens, head_size] ──gather──► [segments, heads, max_len, head_size] per group of similar lengths
+                                      ◄─scatter── causal attention; what was padded is never read back
+
+On CPU one call over a padded group is several times faster than a call per segment. Padding lies to the right, where
+causal attention cannot see it, so no mask is needed either.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tailrace.errors import ModelError
+
+PACKED_ATTENTION = "tailrace_packed"
+"""Name of this attention in transformers' interface (`model.set_attn_implementation`)."""
+
+MIN_FILL = 0.8
+"""Shortest segment of a group, relative to its longest: attention's cost grows with the square of the padded length."""
+
+_ALWAYS_TOGETHER = 32
+"""Segments up to this many tokens share a group whatever their lengths: calls cost more than padding."""
+
+_MATERIALIZE_UP_TO = 512
+"""Longest segments whose scores are held at once; longer ones go through torch's blockwise kernel."""
+
+_KEEP_BYTES = 16 << 20
+"""Probabilities of one group in one layer that are kept at most; more are computed twice."""
+
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout", "attention_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGroup:
+    """Segments of similar length, padded to the longest."""
+
+    num_segments: int
+    max_len: int
+    gather: Tensor
+    """[num_segments * max_len]: position in the row; padding repeats a segment's last token."""
+    scatter: Tensor
+    """[tokens of the group]: where each real token lies in the padded group."""
+    positions: Tensor
+    """[tokens of the group]: where each real token lies in the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How a row is divided. Built once per row, shared by all layers."""
+
+    lengths: tuple[int, ...]
+    groups: tuple[SegmentGroup, ...]
+    position_ids: Tensor
+    """[1, num_tokens], from 0 in every segment."""
+    offsets: Tensor
+    """[num_segments + 1], int32."""
+    restore: Tensor
+    """[num_tokens]: where each token of the row lies among the groups' real tokens, one group after the other."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Segments:
+        """Divide a row into segments of these lengths, each 1 or more."""
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + int(length))
+        position_ids = torch.cat([torch.arange(int(length)) for length in lengths])
+        groups = tuple(_group(members, lengths, starts) for members in _by_length(lengths))
+        order = torch.cat([group.positions for group in groups])
+        segments = cls(
+            lengths=tuple(int(length) for length in lengths),
+            groups=groups,
+            position_ids=position_ids[None],
+            offsets=torch.tensor(starts, dtype=torch.int32),
+            restore=torch.empty_like(order).scatter_(0, order, torch.arange(len(order))),
+        )
+        return segments if torch.device(device).type == "cpu" else segments._to(torch.device(device))
+
+    def _to(self, device: torch.device) -> Segments:
+        groups = tuple(
+            SegmentGroup(
+                group.num_segments,
+                group.max_len,
+                group.gather.to(device),
+                group.scatter.to(device),
+                group.positions.to(device),
+            )
+            for group in self.groups
+        )
+        return Segments(
+            self.lengths, groups, self.position_ids.to(device), self.offsets.to(device), self.restore.to(device)
+        )
+
+
+def register_packed_attention() -> None:
+    """Make `PACKED_ATTENTION` known to transformers. Doing it twice does nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a packed row, as transformers' interface asks for it.
+
+    `query` is [1, heads, num_tokens, head_size], `key` and `value` have as many heads or a divisor of it; returns
+    [1, num_tokens, heads, head_size]. Raises `ModelError` for a model whose attention is more than this (soft caps,
+    sinks, position biases, dropout) or that does not hand `segments` down to its layers.
+    """
+    segments = _require_plain(module, segments, others | {"dropout": dropout or None, "attention_mask": attention_mask})
+    rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window)
+    rows = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [num_tokens, heads, head_size]
+    if query.is_cuda and _varlen_attention is not None and query.dtype in (torch.float16, torch.bfloat16):
+        return _attend_varlen(rows, segments, rule)[None], None
+    outputs = [_attend_group(rows, group, rule) for group in segments.groups]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[segments.restore][None], None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a query sees besides its own segment's past: nothing, with these two numbers."""
+
+    scale: float
+    window: int | None
+    """Tokens that a query sees at most, itself included; None is all."""
+
+
+def _attend_group(rows: tuple[Tensor, ...], group: SegmentGroup, rule: _Rule) -> Tensor:
+    """Attention of one group; `rows` are [num_tokens, heads, head_size] of the row, the output of the group alone."""
+    query, key, value = (
+        torch.unflatten(_gather(tensor, group), 0, (group.num_segments, group.max_len)).transpose(1, 2)
+        for tensor in rows
+    )
+    output = _causal_attention(query, key, value, rule).transpose(1, 2).flatten(0, 1)
+    return output[group.scatter]
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
+    """[segments, heads, max_len, head_size], grouped-query aware; the best kernel for this length and dtype."""
+    length = query.shape[2]
+    if query.device.type == "cpu" and length <= _MATERIALIZE_UP_TO:
+        return _materialized_attention(query, key, value, rule)
+    bias = _causal_bias(length, rule, query) if rule.window is not None and length > rule.window else None
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, is_causal=bias is None, scale=rule.scale, enable_gqa=True
+    )
+
+
+def _causal_bias(length: int, rule: _Rule, like: Tensor) -> Tensor:
+    """[length, length]: 0 where a query may look, -inf elsewhere."""
+    forbidden = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
+    if rule.window is not None and length > rule.window:
+        forbidden |= torch.ones_like(forbidden).tril(-rule.window)
+    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(forbidden, float("-inf"))
+
+
+class _Gather(torch.autograd.Function):
+    """Rows into a padded group. Its gradient reads real tokens only, where indexing's own would add up padding."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: SegmentGroup) -> Tensor:
+        ctx.group, ctx.shape = group, tensor.shape
+        return tensor.index_select(0, group.gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gradient = grads[0].new_zeros(ctx.shape)
+        gradient[ctx.group.positions] = grads[0].index_select(0, ctx.group.scatter)
+        return gradient, None
+
+
+class _MaterializedAttention(torch.autograd.Function):
+    """Softmax attention with its scores held at once: on CPU faster than the blockwise kernel for short segments.
+
+    Queries that share a key head are stacked, so that keys and values are never repeated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
+        segments, heads, length, size = query.shape
+        key_heads = key.shape[1]
+        stacked = (query * rule.scale).reshape(segments * key_heads, heads // key_heads * length, size)
+        keys, values = (tensor.reshape(segments * key_heads, length, size) for tensor in (key, value))
+        probabilities = _probabilities(stacked, keys, rule)
+        kept = probabilities if probabilities.nbytes <= _KEEP_BYTES else None
+        ctx.save_for_backward(stacked, keys, values, kept)
+        ctx.rule, ctx.shape, ctx.key_shape = rule, query.shape, key.shape
+        return torch.bmm(probabilities, values).view(query.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        stacked, keys, values, kept = ctx.saved_tensors
+        probabilities = _probabilities(stacked, keys, ctx.rule) if kept is None else kept
+        grad = grads[0].reshape(stacked.shape)
+        grad_values = torch.bmm(probabilities.mT, grad)
+        grad_probabilities = torch.bmm(grad, values.mT)
+        grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
+        grad_query = torch.bmm(grad_scores, keys).mul_(ctx.rule.scale)
+        grad_keys = torch.bmm(grad_scores.mT, stacked)
+        return grad_query.view(ctx.shape), grad_keys.view(ctx.key_shape), grad_values.view(ctx.key_shape), None
+
+
+def _probabilities(stacked: Tensor, keys: Tensor, rule: _Rule) -> Tensor:
+    """[segments * key heads, queries per key head * length, length]; queries are scaled already."""
+    length = keys.shape[1]
+    bias = _causal_bias(length, rule, stacked).repeat(stacked.shape[1] // length, 1)
+    return torch.softmax(torch.bmm(stacked, keys.mT).add_(bias), dim=-1)
+
+
+def _attend_varlen(rows: tuple[Tensor, ...], segments: Segments, rule: _Rule) -> Tensor:
+    """Torch's own variable-length flash attention: no padding at all. CUDA, 16-bit."""
+    query, key, value = (tensor.contiguous() for tensor in rows)
+    longest = max(segments.lengths)
+    output: Tensor = _varlen_attention(
+        query,
+        key,
+        value,
+        segments.offsets,
+        segments.offsets,
+        longest,
+        longest,
+        scale=rule.scale,
+        window_size=(-1 if rule.window is None else rule.window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output
+
+
+def _require_plain(module: torch.nn.Module, segments: Segments | None, others: dict[str, Any]) -> Segments:
+    """The segments, if the module asks for no more than causal attention inside them."""
+    name = type(module).__name__
+    if segments is None:
+        raise ModelError(f"{name} does not hand keyword arguments down to its attention")
+    found = [argument for argument in _UNSUPPORTED if others.get(argument) is not None]
+    if found:
+        raise ModelError(f"{name} uses {', '.join(found)} in its attention")
+    return segments
+
+
+def _by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Segments in groups of similar length, longest first."""
+    groups: list[list[int]] = []
+    for segment in sorted(range(len(lengths)), key=lambda index: -int(lengths[index])):
+        longest = int(lengths[groups[-1][0]]) if groups else 0
+        if groups and (longest <= _ALWAYS_TOGETHER or int(lengths[segment]) >= MIN_FILL * longest):
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    return groups
+
+
+def _group(members: list[int], lengths: Sequence[int], starts: list[int]) -> SegmentGroup:
+    longest = int(lengths[members[0]])
+    columns = torch.arange(longest)[None]
+    member_lengths = torch.tensor([int(lengths[member]) for member in members])[:, None]
+    firsts = torch.tensor([starts[member] for member in members])[:, None]
+    gather = (firsts + torch.minimum(columns, member_lengths - 1)).flatten()
+    scatter = (columns < member_lengths).flatten().nonzero().squeeze(1)
+    return SegmentGroup(len(members), longest, gather, scatter, gather[scatter])
+
+
+def _find_varlen_attention() -> Any:
+    try:
+        return importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+
+
+_varlen_attention = _find_varlen_attention()
+_gather: Callable[[Tensor, SegmentGroup], Tensor] = _Gather.apply
+_materialized_attention: Callable[[Tensor, Tensor, Tensor, _Rule], Tensor] = _MaterializedAttention.apply

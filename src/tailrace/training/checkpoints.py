@@ -1,0 +1,263 @@
+"""Checkpoints: a folder per step that is either whole or not there.
+
+    checkpoints/step_000050/
+      config.json, model.safetensors, tokenizer.json, chat_template.jinja, ...   what `from_pretrained` loads
+      trainer.pt         optimizer, step, version, randomness, the scheduler's state
+      manifest.json      written last: size and checksum of every other file
+
+A checkpoint is written under a temporary name, synced, and renamed. What has no manifest is no checkpoint; what differs
+from its manifest is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+
+from tailrace.errors import CheckpointError, ModelError
+from tailrace.generation.engines.loading import copy_tokenizer, load_causal_lm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer.pt"
+_FORMAT = "tailrace-checkpoint-1"
+_STEP_FOLDER = re.compile(r"^step_(\d{6,})$")
+_TEMPORARY = ".writing_"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """All of a trainer but its weights; randomness is read and set beside it."""
+
+    step: int
+    version: int
+    optimizer: dict[str, Any]
+    scheduler_state: bytes
+    skipped_in_a_row: int
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """What a file of a checkpoint must be."""
+
+    num_bytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What makes a folder a checkpoint."""
+
+    format: str
+    step: int
+    version: int
+    files: dict[str, FileEntry]
+
+
+def write_checkpoint(folder: Path, model: PreTrainedModel, model_name: str, state: TrainerState) -> Path:
+    """Write `folder`/step_N and return its path once it is durable.
+
+    `model_name` is where the tokenizer files come from. Raises `CheckpointError`; then nothing of it is left, and what
+    was there before is intact.
+    """
+    final = folder / f"step_{state.step:06d}"
+    temporary = folder / f"{_TEMPORARY}{final.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write_files(temporary, model, model_name, state)
+        _publish(temporary, final)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"checkpoint {final} cannot be written: {_reason(error, folder)}") from error
+    return final
+
+
+def read_checkpoint(path: Path, model: PreTrainedModel, *, device: str = "cpu") -> TrainerState:
+    """Load the checkpoint at `path` into `model`, set this process's randomness to its, return the rest.
+
+    Raises `CheckpointError` for a folder that is no whole checkpoint, or one of another model.
+    """
+    verify_checkpoint(path)
+    try:
+        saved = load_causal_lm(str(path), dtype="float32", device=device)
+        model.load_state_dict(saved.state_dict())
+        state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
+    except (ModelError, OSError, RuntimeError, KeyError) as error:
+        raise not_of_this_model(path, error) from error
+    _set_randomness(state["randomness"])
+    return TrainerState(
+        step=state["step"],
+        version=state["version"],
+        optimizer=state["optimizer"],
+        scheduler_state=state["scheduler_state"],
+        skipped_in_a_row=state["skipped_in_a_row"],
+    )
+
+
+def verify_checkpoint(path: Path) -> Manifest:
+    """Read every byte of the checkpoint at `path`; raise `CheckpointError` unless it is what its manifest says."""
+    manifest = read_manifest(path)
+    for name, expected in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
+        found = _entry(file)
+        if found != expected:
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is not what was written")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What marks a checkpoint. Raises `CheckpointError` for a folder without one."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except OSError as error:
+        raise CheckpointError(f"{path} is no checkpoint: it has no readable {MANIFEST} ({error.strerror})") from error
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} is not one ({error})") from error
+    if manifest.format != _FORMAT:
+        raise CheckpointError(f"{path} has the format {manifest.format!r}; this version reads {_FORMAT!r}")
+    return manifest
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder`, or None when there is none yet.
+
+    Folders named like checkpoints that are none are passed over with a warning; raises `CheckpointError` when there is
+    nothing else.
+    """
+    refused: CheckpointError | None = None
+    for path in reversed(_step_folders(folder)):
+        try:
+            read_manifest(path)
+        except CheckpointError as error:
+            _log.warning("%s", error)
+            refused = refused or error
+        else:
+            return path
+    if refused is not None:
+        raise refused
+    return None
+
+
+def prune_checkpoints(folder: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints; what is no checkpoint of ours stays."""
+    ours = [path for path in _step_folders(folder) if (path / MANIFEST).is_file()]
+    for path in ours[:-keep]:
+        # Without its manifest it is no checkpoint any more, whatever interrupts the deletion.
+        (path / MANIFEST).unlink()
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def not_of_this_model(path: Path, error: Exception) -> CheckpointError:
+    """The error for a whole checkpoint that does not fit the model being trained."""
+    return CheckpointError(f"checkpoint {path} does not fit this run's model: {error}")
+
+
+def _write_files(folder: Path, model: PreTrainedModel, model_name: str, state: TrainerState) -> None:
+    copy_tokenizer(model_name, folder)
+    model.save_pretrained(folder)
+    with (folder / TRAINER_STATE).open("wb") as file:
+        torch.save(
+            {
+                "step": state.step,
+                "version": state.version,
+                "optimizer": state.optimizer,
+                "scheduler_state": state.scheduler_state,
+                "skipped_in_a_row": state.skipped_in_a_row,
+                "randomness": _randomness(),
+            },
+            file,
+        )
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {str(path.relative_to(folder)): _entry(path) for path in files}
+    for path in files:
+        _sync(path)
+    manifest = Manifest(format=_FORMAT, step=state.step, version=state.version, files=entries)
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Give a whole checkpoint its name; one of the same step (from before a resume) makes way."""
+    if final.exists():
+        replaced = temporary.with_name(f"{temporary.name}_replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        temporary.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        temporary.rename(final)
+    _sync(final.parent)
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """Folders named like checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = [(match, path) for path in folder.iterdir() if (match := _STEP_FOLDER.match(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(named, key=lambda pair: int(pair[0].group(1)))]
+
+
+def _entry(path: Path) -> FileEntry:
+    checksum = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum.update(block)
+    return FileEntry(num_bytes=path.stat().st_size, xxh3=checksum.hexdigest())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _randomness() -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.array(keys)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_randomness(state: dict[str, Any]) -> None:
+    name, keys, position, has_gauss, cached = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    full = (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(error)
+    if full:
+        free = shutil.disk_usage(_existing(folder)).free
+        return f"the disk is full ({free / 1e6:.0f} MB free); free some space, or set trainer.keep_checkpoints lower"
+    return str(error)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

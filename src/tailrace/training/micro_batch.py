@@ -1,0 +1,78 @@
+"""One row of a batch as tensors: what a forward pass needs, and what the loss needs of the tokens that bear it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tailrace.errors import TrainingError
+from tailrace.records import BatchRow
+from tailrace.training.attention import Segments
+from tailrace.training.losses import LossTokens
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A packed row. The token at a position is predicted by the hidden state before it."""
+
+    input_ids: Tensor
+    """[1, num_tokens], int64."""
+    segments: Segments
+    predictors: Tensor
+    """[num_loss_tokens]: positions whose hidden states predict the tokens that bear loss."""
+    tokens: LossTokens
+    fresh: Tensor
+    """[num_loss_tokens]: True where the token was sampled by the version that trains on it."""
+
+    @classmethod
+    def of(cls, row: BatchRow, version: int, device: torch.device | str = "cpu") -> MicroBatch:
+        """Prepare a row for a trainer that holds policy `version`.
+
+        Raises `TrainingError` for a sample whose first token bears loss: nothing predicts it.
+        """
+        positions = np.flatnonzero(row.loss_mask)
+        lengths = row.sample_lengths
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+        if row.loss_mask[starts].any():
+            raise TrainingError("a sample's first token bears loss, but nothing comes before it to predict it")
+        temperatures = np.repeat(row.temperatures, lengths)[positions]
+        tokens = LossTokens(
+            targets=_tensor(row.token_ids[positions].astype(np.int64), device),
+            logprobs=_tensor(row.logprobs[positions], device),
+            advantages=_tensor(row.advantages[positions], device),
+            inverse_temperatures=_tensor((1.0 / temperatures).astype(np.float32), device),
+        )
+        return cls(
+            input_ids=_tensor(row.token_ids.astype(np.int64), device)[None],
+            segments=Segments.of(lengths.tolist(), device),
+            predictors=_tensor(positions - 1, device),
+            tokens=tokens,
+            fresh=_tensor(row.policy_versions[positions] == version, device),
+        )
+
+
+def split_samples(row: BatchRow) -> list[BatchRow]:
+    """The samples of a row, each as a row of its own: for models whose rows cannot be packed."""
+    ends = np.cumsum(row.sample_lengths)
+    return [
+        BatchRow(
+            token_ids=row.token_ids[end - length : end],
+            logprobs=row.logprobs[end - length : end],
+            policy_versions=row.policy_versions[end - length : end],
+            loss_mask=row.loss_mask[end - length : end],
+            advantages=row.advantages[end - length : end],
+            temperatures=row.temperatures[index : index + 1],
+            sample_lengths=row.sample_lengths[index : index + 1],
+        )
+        for index, (end, length) in enumerate(zip(ends.tolist(), row.sample_lengths.tolist(), strict=True))
+    ]
+
+
+def _tensor(array: NDArray[Any], device: torch.device | str) -> Tensor:
+    """A copy: batches lie in shared memory that is recycled, and may be read-only."""
+    return torch.tensor(array, device=device)

@@ -1,0 +1,132 @@
+"""A transformers model as the trainer uses it: packed rows in, per-token losses out.
+
+Nothing here knows an architecture. What packing and the fused head assume is tried out once, on the model itself, with
+a few tokens; where the model answers differently (a state that runs along the row, soft-capped logits, ...) the general
+way is taken instead, which is slower and right.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from tailrace.errors import ModelError
+from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
+from tailrace.training.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PROBE_LENGTHS = [5, 3, 7]
+_PACKING_TOLERANCE = 1e-3
+_HEAD_TOLERANCE = 1e-6
+"""The very same computation, unless something comes after the matrix."""
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyModel:
+    """Wraps a model whose weights are float32, for training.
+
+    `packs` says whether rows of several samples may be given to it, `has_plain_head` whether logits are hidden states
+    times one matrix.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        head_dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
+        self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
+        self._autocast = dtype == "bfloat16"
+        self._head_dtype = torch.bfloat16 if self._autocast and head_dtype == "bfloat16" else torch.float32
+        self._device = next(model.parameters()).device
+        self.packs, self.has_plain_head = self._probe()
+
+    def loss(self, micro_batch: MicroBatch, pointwise_loss: PointwiseLoss) -> HeadOutput:
+        """Loss of a micro-batch. Raises `ModelError` for several samples in one when `packs` is False."""
+        if len(micro_batch.segments.lengths) > 1 and not self.packs:
+            raise ModelError(f"{type(self.model).__name__} cannot train on packed rows")
+        tokens = micro_batch.tokens
+        loss = HeadLoss(tokens.targets, tokens.inverse_temperatures, pointwise_loss)
+        if not self.has_plain_head:
+            return loss_from_logits(self._logits(micro_batch), loss)
+        hidden = self._hidden(micro_batch.input_ids, micro_batch.segments)[0].index_select(0, micro_batch.predictors)
+        head: Any = self.model.get_output_embeddings()
+        return loss_from_hidden_states(hidden, head.weight.to(self._head_dtype), head.bias, loss)
+
+    def _hidden(self, input_ids: Tensor, segments: Segments) -> Tensor:
+        """[1, num_tokens, hidden_size]: what the head gets."""
+        decoder: Any = self.model.base_model
+        with self._precision():
+            hidden: Tensor = decoder(**self._inputs(input_ids, segments)).last_hidden_state
+        return hidden
+
+    def _logits(self, micro_batch: MicroBatch) -> Tensor:
+        with self._precision():
+            logits: Tensor = self.model(
+                **self._inputs(micro_batch.input_ids, micro_batch.segments), logits_to_keep=micro_batch.predictors
+            ).logits
+        return logits[0]
+
+    def _inputs(self, input_ids: Tensor, segments: Segments) -> dict[str, Any]:
+        inputs = {"input_ids": input_ids, "position_ids": segments.position_ids, "use_cache": False}
+        return inputs | {"segments": segments} if self.packs else inputs
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast)
+
+    @torch.no_grad()
+    def _probe(self) -> tuple[bool, bool]:
+        """Whether packing and the fused head give this model's own answers (see the module)."""
+        config: Any = self.model.config.get_text_config()
+        generator = torch.Generator().manual_seed(0)
+        row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self._device)
+        pieces = torch.split(row, _PROBE_LENGTHS, dim=1)
+        own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
+        self.packs = self._packs(row, torch.cat(own, dim=1))
+        return self.packs, self._has_plain_head(pieces[-1])
+
+    def _packs(self, row: Tensor, expected: Tensor) -> bool:
+        own_attention = self.model.config._attn_implementation
+        segments = Segments.of(_PROBE_LENGTHS, self._device)
+        register_packed_attention()
+        try:
+            if getattr(self.model.config.get_text_config(), "attention_chunk_size", None):
+                raise ModelError("it attends in chunks")
+            self.model.set_attn_implementation(PACKED_ATTENTION)
+            packed = self.model(
+                input_ids=row, position_ids=segments.position_ids, use_cache=False, segments=segments
+            ).logits
+            _require_equal(packed, expected, _PACKING_TOLERANCE)
+        except (ModelError, TypeError, ValueError) as error:
+            _log.warning("%s trains one sample at a time: %s", type(self.model).__name__, error)
+            self.model.set_attn_implementation(own_attention)
+            return False
+        return True
+
+    def _has_plain_head(self, row: Tensor) -> bool:
+        head: Any = self.model.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear) or self.model.base_model is self.model:
+            return False
+        inputs = self._inputs(row, Segments.of(row.shape[1:], self._device))
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        try:
+            _require_equal(head(hidden), self.model(**inputs).logits, _HEAD_TOLERANCE)
+        except ModelError:
+            return False
+        return True
+
+
+def _require_equal(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise `ModelError` unless both agree within `tolerance` times the largest value."""
+    difference = float((found - expected).abs().max())
+    if not difference <= tolerance * float(expected.abs().max()):
+        raise ModelError(f"its outputs for packed rows differ from those for single samples by {difference:.2g}")

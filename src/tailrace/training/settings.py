@@ -1,0 +1,85 @@
+"""Settings of the trainer."""
+
+from __future__ import annotations
+
+from typing import Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DecayName: TypeAlias = Literal["constant", "linear", "cosine"]
+CorrectionName: TypeAlias = Literal["truncated_is", "none"]
+
+
+class LossSettings(BaseModel):
+    """The default loss: a clipped ratio against the generator's log-probabilities, its weight truncated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    correction: CorrectionName = Field(
+        default="truncated_is",
+        description="Weigh each token by its truncated probability ratio of trainer to generator (truncated_is), or not"
+        " at all (none: biased as soon as generation is stale; warns).",
+    )
+    clip_low: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="A token with a negative advantage stops counting below the ratio 1 - clip_low.",
+    )
+    clip_high: float = Field(
+        default=0.28,
+        gt=0,
+        description="A token with a positive advantage stops counting above the ratio 1 + clip_high.",
+    )
+    truncation: float = Field(default=2.0, gt=1, description="Highest importance weight that any token gets.")
+
+    @model_validator(mode="after")
+    def _truncation_reaches_the_clip(self) -> Self:
+        if self.truncation < 1 + self.clip_high:
+            raise ValueError(
+                f"truncation is {self.truncation}, which clip_high = {self.clip_high} would never reach; "
+                f"it must be 1 + clip_high = {1 + self.clip_high} or above"
+            )
+        return self
+
+
+class TrainerSettings(BaseModel):
+    """From a batch to a new policy version."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    learning_rate: float = Field(default=1e-5, gt=0, description="Learning rate of AdamW after warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
+    decay: DecayName = Field(default="constant", description="How the learning rate falls from warm-up to max_steps.")
+    decay_end: float = Field(
+        default=0.0, ge=0, le=1, description="Fraction of learning_rate that is left at max_steps (linear and cosine)."
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
+    beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
+    epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term against division by zero.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay, on matrices only.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm, at most.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Forward and backward compute; bfloat16 is autocast, over float32 weights."
+    )
+    head_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Compute of logits under dtype = bfloat16; float32 keeps log-probabilities close to the"
+        " generator's.",
+    )
+    device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
+    threads: int = Field(default=1, ge=1, description="CPU threads of the trainer's compute.")
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Compute activations twice instead of keeping them: less memory, about a third more time.",
+    )
+    loss: LossSettings = Field(default=LossSettings(), description="The loss.")
+    max_nonfinite_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Consecutive steps with a non-finite loss or gradient that end the run as diverged.",
+    )
+    checkpoint_every_steps: int = Field(
+        default=0, ge=0, description="Steps between checkpoints; 0 saves only at the end."
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept; older ones are deleted.")

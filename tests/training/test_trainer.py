@@ -1,0 +1,186 @@
+"""A batch becomes a policy version, or says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tiny import VOCABULARY, build_batch
+
+from tailrace.errors import Diverged, TrainingError
+from tailrace.observability.metrics import MetricsAccumulator
+from tailrace.records import Batch
+from tailrace.training.settings import LossSettings, TrainerSettings
+from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, Trainer
+
+
+def make_trainer(model_folder: Path, *, max_staleness: int = 4, max_steps: int = 10, **settings: object) -> Trainer:
+    defaults: dict[str, object] = {"learning_rate": 1e-3}
+    return Trainer(
+        TrainerSettings.model_validate(defaults | settings),
+        model_name=str(model_folder),
+        max_steps=max_steps,
+        max_staleness=max_staleness,
+    )
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model_state_dict().items()}
+
+
+def trainer_logprobs(trainer: Trainer, batch: Batch) -> Batch:
+    """The batch as a generator with the trainer's own weights would have sampled it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(trainer.model_name)
+    model.load_state_dict(trainer.model_state_dict(), strict=False)
+    logprobs = np.zeros_like(batch.logprobs)
+    for start, end in zip(batch.sample_offsets[:-1], batch.sample_offsets[1:], strict=True):
+        ids = torch.tensor(batch.token_ids[start:end].astype(np.int64))
+        with torch.no_grad():
+            scores = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+        logprobs[start + 1 : end] = scores.gather(1, ids[1:, None])[:, 0].numpy()
+    logprobs[~batch.loss_mask] = 0
+    return dataclasses.replace(batch, logprobs=logprobs)
+
+
+def test_a_step_makes_a_version_and_every_metric_is_in_the_table(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    before = weights(trainer)
+    result = trainer.train_step(build_batch())
+    assert (result.step, result.version, result.skipped) == (1, 1, None)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+    accumulator = MetricsAccumulator()
+    for name, value in result.metrics.items():
+        assert math.isfinite(value)
+        accumulator.add(name, value)
+    assert "training/logprob_difference_fresh" in result.metrics
+
+
+def test_tied_weights_are_published_once_and_in_the_dtype_asked_for(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    names = trainer.model_state_dict().keys()
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert {tensor.dtype for tensor in trainer.model_state_dict("bfloat16").values()} == {torch.bfloat16}
+
+
+def test_rows_do_not_change_what_a_batch_teaches(model_folder: Path) -> None:
+    one, many = make_trainer(model_folder), make_trainer(model_folder)
+    left = one.train_step(build_batch(rows=(4,)))
+    right = many.train_step(build_batch(rows=(1, 2, 1)))
+    assert left.metrics["training/loss"] == pytest.approx(right.metrics["training/loss"], rel=1e-5)
+    assert left.metrics["training/grad_norm"] == pytest.approx(right.metrics["training/grad_norm"], rel=1e-5)
+
+
+def test_a_policy_that_sampled_its_own_batch_shows_ratio_one(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    metrics = trainer.train_step(trainer_logprobs(trainer, build_batch())).metrics
+    assert metrics["training/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert metrics["training/logprob_difference_fresh"] < 1e-4
+    assert metrics["training/kl"] < 1e-6
+    assert metrics["training/clip_share"] == 0
+
+
+def test_stale_tokens_are_left_out_of_the_fresh_difference(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    trainer.train_step(build_batch())
+    metrics = trainer.train_step(build_batch(step=2, version=0)).metrics
+    assert "training/logprob_difference_fresh" not in metrics
+    assert metrics["training/logprob_difference"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rewarded_tokens_become_more_likely(model_folder: Path, dtype: str) -> None:
+    trainer = make_trainer(model_folder, learning_rate=1e-2, dtype=dtype, max_steps=100)
+    learned = []
+    for step in range(1, 13):
+        batch = build_batch(lengths=(16,) * 8, rows=(8,), step=step, version=step - 1, seed=step, advantages=[0.0] * 8)
+        good = (batch.token_ids < VOCABULARY // 2) & batch.loss_mask
+        advantages = np.where(good, 1.0, -1.0) * batch.loss_mask
+        batch = trainer_logprobs(trainer, dataclasses.replace(batch, advantages=advantages.astype(np.float32)))
+        learned.append(float(np.exp(batch.logprobs[good]).mean()))
+        trainer.train_step(batch)
+    assert learned[-1] > 1.2 * learned[0]
+
+
+def test_bfloat16_stays_close_to_float32(model_folder: Path) -> None:
+    batch = build_batch(lengths=(60, 61, 40), rows=(3,))
+    exact = make_trainer(model_folder).train_step(batch).metrics
+    rounded = make_trainer(model_folder, dtype="bfloat16").train_step(batch).metrics
+    assert rounded["training/loss"] == pytest.approx(exact["training/loss"], rel=0.05)
+    assert rounded["training/grad_norm"] == pytest.approx(exact["training/grad_norm"], rel=0.1)
+
+
+def test_gradient_checkpointing_changes_memory_and_nothing_else(model_folder: Path) -> None:
+    plain = make_trainer(model_folder).train_step(build_batch()).metrics
+    checkpointed = make_trainer(model_folder, gradient_checkpointing=True).train_step(build_batch()).metrics
+    assert checkpointed["training/grad_norm"] == pytest.approx(plain["training/grad_norm"], rel=1e-5)
+
+
+def test_a_batch_that_bears_no_loss_is_skipped(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    batch = build_batch()
+    summary = msgspec.structs.replace(batch.summary, loss_tokens=0)
+    empty = dataclasses.replace(batch, summary=summary, loss_mask=np.zeros_like(batch.loss_mask))
+    result = trainer.train_step(empty)
+    assert (result.step, result.version, result.skipped) == (1, 0, NOTHING_TRAINABLE)
+
+
+def test_a_step_that_is_not_finite_changes_no_weight_and_repeated_ones_end_the_run(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder, max_nonfinite_steps=3)
+    before = weights(trainer)
+    for step in (1, 2):
+        result = trainer.train_step(build_batch(step=step, advantages=[math.nan, 1, 1, 1]))
+        assert (result.step, result.version, result.skipped) == (step, 0, NOT_FINITE)
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(before[name], tensor)
+    with pytest.raises(Diverged, match="3 steps in a row"):
+        trainer.train_step(build_batch(step=3, advantages=[math.inf, 1, 1, 1]))
+
+
+def test_a_finite_step_forgives_earlier_ones(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder, max_nonfinite_steps=2)
+    trainer.train_step(build_batch(step=1, advantages=[math.nan] * 4))
+    trainer.train_step(build_batch(step=2))
+    assert trainer.train_step(build_batch(step=3, advantages=[math.nan] * 4)).skipped == NOT_FINITE
+
+
+def test_staleness_is_asserted(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder, max_staleness=1)
+    for step in (1, 2):
+        trainer.train_step(build_batch(step=step, version=step - 1))
+    with pytest.raises(TrainingError, match="2 versions old; max_staleness is 1"):
+        trainer.train_step(build_batch(step=3, version=0))
+    with pytest.raises(TrainingError, match="before the trainer reached it"):
+        trainer.train_step(build_batch(step=3, version=3))
+
+
+def test_a_batch_of_another_step_is_refused(model_folder: Path) -> None:
+    with pytest.raises(TrainingError, match="was sent the batch of step 2"):
+        make_trainer(model_folder).train_step(build_batch(step=2))
+
+
+def test_no_correction_warns_and_ignores_the_generators_logprobs(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(model_folder, loss=LossSettings(correction="none").model_dump())
+    assert "biased" in caplog.text
+    other = make_trainer(model_folder, loss={"correction": "none"})
+    batch = build_batch()
+    shifted = dataclasses.replace(batch, logprobs=batch.logprobs - batch.loss_mask.astype(np.float32))
+    left, right = trainer.train_step(batch).metrics, other.train_step(shifted).metrics
+    assert left["training/grad_norm"] == right["training/grad_norm"]
+
+
+def test_warmup_and_decay_reach_the_optimizer(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder, learning_rate=1.0, warmup_steps=2, decay="linear", decay_end=0.5, max_steps=4)
+    rates = [trainer.train_step(build_batch(step=step)).metrics["training/learning_rate"] for step in (1, 2, 3, 4)]
+    assert rates == [0.5, 1.0, 0.75, 0.5]

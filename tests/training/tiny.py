@@ -1,0 +1,95 @@
+"""Tiny random models and batches for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from tailrace.records import Batch, BatchSummary
+
+VOCABULARY = 64
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**_SIZES, tie_word_embeddings=True),
+    "llama": LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "mistral with a sliding window": MistralConfig(**_SIZES, sliding_window=6),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=512, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0,
+    ),
+    "gemma2 with soft caps": Gemma2Config(**_SIZES),
+}  # fmt: skip
+
+
+def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager" if "gemma" in name else "sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():  # far enough from 0 that mistakes show
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def build_batch(
+    *,
+    lengths: Sequence[int] = (9, 14, 5, 12),
+    rows: Sequence[int] = (2, 2),
+    step: int = 1,
+    version: int = 0,
+    seed: int = 0,
+    temperature: float = 1.0,
+    prompt: int = 3,
+    advantages: Sequence[float] | None = None,
+    scheduler_state: bytes = b"",
+) -> Batch:
+    """Samples of these lengths, `rows[i]` of them in row i, random tokens after a prompt of `prompt` tokens."""
+    generator = np.random.default_rng(seed)
+    num_tokens = sum(lengths)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    loss_mask = np.ones(num_tokens, np.bool_)
+    for start in offsets[:-1]:
+        loss_mask[start : start + prompt] = False
+    per_sample = generator.normal(size=len(lengths)) if advantages is None else np.asarray(advantages)
+    logprobs = np.where(loss_mask, -np.log(VOCABULARY) + generator.normal(size=num_tokens), 0)
+    loss_tokens = int(loss_mask.sum())
+    return Batch(
+        summary=BatchSummary(
+            step=step, judged_version=version, num_samples=len(lengths), num_rollouts=len(lengths),
+            num_tokens=num_tokens, loss_tokens=loss_tokens, masked_tokens=0, num_rows=len(rows),
+            row_tokens=max(64, num_tokens), staleness_mean=0.0, staleness_max=0, padding=0.0,
+        ),
+        token_ids=generator.integers(0, VOCABULARY, num_tokens).astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        policy_versions=np.where(loss_mask, version, -1).astype(np.int32),
+        loss_mask=loss_mask,
+        advantages=np.where(loss_mask, np.repeat(per_sample, lengths), 0).astype(np.float32),
+        temperatures=np.full(len(lengths), temperature, np.float32),
+        sample_offsets=offsets,
+        row_offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
+        environment_ids=np.zeros(len(lengths), np.int32),
+        environments=("test",),
+        scheduler_state=scheduler_state,
+    )  # fmt: skip
