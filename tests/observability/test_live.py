@@ -97,10 +97,13 @@ def test_a_diverged_run_can_be_shown() -> None:
 
 async def test_the_terminal_view_draws_and_leaves_the_last_state() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    async with LiveView(a_view, terminal=True, console=console):
+    async with LiveView(a_view, terminal=True, console=console) as view:
         await asyncio.sleep(0.05)
+        view.release_terminal()
     assert isinstance(console.file, io.StringIO)
-    assert "0.745" in console.file.getvalue()
+    drawn = console.file.getvalue()
+    assert "0.745" in drawn
+    assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l"), "the cursor is given back"
 
 
 async def test_a_terminal_that_went_away_does_not_end_the_run() -> None:

@@ -69,12 +69,19 @@ class LiveView:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._snapshot(last=True)
-        if self._live is not None:
-            try:
-                self._live.stop()
-            except OSError as lost:
-                _logger.info("the terminal went away: %s", lost)
+        try:
+            self._snapshot(last=True)
+        finally:
+            self.release_terminal()
+
+    def release_terminal(self) -> None:
+        """Stop drawing and give the cursor back: also for whoever ends the process at once. May be called twice."""
+        if self._live is None:
+            return
+        try:
+            self._live.stop()
+        except OSError as lost:
+            _logger.info("the terminal went away: %s", lost)
 
     def _drawing(self) -> Live:
         return Live(
