@@ -9,7 +9,7 @@ from tailrace.rollouts.agents import EnvironmentHost, environment_agent, hosted_
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
 from tailrace.rollouts.rendering import ChatRenderer
 from tailrace.rollouts.replies import ParsedReply
-from tailrace.rollouts.rollouter import Rollouter
+from tailrace.rollouts.rollouter import Rollouter, needs_workers
 from tailrace.rollouts.scoring import require_number, require_reward, score_group
 from tailrace.rollouts.settings import EvaluationSampling, RolloutSettings
 from tailrace.rollouts.tokenizer import ChatTokenizer
@@ -28,6 +28,7 @@ __all__ = [
     "WorkerPool",
     "environment_agent",
     "hosted_agent",
+    "needs_workers",
     "require_number",
     "require_reward",
     "score_group",

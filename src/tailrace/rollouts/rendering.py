@@ -100,7 +100,7 @@ class ChatRenderer:
 
 
 def _envelopes(tools: Sequence[ToolSpec] | None) -> list[dict[str, Json]] | None:
-    """Tools as chat templates expect them."""
+    """Tools as chat templates expect them; those that come in that form already are left alone."""
     if not tools:
         return None
-    return [{"type": "function", "function": dict(tool)} for tool in tools]
+    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -57,6 +57,18 @@ class Rollouter:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def start(self, specs: Iterable[EnvironmentSpec]) -> None:
+        """Start the workers that these environments need, where one does.
+
+        Raises:
+            SettingsError: One needs a worker and cannot have one.
+            EnvironmentFailed: One cannot be loaded in a worker (inside an exception group).
+        """
+        names = [spec.name for spec in specs if needs_workers(spec)]
+        for name in names:
+            self._workers.require(name)
+        await self._workers.start(names)
 
     async def close(self) -> None:
         """End the worker processes. No rollout may be running."""
@@ -130,7 +142,7 @@ class Rollouter:
             return spec.agent
         assert spec.environment is not None  # EnvironmentSpec holds exactly one of them
         factory = spec.environment
-        if spec.trusted or _is_async(factory):
+        if spec.trusted or _is_async_environment(factory):
             return environment_agent(factory, tools=spec.tools, columns=spec.columns)
         return hosted_agent(lambda task: WorkerEnvironment(self._workers, task), tools=spec.tools, columns=spec.columns)
 
@@ -144,7 +156,7 @@ class Rollouter:
                 return None
             return require_reward(returned, what)
         value: object
-        if spec.trusted or inspect.iscoroutinefunction(spec.reward):
+        if spec.trusted or _is_async_function(spec.reward):
             scored = spec.reward(rollout.task, rollout.messages)
             value = await scored if inspect.isawaitable(scored) else scored
         else:
@@ -164,10 +176,24 @@ def _merged(reward: Reward, returned: float | Reward | None) -> Reward:
     )
 
 
-def _is_async(factory: object) -> bool:
-    """Whether an environment's both methods are coroutines, as far as its class tells without making one."""
-    made = getattr(factory, "func", factory)
+def needs_workers(spec: EnvironmentSpec) -> bool:
+    """Whether some of its code is synchronous and not trusted, so that it must run in a worker process."""
+    if spec.trusted:
+        return False
+    if spec.environment is not None and not _is_async_environment(spec.environment):
+        return True
+    return spec.reward is not None and not _is_async_function(spec.reward)
+
+
+def _is_async_environment(factory: object) -> bool:
+    """Whether both methods are coroutines, as far as the class tells without making an environment."""
+    made = getattr(factory, "func", factory)  # of a functools.partial
     return all(inspect.iscoroutinefunction(getattr(made, method, None)) for method in ("reset", "step"))
+
+
+def _is_async_function(function: object) -> bool:
+    """Whether calling it gives a coroutine; an object with an async `__call__` counts."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ after a reply: its close, the new messages, the next generation prompt. Only tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from tailrace.errors import ModelError
 from tailrace.records import Json, Message
@@ -18,12 +18,17 @@ from tailrace.rollouts.tokenizer import ChatTokenizer
 _SENTINEL = "\u2042sentinel-reply\u2042"
 """Text that no template changes (no whitespace at its ends, no markup) and conversations hardly hold; checked."""
 
+_REMEMBERED_TEXTS = 1024
+_REMEMBERED_CHARACTERS = 8192
+"""Bounds of the encoding cache: some 20 MB at the worst."""
+
 
 class TemplateRendering:
     """Conversations to tokens by the tokenizer's chat template."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._remembered = lru_cache(maxsize=_REMEMBERED_TEXTS)(tokenizer.encode)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -39,7 +44,7 @@ class TemplateRendering:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> list[int]:
         """The whole conversation, up to where the next reply begins."""
-        return self._tokenizer.encode(self._text(messages, tools))
+        return self._encode(self._text(messages, tools))
 
     def bridge(
         self,
@@ -63,13 +68,19 @@ class TemplateRendering:
         if text.count(_SENTINEL) != 1:
             return None
         following = text.partition(_SENTINEL)[2]
-        added = self._tokenizer.encode(following)
+        added = self._encode(following)
         closes = bool(added) and added[0] in self.stop_token_ids
         return added[1:] if reply_is_closed and closes else added
 
     def parse(self, token_ids: list[int], *, prompt_opens_reasoning: bool) -> ParsedReply:
         """What a completion (without its stop token) says."""
         return read_reply(self._tokenizer.decode(token_ids), prompt_opens_reasoning=prompt_opens_reasoning)
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids, remembered for a while: the rollouts of a group begin alike and often go on alike."""
+        if len(text) > _REMEMBERED_CHARACTERS:
+            return self._tokenizer.encode(text)
+        return self._remembered(text)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> str:
         return self._tokenizer.render_text(messages, tools=tools, add_generation_prompt=True)

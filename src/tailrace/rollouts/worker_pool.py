@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -55,27 +55,32 @@ class WorkerPool:
         self._environments = dict(environments)
         self._workers = [_Worker(settings, self._environments, log_path) for _ in range(settings.workers)]
 
-    async def start(self) -> None:
-        """Start every worker now, instead of with the first rollout that needs one."""
+    async def start(self, environments: Iterable[str]) -> None:
+        """Start every worker now, and load these environments there, instead of with the first rollout."""
+        names = list(environments)
         async with asyncio.TaskGroup() as starting:
-            for worker in self._workers:
-                starting.create_task(worker.start())
+            for worker in self._workers if names else []:
+                starting.create_task(worker.start(names))
 
     async def reward(self, task: Task, messages: list[Message]) -> object:
         """What the reward function of the task's environment returns. Raises `RolloutError`."""
-        async with self.least_busy(task).process(task.environment) as process:
+        async with self.least_busy(task.environment).process(task.environment) as process:
             value = await process.call(Score(TaskMessage.of(task), messages), self._settings.worker_timeout_s, task)
         return reward_from_json(value)
 
-    def least_busy(self, task: Task) -> _Worker:
-        """The worker to give the next environment or reward of this task to. Raises `SettingsError` for none."""
-        if not self._workers or task.environment not in self._environments:
+    def least_busy(self, environment: str) -> _Worker:
+        """The worker to give this environment's next rollout or reward to. Raises `SettingsError` where none can."""
+        self.require(environment)
+        return min(self._workers, key=lambda worker: worker.load)
+
+    def require(self, environment: str) -> None:
+        """Raise `SettingsError` unless a worker can run this environment."""
+        if not self._workers or environment not in self._environments:
             missing = "rollouts.workers is 0" if not self._workers else "it was not loaded from settings"
             raise SettingsError(
-                f"environment {task.environment!r} has synchronous code that is not trusted, which runs in a worker "
+                f"environment {environment!r} has synchronous code that is not trusted, which runs in a worker "
                 f"process, but {missing}; make it async, or say `trusted = true` if it always returns soon"
             )
-        return min(self._workers, key=lambda worker: worker.load)
 
     @property
     def timeout_s(self) -> float:
@@ -97,7 +102,7 @@ class WorkerEnvironment:
     def __init__(self, pool: WorkerPool, task: Task) -> None:
         self._pool = pool
         self._task = task
-        self._worker = pool.least_busy(task)
+        self._worker = pool.least_busy(task.environment)
         self._worker.load += 1
         self._instance = next(self._numbers)
         self._home: _Process | None = None
@@ -166,9 +171,9 @@ class _Worker:
         finally:
             self.load -= 1
 
-    async def start(self) -> None:
-        """Start the process and load every environment."""
-        for environment in self._environments:
+    async def start(self, environments: Sequence[str]) -> None:
+        """Start the process and load these environments."""
+        for environment in environments:
             async with self.process(environment):
                 pass
 

@@ -1,0 +1,119 @@
+"""Laws of bridging: sampled tokens stay, only new messages are rendered, loss lies on what was sampled alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.records import FinishReason, GroupId, Message, Rollout, RolloutId, SamplingParams, Task, TaskId
+from tailrace.rollouts import ChatRenderer, RolloutBudget, RolloutPolicy
+from tests.support.scripted_generate import Sampled, ScriptedGenerate
+
+MODELS = ["chatml", "smollm2", "hermes", "strict", "qwen3"]
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Co", "Cn"]), max_size=20)
+TOKENS = st.lists(st.integers(3, 400), max_size=12)
+
+
+def rollout(**sampling: float) -> Rollout:
+    task = Task(TaskId("t/0"), "t", 0, {})
+    return Rollout(RolloutId("r"), GroupId("g"), task, SamplingParams(max_tokens=16, **sampling))
+
+
+def play(renderer: ChatRenderer, questions: list[str], replies: list[Sampled]) -> tuple[Rollout, ScriptedGenerate]:
+    """A conversation that only grows, its replies sampled as given."""
+    generate = ScriptedGenerate(renderer.tokenizer, replies)
+    played = rollout()
+    policy = RolloutPolicy(played, renderer=renderer, generate=generate, budget=RolloutBudget(max_turns=99))
+
+    async def talk() -> None:
+        messages: list[Message] = []
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            messages.append((await policy.chat(messages)).message)
+
+    asyncio.run(talk())
+    return played, generate
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(MODELS),
+    st.lists(
+        st.tuples(TEXT, TOKENS, st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])), min_size=1, max_size=4
+    ),
+)
+def test_a_conversation_that_grows_is_one_branch_whose_loss_lies_on_sampled_tokens(
+    renderer_of: Callable[[str], ChatRenderer], model: str, turns: list[tuple[str, list[int], FinishReason]]
+) -> None:
+    renderer = renderer_of(model)
+    replies = [Sampled(tokens, reason) for _, tokens, reason in turns]
+    played, generate = play(renderer, [question for question, _, _ in turns], replies)
+
+    (branch,) = played.branches
+    assert len(branch.completion_spans) == len(turns)
+    for call, span in zip(generate.calls, branch.completion_spans, strict=True):
+        np.testing.assert_array_equal(branch.token_ids[: span.start], call.prompt_token_ids)
+        assert branch.loss_mask[span.start : span.end].all()
+    for reply, span in zip(replies, branch.completion_spans, strict=True):
+        sampled = branch.token_ids[span.start : span.end].tolist()
+        assert sampled[: len(reply.token_ids)] == list(reply.token_ids)
+    assert branch.loss_mask.sum() == branch.num_completion_tokens
+    assert (branch.logprobs[~branch.loss_mask] == 0).all()
+    assert played.turns == len(turns)
+    assert "rewritten_turns" not in played.metrics
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(MODELS), st.lists(st.sampled_from(["Ada, Bob", "Cleo", "the 1 2 fox"]), min_size=2, max_size=4))
+def test_bridging_appends_what_a_whole_rendering_has_in_that_place(
+    renderer_of: Callable[[str], ChatRenderer], model: str, texts: list[str]
+) -> None:
+    renderer = renderer_of(model)
+    replies = [Sampled(renderer.tokenizer.encode(text)) for text in texts]
+    _, generate = play(renderer, texts, replies)
+    conversation: list[Message] = []
+    for text, call in zip(texts, generate.calls, strict=True):
+        conversation.append({"role": "user", "content": text})
+        np.testing.assert_array_equal(call.prompt_token_ids, renderer.render(conversation))
+        conversation.append({"role": "assistant", "content": text})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_reply_cut_for_length_is_closed_by_the_context(
+    renderer_of: Callable[[str], ChatRenderer], model: str
+) -> None:
+    renderer = renderer_of(model)
+    _, cut = play(renderer, ["a", "b"], [Sampled([10, 11], FinishReason.LENGTH)])
+    _, whole = play(renderer, ["a", "b"], [Sampled([10, 11])])
+    np.testing.assert_array_equal(cut.calls[1].prompt_token_ids, whole.calls[1].prompt_token_ids)
+
+
+def test_a_reply_that_holds_the_sentinel_is_not_split_in_the_wrong_place(renderer: ChatRenderer) -> None:
+    text = "\u2042sentinel-reply\u2042"
+    reply = Sampled(renderer.tokenizer.encode("fine"))
+    played, _ = play(renderer, [text, "next"], [reply])
+    assert [branch.loss_mask.sum() for branch in played.branches] == [len(reply.token_ids) + 1] * 2
+    assert played.metrics["rewritten_turns"] == 1
+
+
+def test_the_qwen3_family_keeps_the_reasoning_of_earlier_turns(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    renderer = renderer_of("qwen3")
+    reply = Sampled(renderer.tokenizer.encode("<think>\nhm\n</think>\n\nAda"))
+    played, generate = play(renderer, ["who?", "sure?"], [reply])
+    assert len(played.branches) == 1
+    assert "<think>\nhm\n</think>" in renderer.tokenizer.decode(generate.calls[1].prompt_token_ids.tolist())
+    assert played.messages[1] == {"role": "assistant", "content": "Ada", "reasoning_content": "hm"}
+
+
+def test_drift_is_counted_and_the_sampled_tokens_stay(renderer: ChatRenderer) -> None:
+    letters = [renderer.tokenizer.encode(letter)[0] for letter in "Ada"]
+    assert renderer.tokenizer.encode("Ada") != letters
+    played, generate = play(renderer, ["a", "b"], [Sampled(letters)])
+    assert played.metrics["drifted_turns"] == 2
+    assert len(played.branches) == 1
+    assert letters == generate.calls[1].prompt_token_ids[len(generate.calls[0].prompt_token_ids) :][:3].tolist()

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, RolloutError
+from tailrace.records import (
+    FinishReason,
+    GroupId,
+    Message,
+    Rollout,
+    RolloutId,
+    SamplingParams,
+    Task,
+    TaskId,
+    ToolSpec,
+)
+from tailrace.rollouts import ChatRenderer, RolloutBudget, RolloutPolicy
+from tests.support.scripted_generate import Sampled, ScriptedGenerate
+
+ADD: ToolSpec = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def said(content: str, **more: Any) -> Message:
+    return {"role": "assistant", "content": content, **more}  # type: ignore[typeddict-item]
+
+
+class Talk:
+    """A policy, its rollout and what the engine saw."""
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        replies: Sequence[str | Sampled | Exception] = ("Ada",),
+        *,
+        max_turns: int = 9,
+        sampling: SamplingParams | None = None,
+        system_prompt: str | None = None,
+        **budget: int,
+    ) -> None:
+        task = Task(TaskId("names/train/7"), "names", 7, {})
+        self.rollout = Rollout(RolloutId("r7"), GroupId("g7"), task, sampling or SamplingParams(max_tokens=64))
+        self.generate = ScriptedGenerate(renderer.tokenizer, replies)
+        self.tokenizer = renderer.tokenizer
+        limits = RolloutBudget(max_turns=max_turns, **budget)
+        self.policy = RolloutPolicy(
+            self.rollout, renderer=renderer, generate=self.generate, budget=limits, system_prompt=system_prompt
+        )
+
+    def prompt(self, call: int) -> str:
+        return self.tokenizer.decode(self.generate.calls[call].prompt_token_ids.tolist())
+
+
+async def test_a_reply_is_recorded_and_returned(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    reply = await talk.policy.chat([user("who?")])
+    assert reply.message == said("Ada")
+    assert reply.finish_reason is FinishReason.STOP
+    assert talk.rollout.messages == [user("who?"), said("Ada")]
+    (branch,) = talk.rollout.branches
+    assert branch.token_ids[branch.loss_mask].tolist() == reply.completion.token_ids.tolist()
+
+
+async def test_requests_of_a_branch_share_a_session(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    reply = await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("a"), reply.message, user("b")])
+    await talk.policy.chat([user("other")])
+    assert [call.session_id for call in talk.generate.calls] == ["r7/0", "r7/0", "r7/1"]
+    assert len({call.request_id for call in talk.generate.calls}) == 3
+
+
+@pytest.mark.parametrize(
+    "handed_back",
+    [
+        said("Ada\n"),
+        said("  Ada", reasoning_content=""),
+    ],
+)
+async def test_a_reply_handed_back_in_another_form_is_realigned(renderer: ChatRenderer, handed_back: Message) -> None:
+    talk = Talk(renderer, [" Ada\n"])
+    await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("a"), handed_back, user("b")])
+    assert talk.prompt(1).startswith(talk.prompt(0) + " Ada\n<|im_end|>")
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["realigned_turns"] == 1
+
+
+async def test_rewritten_history_starts_a_branch_and_is_counted(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("a"), said("Something else"), user("b")])
+    assert len(talk.rollout.branches) == 2
+    assert talk.rollout.metrics["rewritten_turns"] == 1
+    assert "Something else" in talk.prompt(1)
+
+
+async def test_a_changed_question_starts_a_branch(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    reply = await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("A!"), reply.message, user("b")])
+    assert len(talk.rollout.branches) == 2
+
+
+async def test_what_the_agent_does_to_its_messages_does_not_change_what_was_recorded(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    messages = [user("a")]
+    reply = await talk.policy.chat(messages)
+    reply.message["content"] = "rewritten in place"
+    await talk.policy.chat([*messages, reply.message, user("b")])
+    assert talk.rollout.metrics["rewritten_turns"] == 1
+    assert len(talk.rollout.branches) == 2
+
+
+async def test_two_ways_on_from_one_reply_share_its_tokens_and_train_them_once(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    reply = await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("a"), reply.message, user("b")])
+    await talk.policy.chat([user("a"), reply.message, user("c")])
+    first, second = talk.rollout.branches
+    shared = first.completion_spans[0].end
+    assert second.token_ids[:shared].tolist() == first.token_ids[:shared].tolist()
+    assert not second.loss_mask[:shared].any()
+    assert len(second.completion_spans) == 1
+
+
+async def test_turns_at_the_same_time_each_get_their_branch(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada", "Bob", "Cleo", "Dan"])
+    opening = await talk.policy.chat([user("a")])
+    asked = [[user("a"), opening.message, user(question)] for question in ("b", "c", "d")]
+    replies = await asyncio.gather(*(talk.policy.chat(messages) for messages in asked))
+    assert [reply.content for reply in replies] == ["Bob", "Cleo", "Dan"]
+    assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [2, 1, 1]
+    for messages, reply in zip(asked, replies, strict=True):
+        await talk.policy.chat([*messages, reply.message, user("on")])
+    assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [3, 2, 2]
+
+
+async def test_a_turn_that_failed_can_be_tried_again(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada", RequestRefused("no"), "Bob"])
+    reply = await talk.policy.chat([user("a")])
+    with pytest.raises(RequestRefused):
+        await talk.policy.chat([user("a"), reply.message, user("b")])
+    await talk.policy.chat([user("a"), reply.message, user("b")])
+    assert talk.prompt(2) == talk.prompt(1)
+
+
+async def test_other_tools_start_another_branch(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    talk = Talk(renderer_of("hermes"))
+    reply = await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("a"), reply.message, user("b")], tools=[ADD])
+    assert len(talk.rollout.branches) == 2
+    assert '"name": "add"' in talk.prompt(1)
+
+
+@pytest.mark.parametrize("model", ["hermes", "qwen3"])
+async def test_tool_calls_are_parsed_and_tool_output_is_context(
+    renderer_of: Callable[[str], ChatRenderer], model: str
+) -> None:
+    call = 'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    talk = Talk(renderer_of(model), [call, "It is 2."])
+    first = await talk.policy.chat([user("1+1?")], tools=[ADD])
+    assert [call["function"] for call in first.tool_calls] == [{"name": "add", "arguments": {"a": 1}}]
+    assert first.content == "Let me see."
+    output: Message = {"role": "tool", "content": "TWO", "tool_call_id": first.tool_calls[0]["id"]}
+    last = await talk.policy.chat([user("1+1?"), first.message, output], tools=[ADD])
+    assert last.content == "It is 2."
+    (branch,) = talk.rollout.branches
+    assert "TWO" in talk.prompt(1)
+    assert "TWO" not in talk.tokenizer.decode(branch.token_ids[branch.loss_mask].tolist())
+    assert talk.rollout.metrics["tool_calls"] == 1
+
+
+@pytest.mark.parametrize("model", ["hermes", "qwen3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n{broken\n</tool_call>",
+        '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": "add"',
+        "<tool_call>\n7\n</tool_call>",
+    ],
+)
+async def test_a_malformed_tool_call_is_counted_and_stays_text(
+    renderer_of: Callable[[str], ChatRenderer], model: str, text: str
+) -> None:
+    talk = Talk(renderer_of(model), [text])
+    reply = await talk.policy.chat([user("?")], tools=[ADD])
+    assert reply.tool_calls == []
+    assert reply.malformed_tool_calls == 1
+    assert "tool_calls" not in reply.message
+    assert text.removeprefix("<tool_call>").removesuffix("</tool_call>").strip() in reply.content
+
+
+async def test_arguments_handed_back_as_a_json_string_are_the_same_call(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    talk = Talk(renderer_of("hermes"), ['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "2"])
+    reply = await talk.policy.chat([user("?")], tools=[ADD])
+    as_openai_does = said("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}])
+    await talk.policy.chat([user("?"), as_openai_does, {"role": "tool", "content": "2"}], tools=[ADD])
+    assert reply.message["content"] == ""
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["realigned_turns"] == 1
+
+
+async def test_a_completion_that_ends_for_length_marks_the_rollout_truncated(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada, Bob, Cleo"])
+    reply = await talk.policy.chat([user("a")], max_tokens=2)
+    assert reply.finish_reason is FinishReason.LENGTH
+    assert talk.generate.calls[0].sampling.max_tokens == 2
+    assert talk.rollout.truncated
+
+
+async def test_an_agent_may_lower_the_token_limit_but_never_raise_it(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    await talk.policy.chat([user("a")], max_tokens=1000)
+    assert talk.generate.calls[0].sampling.max_tokens == 64
+    assert talk.generate.calls[0].sampling.stop_token_ids == renderer.stop_token_ids
+
+
+async def test_no_turn_beyond_the_cap(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, max_turns=1)
+    reply = await talk.policy.chat([user("a")])
+    with pytest.raises(BudgetExceeded, match=r"names/train/7.*rollouts.max_turns"):
+        await talk.policy.chat([user("a"), reply.message, user("b")])
+    assert talk.rollout.turns == 1
+
+
+async def test_the_last_completion_gets_what_the_rollouts_token_budget_leaves(renderer: ChatRenderer) -> None:
+    prompt = len(renderer.render([user("a")]))
+    talk = Talk(renderer, ["Ada, Bob, Cleo, Ada, Bob"], max_rollout_tokens=prompt + 5)
+    reply = await talk.policy.chat([user("a")])
+    assert reply.completion.num_tokens == 5
+    with pytest.raises(BudgetExceeded, match="max_rollout_tokens"):
+        await talk.policy.chat([user("a"), reply.message, user("b")])
+    assert talk.rollout.num_tokens == prompt + 5
+
+
+async def test_turns_at_the_same_time_share_the_token_budget(renderer: ChatRenderer) -> None:
+    prompt = len(renderer.render([user("a")]))
+    talk = Talk(renderer, ["Ada, Bob, Cleo, Ada, Bob"], max_rollout_tokens=2 * prompt + 70)
+    both = await asyncio.gather(talk.policy.chat([user("a")]), talk.policy.chat([user("b")]))
+    assert sum(call.sampling.max_tokens for call in talk.generate.calls) == 70
+    assert len(both) == 2
+
+
+async def test_a_prompt_longer_than_the_models_context_names_both_lengths(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, max_model_tokens=16)
+    with pytest.raises(BudgetExceeded, match=r"a prompt of \d\d+ tokens leaves no room in the model's context of 16"):
+        await talk.policy.chat([user("the quick brown fox " * 9)])
+    assert talk.generate.calls == []
+
+
+async def test_each_turn_of_a_seeded_rollout_has_a_seed_of_its_own(renderer: ChatRenderer) -> None:
+    async def seeds() -> list[int | None]:
+        talk = Talk(renderer, sampling=SamplingParams(seed=5))
+        reply = await talk.policy.chat([user("a")])
+        await talk.policy.chat([user("a"), reply.message, user("b")])
+        return [call.sampling.seed for call in talk.generate.calls]
+
+    first = await seeds()
+    assert first == await seeds()
+    assert len(set(first)) == 2
+    assert None not in first
+
+
+async def test_a_system_prompt_from_the_settings_replaces_the_conversations_own(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, system_prompt="Be brief.")
+    reply = await talk.policy.chat([{"role": "system", "content": "Be long."}, user("a")])
+    await talk.policy.chat([{"role": "system", "content": "Be long."}, user("a"), reply.message, user("b")])
+    assert talk.prompt(0).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "Be long." not in talk.prompt(1)
+    assert len(talk.rollout.branches) == 1
+
+
+async def test_a_conversation_that_the_template_refuses_says_so(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    talk = Talk(renderer_of("strict"))
+    with pytest.raises(EnvironmentFailed, match="refuses this conversation: roles must alternate"):
+        await talk.policy.chat([user("a"), user("b")])
+
+
+async def test_an_empty_conversation_is_refused(renderer: ChatRenderer) -> None:
+    with pytest.raises(EnvironmentFailed, match="conversation is empty"):
+        await Talk(renderer).policy.chat([])
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORTED])
+async def test_a_completion_that_did_not_finish_costs_the_rollout(renderer: ChatRenderer, reason: FinishReason) -> None:
+    talk = Talk(renderer, [Sampled([], reason)])
+    with pytest.raises(RolloutError, match=f"generation ended as {reason}"):
+        await talk.policy.chat([user("a")])

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from tailrace.environments import EnvironmentSpec, Observation, Policy
+from tailrace.errors import (
+    BudgetExceeded,
+    EngineFailed,
+    EnvironmentFailed,
+    InvalidReward,
+    RequestRefused,
+    RolloutTimeout,
+    SettingsError,
+)
+from tailrace.records import Group, GroupId, Message, Reward, Rollout, RolloutId, Task
+from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.scripted_generate import ScriptedGenerate
+
+ROWS = [{"names": "Bob, Ada"}]
+
+
+class Sorting:
+    """Three turns; each right answer earns a third."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.turn = 0
+        return Observation.user(task["names"])
+
+    async def step(self, reply: Message) -> Observation:
+        self.turn += 1
+        reward = float(reply["content"] == "Ada, Bob") / 3
+        if self.turn < 3:
+            return Observation.user("again", reward=reward)
+        end = Observation.end(reward, metrics={"turns": 3.0}, columns={"note": "ok"})
+        return replace(end, messages=[{"role": "user", "content": "thanks"}])
+
+
+sorting = EnvironmentSpec(name="sorting", environment=Sorting, train_tasks=ROWS, columns=("turn",))
+
+
+def spec_of(agent: Callable[..., object], **more: object) -> EnvironmentSpec:
+    return EnvironmentSpec(name="own", agent=agent, train_tasks=ROWS, **more)  # type: ignore[arg-type]
+
+
+async def ask(task: Task, policy: Policy) -> float:
+    await policy.chat([{"role": "user", "content": task["names"]}])
+    return 1.0
+
+
+async def run(
+    renderer: ChatRenderer,
+    spec: EnvironmentSpec,
+    replies: Sequence[str | Exception] = ("Ada, Bob",),
+    *,
+    delay_s: float = 0.0,
+    **settings: object,
+) -> Rollout:
+    chosen = RolloutSettings.model_validate(settings)
+    generate = ScriptedGenerate(renderer.tokenizer, replies, delay=lambda: delay_s)
+    async with Rollouter(chosen, renderer=renderer, generate=generate) as rollouter:
+        return await rollouter.run(
+            spec.train_task(0),
+            rollout_id=RolloutId("r0"),
+            group_id=GroupId("g0"),
+            spec=spec,
+            sampling=chosen.training_sampling(),
+        )
+
+
+async def test_an_environments_rewards_add_up_over_its_turns(renderer: ChatRenderer) -> None:
+    rollout = await run(renderer, sorting, ["Ada, Bob", "Bob, Ada", "Ada, Bob"])
+    assert rollout.reward == Reward(pytest.approx(2 / 3), {"turns": 3.0}, {"note": "ok", "turn": 3})
+    assert rollout.turns == 3
+    assert [message["content"] for message in rollout.messages[-2:]] == ["Ada, Bob", "thanks"]
+    assert len(rollout.branches) == 1
+    assert rollout.ended_s >= rollout.started_s
+    assert {"generate_s", "environment_s"} <= set(rollout.metrics)
+
+
+async def test_an_environment_ends_with_its_reward_so_far_where_no_turn_is_left(renderer: ChatRenderer) -> None:
+    rollout = await run(renderer, sorting, max_turns=2)
+    assert rollout.turns == 2
+    assert rollout.reward is not None
+    assert rollout.reward.value == pytest.approx(2 / 3)
+
+
+async def test_a_first_prompt_that_does_not_fit_costs_the_rollout(renderer: ChatRenderer) -> None:
+    with pytest.raises(RequestRefused, match="too long"):
+        await run(renderer, sorting, [RequestRefused("too long")])
+
+
+async def test_an_agent_is_scored_by_what_it_returns(renderer: ChatRenderer) -> None:
+    assert (await run(renderer, spec_of(ask))).reward == Reward(1.0)
+
+
+async def test_a_reward_function_takes_precedence_and_keeps_what_the_agent_reported(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> Reward:
+        await ask(task, policy)
+        return Reward(0.1, components={"effort": 2.0})
+
+    async def reward(task: Task, messages: list[Message]) -> float:
+        return float(messages[-1]["content"] == "Ada, Bob")
+
+    rollout = await run(renderer, spec_of(agent, reward=reward))
+    assert rollout.reward == Reward(1.0, components={"effort": 2.0})
+    assert "score_s" in rollout.metrics
+
+
+async def test_what_an_agent_said_before_its_budget_ended_can_still_be_scored(renderer: ChatRenderer) -> None:
+    async def chatter(task: Task, policy: Policy) -> None:
+        messages: list[Message] = [{"role": "user", "content": "talk"}]
+        while True:
+            reply = await policy.chat(messages)
+            messages += [reply.message, {"role": "user", "content": "more"}]
+
+    async def reward(task: Task, messages: list[Message]) -> float:
+        return float(len(messages))
+
+    assert (await run(renderer, spec_of(chatter, reward=reward), max_turns=3)).reward == Reward(6.0)
+    with pytest.raises(BudgetExceeded, match="max_turns"):
+        await run(renderer, spec_of(chatter), max_turns=3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "good", None, [1.0], Reward(float("nan"))])
+async def test_a_reward_that_is_no_finite_number_costs_the_rollout(renderer: ChatRenderer, bad: object) -> None:
+    async def agent(task: Task, policy: Policy) -> object:
+        await ask(task, policy)
+        return bad
+
+    with pytest.raises(InvalidReward, match="task own/train/0: the reward of rollout r0 is"):
+        await run(renderer, spec_of(agent))
+
+
+async def test_what_an_agent_raises_names_the_task_and_the_line(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        raise KeyError("oh")
+
+    with pytest.raises(EnvironmentFailed, match=r"(?s)task own/train/0: KeyError: 'oh'.*test_rollouter.py") as raised:
+        await run(renderer, spec_of(agent))
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert raised.value.reason == "environment_failed"
+
+
+async def test_a_missing_column_is_one_clear_message(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        return float(task["answer"])
+
+    with pytest.raises(EnvironmentFailed, match="has no column 'answer'; its columns are: names"):
+        await run(renderer, spec_of(agent))
+
+
+async def test_a_rollout_that_outlives_its_time_limit_is_lost_and_says_where(renderer: ChatRenderer) -> None:
+    async def sleepy_reward(task: Task, messages: list[Message]) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(RolloutTimeout, match=r"own/train/0: not finished after 0.05 s.*waiting in sleepy_reward"):
+        await run(renderer, spec_of(ask, reward=sleepy_reward), timeout_s=0.05)
+
+
+async def test_a_timeout_of_the_agents_own_is_the_agents_failure(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        raise TimeoutError("their socket")
+
+    with pytest.raises(EnvironmentFailed, match="their socket"):
+        await run(renderer, spec_of(agent))
+
+
+async def test_an_engines_failure_is_not_the_rollouts(renderer: ChatRenderer) -> None:
+    with pytest.raises(EngineFailed):
+        await run(renderer, sorting, [EngineFailed("out of memory")])
+
+
+@pytest.mark.parametrize("error", [EngineFailed("gone"), RequestRefused("too long")])
+async def test_parallel_turns_fail_with_the_error_itself(renderer: ChatRenderer, error: Exception) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        async with asyncio.TaskGroup() as turns:
+            for _ in range(2):
+                turns.create_task(policy.chat([{"role": "user", "content": "hi"}]))
+        return 1.0
+
+    with pytest.raises(type(error)):
+        await run(renderer, spec_of(agent), [error])
+
+
+async def test_cancelling_a_rollout_is_never_swallowed(renderer: ChatRenderer) -> None:
+    running = asyncio.create_task(run(renderer, sorting, delay_s=60))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_an_environment_that_returns_no_observation_is_told(renderer: ChatRenderer) -> None:
+    class Wrong(Sorting):
+        async def step(self, reply: Message) -> Observation:
+            return 0.5  # type: ignore[return-value]
+
+    spec = EnvironmentSpec(name="wrong", environment=Wrong, train_tasks=ROWS)
+    with pytest.raises(EnvironmentFailed, match=r"wrong/train/0: reset and step return an Observation.*a float"):
+        await run(renderer, spec)
+
+
+async def test_untrusted_synchronous_code_needs_settings_to_be_made_again_from(renderer: ChatRenderer) -> None:
+    spec = spec_of(ask, reward=lambda task, messages: 1.0)
+    with pytest.raises(SettingsError, match="it was not loaded from settings"):
+        await run(renderer, spec)
+    assert (await run(renderer, replace(spec, trusted=True))).reward == Reward(1.0)
+
+
+class TestScoringAGroup:
+    async def score(self, renderer: ChatRenderer, score_group: object, **settings: object) -> list[Group]:
+        spec = spec_of(ask, score_group=score_group)
+        rollouts = [await run(renderer, spec), await run(renderer, spec)]
+        group = Group(GroupId("g0"), spec.train_task(0), rollouts)
+        generate = ScriptedGenerate(renderer.tokenizer, ["-"])
+        chosen = RolloutSettings.model_validate(settings)
+        async with Rollouter(chosen, renderer=renderer, generate=generate) as rollouter:
+            return await rollouter.score(group, spec)
+
+    async def test_rewards_may_be_changed(self, renderer: ChatRenderer) -> None:
+        async def rank(group: Group) -> Group:
+            for place, rollout in enumerate(group.rollouts):
+                rollout.reward = Reward(place)
+            return group
+
+        (scored,) = await self.score(renderer, rank)
+        assert scored.rewards == [0.0, 1.0]
+
+    async def test_a_group_may_be_split_or_discarded(self, renderer: ChatRenderer) -> None:
+        async def split(group: Group) -> list[Group]:
+            return [replace(group, group_id=f"{n}", rollouts=[rollout]) for n, rollout in enumerate(group.rollouts)]
+
+        async def discard(group: Group) -> None:
+            return None
+
+        assert len(await self.score(renderer, split)) == 2
+        assert await self.score(renderer, discard) == []
+        assert len(await self.score(renderer, None)) == 1
+
+    async def test_a_reward_that_is_no_number_fails_the_group(self, renderer: ChatRenderer) -> None:
+        async def spoil(group: Group) -> Group:
+            group.rollouts[0].reward = None
+            return group
+
+        with pytest.raises(InvalidReward, match=r"own/train/0.*is missing"):
+            await self.score(renderer, spoil)
+
+    async def test_what_it_raises_names_the_task(self, renderer: ChatRenderer) -> None:
+        async def broken(group: Group) -> Group:
+            raise RuntimeError("judge is down")
+
+        with pytest.raises(EnvironmentFailed, match="own/train/0: RuntimeError: judge is down"):
+            await self.score(renderer, broken)
+
+    async def test_it_has_a_time_limit(self, renderer: ChatRenderer) -> None:
+        async def hang(group: Group) -> Group:
+            await asyncio.Event().wait()
+            return group
+
+        with pytest.raises(RolloutTimeout):
+            await self.score(renderer, hang, reward_timeout_s=0.05)
+
+    async def test_something_else_than_groups_is_refused(self, renderer: ChatRenderer) -> None:
+        async def wrong(group: Group) -> float:
+            return 1.0
+
+        with pytest.raises(EnvironmentFailed, match="returned a float"):
+            await self.score(renderer, wrong)

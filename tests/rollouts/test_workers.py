@@ -1,0 +1,231 @@
+"""Synchronous user code in real worker processes: what never returns costs one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tailrace.environments import EnvironmentSettings, load_environment
+from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
+from tailrace.records import GroupId, Rollout, RolloutId, SamplingParams, Task, TaskId
+from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.scripted_generate import ScriptedGenerate
+
+NAMES = ("counting", "judged")
+ENVIRONMENTS = {name: EnvironmentSettings(name=f"tests.support.untrusted_environments:{name}") for name in NAMES}
+SPECS = {name: load_environment(settings) for name, settings in ENVIRONMENTS.items()}
+
+
+class Run:
+    """A rollouter with real workers and scripted replies per rollout."""
+
+    def __init__(self, renderer: ChatRenderer, log: Path | None = None, **settings: float) -> None:
+        values: dict[str, float] = {"workers": 1, "worker_timeout_s": 1.0, **settings}
+        self.settings = RolloutSettings.model_validate(values)
+        self.renderer = renderer
+        self.scripts: dict[str, Sequence[str]] = {}
+        self.rollouter = Rollouter(
+            self.settings, renderer=renderer, generate=self._generate, environments=ENVIRONMENTS, worker_log=log
+        )
+
+    async def _generate(self, prompt_token_ids, *, session_id, **request):  # type: ignore[no-untyped-def]
+        scripted = self._scripted.setdefault(
+            session_id, ScriptedGenerate(self.renderer.tokenizer, self.scripts[session_id.split("/")[0]])
+        )
+        return await scripted(prompt_token_ids, session_id=session_id, **request)
+
+    _scripted: dict[str, ScriptedGenerate]
+
+    async def __aenter__(self) -> Run:
+        self._scripted = {}
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.rollouter.close()
+
+    async def rollout(self, name: str, behave: str = "well", replies: Sequence[str] = ("a", "b", "c")) -> Rollout:
+        rollout_id = f"{name}-{len(self.scripts)}"
+        self.scripts[rollout_id] = replies
+        task = Task(TaskId(f"{name}/train/0"), name, 0, {"behave": behave}, seed=4)
+        return await self.rollouter.run(
+            task,
+            rollout_id=RolloutId(rollout_id),
+            group_id=GroupId("g"),
+            spec=SPECS[name],
+            sampling=SamplingParams(max_tokens=32),
+        )
+
+
+def children() -> list[psutil.Process]:
+    return [
+        child for child in psutil.Process().children(recursive=True) if "worker_process" in " ".join(child.cmdline())
+    ]
+
+
+async def test_an_untrusted_environment_runs_in_a_worker(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        rollout = await run.rollout("counting")
+    assert rollout.reward is not None
+    assert rollout.reward.value == 1.5
+    assert rollout.reward.components["steps"] == 3
+    assert rollout.reward.components["pid"] != os.getpid()
+    assert rollout.reward.columns == {"trail": "well:4 a b c"}
+    assert rollout.metrics["environment_s"] > 0
+    assert children() == []
+
+
+async def test_a_reward_that_never_returns_costs_one_rollout(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        results = await asyncio.gather(
+            *(run.rollout("judged", behave) for behave in ("well", "hang", "parts", "well")), return_exceptions=True
+        )
+    lost = [result for result in results if isinstance(result, BaseException)]
+    assert [type(error) for error in lost] == [RolloutTimeout]
+    assert "judged/train/0: the reward function did not return within 1 s" in str(lost[0])
+    kept = [result.reward for result in results if isinstance(result, Rollout)]
+    assert [reward.value for reward in kept if reward] == [1.0, 0.5, 1.0]
+    assert children() == []
+
+
+async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        good, lost, also_good = await asyncio.gather(
+            run.rollout("counting"),
+            run.rollout("counting", replies=["a", "hang"]),
+            run.rollout("counting", replies=["x", "y", "z"]),
+            return_exceptions=True,
+        )
+    assert isinstance(lost, RolloutTimeout)
+    assert isinstance(good, Rollout)
+    assert isinstance(also_good, Rollout)
+    for rollout, trail in ((good, "well:4 a b c"), (also_good, "well:4 x y z")):
+        assert rollout.reward is not None
+        assert rollout.reward.columns["trail"] == trail
+        assert rollout.reward.value == 1.5
+
+
+@pytest.mark.parametrize(
+    ("behave", "replies", "error", "message"),
+    [
+        ("hang in reset", [], RolloutTimeout, "reset of the environment did not return within 1 s"),
+        ("well", ["hang in a child"], RolloutTimeout, "step of the environment did not return"),
+        ("well", ["die"], EnvironmentFailed, r"step of the environment ended its worker process \(status 3\)"),
+        ("well", ["raise"], EnvironmentFailed, "(?s)ZeroDivisionError: of the user.*untrusted_environments.py"),
+        ("well", ["unserializable"], EnvironmentFailed, "a object cannot leave a worker process"),
+        ("well", ["not a number"], InvalidReward, "a step's reward is 'much'"),
+    ],
+)
+async def test_an_environment_that_fails_costs_its_rollout_and_the_next_one_runs(
+    renderer: ChatRenderer, behave: str, replies: list[str], error: type[RolloutError], message: str
+) -> None:
+    async with Run(renderer) as run:
+        with pytest.raises(error, match=message) as raised:
+            await run.rollout("counting", behave, replies or ["a"])
+        assert "counting/train/0" in str(raised.value)
+        assert (await run.rollout("counting")).reward is not None
+    assert children() == []
+
+
+@pytest.mark.parametrize("behave", ["nan", "text", "none"])
+async def test_a_reward_from_a_worker_must_be_a_finite_number(renderer: ChatRenderer, behave: str) -> None:
+    async with Run(renderer) as run:
+        with pytest.raises(InvalidReward, match="judged/train/0"):
+            await run.rollout("judged", behave)
+
+
+async def test_numbers_of_numpy_cross_over(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        rollout = await run.rollout("counting", replies=["numpy"])
+    assert rollout.reward is not None
+    assert rollout.reward.value == 0.5
+    assert rollout.reward.columns["array"] == [0, 1, 2]
+
+
+async def test_what_user_code_prints_goes_to_the_log(renderer: ChatRenderer, tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    async with Run(renderer, log) as run:
+        rollout = await run.rollout("counting", replies=["print", "b", "c"])
+    assert rollout.reward is not None
+    assert "to the log" in log.read_text()
+
+
+async def test_the_rollouts_own_time_limit_ends_a_call_and_its_worker_serves_the_next(renderer: ChatRenderer) -> None:
+    async with Run(renderer, timeout_s=0.1, worker_timeout_s=30) as run:
+        with pytest.raises(RolloutTimeout, match=r"not finished after 0.1 s \(rollouts.timeout_s\)"):
+            await run.rollout("judged", "sleep")
+        with pytest.raises(RolloutTimeout):
+            await run.rollout("judged", "sleep")  # its worker still owes an answer
+
+
+async def test_a_cancelled_call_does_not_disturb_the_answers_of_later_ones(renderer: ChatRenderer) -> None:
+    async with Run(renderer, worker_timeout_s=20) as run:
+        await run.rollout("judged")
+        sleeping = asyncio.create_task(run.rollout("judged", "sleep"))
+        await asyncio.sleep(0.1)
+        sleeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeping
+        rollout = await run.rollout("judged", "parts")
+        assert rollout.reward is not None
+        assert rollout.reward.columns == {"said": "a"}
+
+
+async def test_workers_can_be_started_before_the_first_rollout(renderer: ChatRenderer) -> None:
+    async with Run(renderer, workers=2) as run:
+        await run.rollouter.start(SPECS.values())
+        assert len(children()) == 2
+        assert (await run.rollout("counting")).reward is not None
+    async with Run(renderer, workers=0) as run:
+        with pytest.raises(SettingsError, match="'counting' has synchronous code"):
+            await run.rollouter.start(SPECS.values())
+
+
+async def test_several_workers_share_the_rollouts(renderer: ChatRenderer) -> None:
+    async with Run(renderer, workers=2) as run:
+        rollouts = await asyncio.gather(*(run.rollout("counting") for _ in range(4)))
+        assert len(children()) == 2
+    assert len({rollout.reward.components["pid"] for rollout in rollouts if rollout.reward}) == 2
+
+
+async def test_without_workers_untrusted_code_is_refused_with_what_to_do(renderer: ChatRenderer) -> None:
+    async with Run(renderer, workers=0) as run:
+        with pytest.raises(SettingsError, match=r"rollouts.workers is 0; make it async, or say `trusted = true`"):
+            await run.rollout("counting")
+
+
+def test_a_worker_ends_when_its_parent_vanishes_even_in_an_endless_call() -> None:
+    """The parent is killed while its worker spins; the worker must be gone soon after."""
+    code = """
+    import asyncio, os, signal, sys
+    from tailrace.environments import EnvironmentSettings
+    from tailrace.records import Task, TaskId
+    from tailrace.rollouts import RolloutSettings, WorkerPool
+
+    async def main():
+        settings = EnvironmentSettings(name="tests.support.untrusted_environments:judged")
+        pool = WorkerPool(RolloutSettings(), {"judged": settings})
+        await pool.start(["judged"])
+        call = asyncio.create_task(pool.reward(Task(TaskId("t"), "judged", 0, {"behave": "hang"}), []))
+        await asyncio.sleep(0.3)
+        import psutil
+        print(psutil.Process().children()[0].pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    worker = int(done.stdout)
+    try:
+        psutil.Process(worker).wait(timeout=10)
+    except psutil.NoSuchProcess:
+        return

@@ -1,0 +1,86 @@
+"""Environments that worker processes load by name: slow, broken and endless ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from tailrace.environments import EnvironmentSpec, Observation, Policy
+from tailrace.records import Json, Message, Reward, Task
+
+ROWS: list[Mapping[str, Json]] = [{"behave": "well"}]
+
+
+class Counting:
+    """Answers how often it was stepped and in which process; the reply may ask for trouble."""
+
+    def reset(self, task: Task) -> Observation:
+        self.steps = 0
+        self.trail = f"{task['behave']}:{task.seed}"
+        if task["behave"] == "hang in reset":
+            while True:
+                pass
+        return Observation.user("go")
+
+    def step(self, reply: Message) -> Observation:
+        self.steps += 1
+        self.trail += f" {reply['content']}"
+        match reply["content"]:
+            case "hang":
+                while True:
+                    pass
+            case "hang in a child":
+                os.system("sleep 600")
+            case "die":
+                os._exit(3)
+            case "raise":
+                raise ZeroDivisionError("of the user")
+            case "print":
+                print("to the log, not into the pipe")
+                sys.stdout.flush()
+            case "unserializable":
+                return Observation(columns={"it": object()})
+            case "numpy":
+                return Observation.end(np.float32(0.5), columns={"array": np.arange(3)})
+            case "not a number":
+                return Observation.end("much")  # type: ignore[arg-type]
+        metrics = {"steps": float(self.steps), "pid": float(os.getpid())}
+        if self.steps == 3:
+            return Observation.end(1.0, metrics=metrics)
+        return Observation(messages=[{"role": "user", "content": str(self.steps)}], reward=0.25, metrics=metrics)
+
+
+def counting() -> EnvironmentSpec:
+    return EnvironmentSpec(name="counting", environment=Counting, train_tasks=ROWS, columns=("trail",))
+
+
+async def echo(task: Task, policy: Policy) -> None:
+    await policy.chat([{"role": "user", "content": "say something"}])
+
+
+def judge(task: Task, messages: list[Message]) -> float | Reward:
+    """A synchronous reward that does what the task's row says."""
+    match task["behave"]:
+        case "hang":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(0.3)
+            return 0.5
+        case "nan":
+            return float("nan")
+        case "text":
+            return "good"  # type: ignore[return-value]
+        case "none":
+            return None  # type: ignore[return-value]
+        case "parts":
+            return Reward(0.5, components={"style": 1.0}, columns={"said": messages[-1]["content"]})
+    return 1.0
+
+
+def judged() -> EnvironmentSpec:
+    return EnvironmentSpec(name="judged", agent=echo, reward=judge, train_tasks=ROWS)
