@@ -5,13 +5,20 @@ The package takes 0.7 s to import, so it is imported only for a model whose name
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from tailrace.records import Json, Message, ToolCall
 from tailrace.rollouts.replies import ParsedReply, as_tool_call
+from tailrace.rollouts.template_rendering import TemplateRendering
 from tailrace.rollouts.tokenizer import ChatTokenizer
+
+_log = logging.getLogger(__name__)
+
+_PROBE: list[Message] = [{"role": "user", "content": "Hello?"}]
+"""A fine-tune often keeps its base model's name and not its template: they must agree on this much."""
 
 
 class FamilyRendering:
@@ -74,4 +81,21 @@ def family_rendering(
     if name not in MODEL_RENDERER_MAP:
         return None
     config = AutoRendererConfig(thinking_retention="all" if thinking_retention == "all" else None)
-    return FamilyRendering(create_renderer(tokenizer, config))
+    try:
+        rendering = FamilyRendering(create_renderer(tokenizer, config))
+    except (AssertionError, ValueError) as error:  # a token that the family has and this tokenizer lacks
+        _log.warning("%s: its family's renderer cannot be used (%s); using the chat template", name, error)
+        return None
+    if not _agrees_with_template(rendering, tokenizer):
+        _log.warning("%s: its chat template is not its family's (a fine-tune?); using the chat template", name)
+        return None
+    return rendering
+
+
+def _agrees_with_template(rendering: FamilyRendering, tokenizer: ChatTokenizer) -> bool:
+    from jinja2 import TemplateError
+
+    try:
+        return rendering.render(_PROBE, None) == TemplateRendering(tokenizer).render(_PROBE, None)
+    except TemplateError:
+        return False
