@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+
+from tests.training.tiny import VOCABULARY, tiny_model
 
 
 @pytest.fixture(scope="session")

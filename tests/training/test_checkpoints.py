@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import build_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.errors import CheckpointError
 from tailrace.training.checkpoints import latest_checkpoint, verify_checkpoint
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
+from tests.training.tiny import build_batch
 
 
 def make_trainer(model_folder: Path, **settings: object) -> Trainer:
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_refused(model_folder: Path, tmp_path: Path, fil
 
 def test_a_checkpoint_of_another_model_is_refused(model_folder: Path, tmp_path: Path) -> None:
     path = make_trainer(model_folder).save_checkpoint(tmp_path)
-    from tiny import tiny_model
+    from tests.training.tiny import tiny_model
 
     tiny_model("llama").save_pretrained(tmp_path / "llama")
     other = Trainer(TrainerSettings(), model_name=str(tmp_path / "llama"), max_steps=1, max_staleness=1)

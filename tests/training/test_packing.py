@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import CONFIGS, build_batch, tiny_model
 from transformers import PreTrainedModel
 
 from tailrace.records import BatchRow
@@ -13,6 +12,7 @@ from tailrace.training.losses import policy_loss
 from tailrace.training.micro_batch import MicroBatch, split_samples
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.settings import LossSettings
+from tests.training.tiny import CONFIGS, build_batch, tiny_model
 
 SETTINGS = LossSettings()
 

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tiny import VOCABULARY, build_batch
 
 from tailrace.errors import Diverged, TrainingError
 from tailrace.observability.metrics import MetricsAccumulator
 from tailrace.records import Batch
 from tailrace.training.settings import LossSettings, TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, Trainer
+from tests.training.tiny import VOCABULARY, build_batch
 
 
 def make_trainer(model_folder: Path, *, max_staleness: int = 4, max_steps: int = 10, **settings: object) -> Trainer:

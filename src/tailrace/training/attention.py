@@ -130,11 +130,20 @@ def packed_attention(
     """
     segments = _require_plain(module, segments, others | {"dropout": dropout or None, "attention_mask": attention_mask})
     rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window)
-    rows = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [num_tokens, heads, head_size]
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    rows = tuple(tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))  # [tokens, heads, head_size]
+    with torch.autocast(device, enabled=False):
+        return _attend_row(rows, segments, rule)[None], None
+
+
+def _attend_row(rows: tuple[Tensor, ...], segments: Segments, rule: _Rule) -> Tensor:
+    """[num_tokens, heads, head_size] of all segments."""
+    query = rows[0]
     if query.is_cuda and _varlen_attention is not None and query.dtype in (torch.float16, torch.bfloat16):
-        return _attend_varlen(rows, segments, rule)[None], None
+        return _attend_varlen(rows, segments, rule)
     outputs = [_attend_group(rows, group, rule) for group in segments.groups]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[segments.restore][None], None
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[segments.restore]
 
 
 @dataclass(frozen=True, slots=True)

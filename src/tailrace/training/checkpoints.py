@@ -28,7 +28,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from tailrace.errors import CheckpointError, ModelError
-from tailrace.generation.engines.loading import copy_tokenizer, load_causal_lm
+from tailrace.generation.engines.loading import copy_tokenizer, load_causal_lm, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +172,8 @@ def not_of_this_model(path: Path, error: Exception) -> CheckpointError:
 
 def _write_files(folder: Path, model: PreTrainedModel, model_name: str, state: TrainerState) -> None:
     copy_tokenizer(model_name, folder)
-    model.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
     with (folder / TRAINER_STATE).open("wb") as file:
         torch.save(
             {

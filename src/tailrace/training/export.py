@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.errors import ModelError
-from tailrace.generation.engines.loading import load_causal_lm, load_tokenizer
+from tailrace.generation.engines.loading import load_causal_lm, load_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,4 +68,5 @@ def _require_no_model(folder: Path) -> None:
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)

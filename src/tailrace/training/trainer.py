@@ -77,7 +77,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._model = load_causal_lm(model_name, dtype="float32", device=settings.device)
         if settings.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable()
+            self._model.activation_checkpointing_enable()
         self._policy = PolicyModel(self._model, dtype=settings.dtype, head_dtype=settings.head_dtype)
         self._optimizer = make_optimizer(self._model, settings)
 

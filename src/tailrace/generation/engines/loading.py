@@ -104,7 +104,7 @@ def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTraine
     from transformers import AutoModelForCausalLM
 
     source = resolve_model(name)
-    with _explained(source), _quiet():
+    with _explained(source), quiet_transformers():
         model, info = AutoModelForCausalLM.from_pretrained(
             source.location, dtype=getattr(torch, dtype), output_loading_info=True, **source.arguments
         )
@@ -125,7 +125,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     source = resolve_model(name)
-    with _explained(source), _quiet():
+    with _explained(source), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.arguments)
     if not tokenizer.chat_template:
         raise ModelError(missing_chat_template(name))
@@ -186,6 +186,20 @@ def missing_chat_template(name: str) -> str:
     )
 
 
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal, which belongs to the live view."""
+    from transformers.utils import logging as transformers_logging
+
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()
+
+
 def _bundled(name: str) -> ModelSource:
     models = importlib.resources.files("tailrace") / "recipes" / "models"
     wanted = name.removeprefix(BUNDLED_PREFIX)
@@ -222,7 +236,7 @@ def _as_plain_model(model: Any) -> Any:
 def _save_config(source: ModelSource, into: Path) -> None:
     from transformers import AutoConfig
 
-    with _explained(source), _quiet():
+    with _explained(source), quiet_transformers():
         AutoConfig.from_pretrained(source.location, **source.arguments).save_pretrained(into)
 
 
@@ -238,17 +252,3 @@ def _explained(source: ModelSource) -> Iterator[None]:
         advice = "its files are incomplete or broken" if source.is_local else _OFFLINE_ADVICE
         found = reason[0] if reason else type(error).__name__
         raise ModelError(f"model {source.name!r} cannot be loaded: {found} ({advice})") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars off the terminal, which belongs to the live view."""
-    from transformers.utils import logging as transformers_logging
-
-    was_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_shown:
-            transformers_logging.enable_progress_bar()

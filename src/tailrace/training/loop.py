@@ -1,0 +1,213 @@
+"""The trainer's loop: waits for a batch or for a request to stop, whichever comes first.
+
+    batch ─► train_step (own thread) ─► publish (own thread) ─► ModelStateDictPublished ─► StepTrained ─► acknowledge
+                                └─ skipped: StepSkipped          every n steps, and at the end: CheckpointWritten
+
+What it waits for: a batch (woken by the scheduler), or a `StopRequested` on the event log (from any role). Steps,
+copies and files run in one thread of their own, so the event loop is never blocked, and a step that runs is always
+finished. `TrainerEnded` is appended exactly once, on every way out: max_steps reached, a stop answered, a failure, a
+cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from tailrace.errors import PeerGone, TransportError
+from tailrace.records import (
+    Batch,
+    CheckpointWritten,
+    ModelStateDictPublished,
+    RunStatus,
+    StepSkipped,
+    StepTrained,
+    StopRequested,
+    TrainerEnded,
+    TrainerStarted,
+)
+from tailrace.training.trainer import Trainer
+from tailrace.transport.batch_queue import BatchReceiver
+from tailrace.transport.event_log import EventLog
+from tailrace.transport.model_state_dicts import ModelStateDictStore
+
+ResultT = TypeVar("ResultT")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """What a run tells its trainer's loop."""
+
+    epoch: str
+    """Of this start of the run; every event carries it."""
+    checkpoints: Path
+    """Folder that checkpoints go to."""
+    resume_from: Path | None = None
+    """Checkpoint to continue from."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of published weights: what the generators compute in."""
+
+
+async def run_trainer(
+    make_trainer: Callable[[], Trainer],
+    batches: BatchReceiver,
+    store: ModelStateDictStore,
+    events: EventLog,
+    plan: TrainerPlan,
+) -> TrainerEnded:
+    """Train until max_steps, or until somebody asks to stop; returns the terminal event, already appended.
+
+    `make_trainer` is called in the thread that all compute runs in. Raises what ended training early, after the
+    terminal event says so: `ModelError`, `CheckpointError`, `TrainingError`, `TransportError`, or the cancellation.
+    """
+    loop = _TrainerLoop(batches, store, events, plan)
+    try:
+        return await loop.run(make_trainer)
+    except asyncio.CancelledError:
+        await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
+        raise
+    except Exception as error:
+        await loop.end_early(RunStatus.FAILED, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        await loop.close()
+
+
+class _TrainerLoop:
+    def __init__(self, batches: BatchReceiver, store: ModelStateDictStore, events: EventLog, plan: TrainerPlan) -> None:
+        self._batches, self._store, self._events, self._plan = batches, store, events, plan
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
+        self._step = 0
+        self._saved_step: int | None = None
+        self._scheduler_state = b""
+        self._checkpoint_s: float | None = None
+        self._ended = False
+
+    async def run(self, make_trainer: Callable[[], Trainer]) -> TrainerEnded:
+        """From start to the terminal event."""
+        trainer = await self._in_thread(make_trainer)
+        await self._start(trainer)
+        while trainer.step < trainer.max_steps:
+            batch = await self._next_batch()
+            if isinstance(batch, StopRequested):
+                await self._save(trainer)
+                return await self._end(batch.status, f"{batch.role}: {batch.reason}")
+            await self._train(trainer, batch)
+        await self._save(trainer)
+        return await self._end(RunStatus.FINISHED, f"max_steps = {trainer.max_steps} reached")
+
+    async def end_early(self, status: RunStatus, reason: str) -> None:
+        """Append the terminal event for a loop that cannot go on. A log that is gone is logged, not raised."""
+        if self._ended:
+            return
+        try:
+            await self._end(status, reason)
+        except (TransportError, OSError) as error:
+            _log.error("the end of training (%s, %s) could not be logged: %s", status, reason, error)
+
+    async def close(self) -> None:
+        """End what the loop started."""
+        self._stop.cancel()
+        with contextlib.suppress(asyncio.CancelledError, TransportError):
+            await self._stop
+        self._executor.shutdown(wait=False)
+
+    async def _start(self, trainer: Trainer) -> None:
+        if (checkpoint := self._plan.resume_from) is not None:
+            self._scheduler_state = await self._in_thread(lambda: trainer.restore(checkpoint))
+            self._saved_step = trainer.step
+        self._step = trainer.step
+        await self._events.append(
+            TrainerStarted(
+                epoch=self._plan.epoch,
+                step=trainer.step,
+                version=trainer.version,
+                scheduler_state=self._scheduler_state,
+            )
+        )
+        if trainer.version > 0:  # generators start from the initial model, which is version 0
+            await self._publish(trainer)
+
+    async def _train(self, trainer: Trainer, batch: Batch) -> None:
+        """One batch, from compute to acknowledgement."""
+        result = await self._in_thread(lambda: trainer.train_step(batch))
+        self._step, self._scheduler_state = result.step, batch.scheduler_state
+        if result.skipped is not None:
+            await self._events.append(
+                StepSkipped(epoch=self._plan.epoch, step=result.step, version=result.version, reason=result.skipped)
+            )
+        else:
+            metrics = result.metrics | {"training/publish_s": await self._publish(trainer)}
+            if self._checkpoint_s is not None:
+                metrics["training/checkpoint_s"] = self._checkpoint_s
+                self._checkpoint_s = None
+            await self._events.append(
+                StepTrained(epoch=self._plan.epoch, step=result.step, version=result.version, metrics=metrics)
+            )
+        await self._batches.acknowledge(result.step)
+        every = trainer.settings.checkpoint_every_steps
+        if every and result.step % every == 0:
+            await self._save(trainer)
+
+    async def _publish(self, trainer: Trainer) -> float:
+        """Leave the weights in the store and say so; returns the seconds it took."""
+        started_s = time.perf_counter()
+        ref = await self._in_thread(
+            lambda: self._store.publish(trainer.model_state_dict(self._plan.publish_dtype), trainer.version)
+        )
+        await self._events.append(ModelStateDictPublished(epoch=self._plan.epoch, ref=ref))
+        return time.perf_counter() - started_s
+
+    async def _save(self, trainer: Trainer) -> None:
+        """Write a checkpoint, unless the last one holds this step already."""
+        if self._saved_step == trainer.step:
+            return
+        started_s = time.perf_counter()
+        path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints, self._scheduler_state))
+        self._checkpoint_s = time.perf_counter() - started_s
+        self._saved_step = trainer.step
+        await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=trainer.step, path=str(path)))
+
+    async def _next_batch(self) -> Batch | StopRequested:
+        """The next batch, or the request to stop if there is one: that goes first."""
+        if self._stop.done():
+            return self._stop.result()
+        receiving = asyncio.create_task(self._batches.receive(), name="trainer: next batch")
+        try:
+            await asyncio.wait({receiving, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+            return self._stop.result() if self._stop.done() else receiving.result()
+        finally:
+            receiving.cancel()
+            await asyncio.wait({receiving})
+
+    async def _stop_request(self) -> StopRequested:
+        """The first request to stop in the log. Raises `PeerGone` when the log ends without one."""
+        async for event in self._events.follow():
+            if isinstance(event, StopRequested) and event.epoch == self._plan.epoch:
+                return event
+        raise PeerGone("the event log ended before training did")
+
+    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        """Run `work` in the trainer's thread. When cancelled, waits for it to finish first: nothing runs on unseen."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
+
+    async def _end(self, status: RunStatus, reason: str) -> TrainerEnded:
+        ended = TrainerEnded(epoch=self._plan.epoch, status=status, step=self._step, reason=reason)
+        self._ended = True
+        await self._events.append(ended)
+        return ended

@@ -1,0 +1,238 @@
+"""The trainer's loop trains what it is sent, publishes before it reports, and always says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tailrace.errors import CheckpointError, Diverged, ModelError, PeerGone
+from tailrace.records import (
+    Batch,
+    CheckpointWritten,
+    Event,
+    ModelStateDictPublished,
+    RunStatus,
+    StepSkipped,
+    StepTrained,
+    StopRequested,
+    TrainerEnded,
+    TrainerStarted,
+)
+from tailrace.training.loop import TrainerPlan, run_trainer
+from tailrace.training.settings import TrainerSettings
+from tailrace.training.trainer import Trainer
+from tailrace.transport.batch_queue import MemoryBatchQueue
+from tailrace.transport.event_log import MemoryEventLog
+from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
+from tests.training.tiny import build_batch
+
+EPOCH = "epoch-1"
+
+
+class World:
+    """A trainer's loop with everything around it in memory."""
+
+    def __init__(self, model_folder: Path, checkpoints: Path) -> None:
+        self.queue = MemoryBatchQueue(capacity=8)
+        self.store = MemoryModelStateDictStore()
+        self.log = MemoryEventLog(EPOCH)
+        self.model_name = str(model_folder)
+        self.checkpoints = checkpoints
+        self.trainer: Trainer | None = None
+        self.thread: threading.Thread | None = None
+
+    def run(
+        self, max_steps: int = 3, resume_from: Path | None = None, **settings: object
+    ) -> asyncio.Task[TrainerEnded]:
+        def make_trainer() -> Trainer:
+            self.thread = threading.current_thread()
+            self.trainer = Trainer(
+                TrainerSettings.model_validate({"learning_rate": 1e-3} | settings),
+                model_name=self.model_name,
+                max_steps=max_steps,
+                max_staleness=max_steps,
+            )
+            return self.trainer
+
+        plan = TrainerPlan(epoch=EPOCH, checkpoints=self.checkpoints, resume_from=resume_from)
+        return asyncio.create_task(run_trainer(make_trainer, self.queue, self.store, self.log, plan))
+
+    async def send(self, *batches: Batch) -> None:
+        for batch in batches:
+            await self.queue.send(batch)
+
+    async def until(self, kind: type[Event]) -> Event:
+        async for event in self.log.follow():
+            if isinstance(event, kind):
+                return event
+        raise AssertionError(f"the log ended without {kind}")
+
+    async def request_stop(self, status: RunStatus = RunStatus.FINISHED) -> None:
+        await self.log.append(StopRequested(epoch=EPOCH, role="scheduler", status=status, reason="no tasks left"))
+
+    async def events(self) -> list[Event]:
+        return await self.log.read()
+
+    async def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in await self.events()]
+
+
+@pytest.fixture
+async def world(model_folder: Path, tmp_path: Path) -> AsyncIterator[World]:
+    yield World(model_folder, tmp_path / "checkpoints")
+    left = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("trainer:")]
+    assert not left, "the loop left tasks behind"
+
+
+async def test_a_run_publishes_before_it_reports_and_ends_by_its_own_event(world: World) -> None:
+    running = world.run(max_steps=2)
+    await world.send(build_batch(step=1), build_batch(step=2, version=0))
+    ended = await running
+    assert ended == TrainerEnded(epoch=EPOCH, status=RunStatus.FINISHED, step=2, reason="max_steps = 2 reached")
+    step = ["ModelStateDictPublished", "StepTrained"]
+    assert await world.kinds() == ["TrainerStarted", *step, *step, "CheckpointWritten", "TrainerEnded"]
+    assert world.thread is not threading.current_thread()
+
+
+async def test_what_is_published_is_what_was_trained(world: World) -> None:
+    running = world.run(max_steps=1)
+    await world.send(build_batch(step=1))
+    await running
+    published = next(event for event in await world.events() if isinstance(event, ModelStateDictPublished))
+    assert world.trainer is not None
+    with world.store.open(published.ref) as tensors:
+        assert tensors.version == 1
+        for name, tensor in world.trainer.model_state_dict().items():
+            assert torch.equal(tensors[name], tensor)
+
+
+async def test_a_trained_batch_is_given_back(world: World) -> None:
+    world.queue = MemoryBatchQueue(capacity=1)
+    running = world.run(max_steps=3)
+    async with asyncio.timeout(60):
+        await world.send(*(build_batch(step=step) for step in (1, 2, 3)))
+    await running
+
+
+async def test_a_skipped_step_makes_no_version(world: World) -> None:
+    running = world.run(max_steps=2)
+    await world.send(build_batch(step=1, advantages=[math.nan] * 4), build_batch(step=2))
+    await running
+    events = await world.events()
+    assert StepSkipped(epoch=EPOCH, step=1, version=0, reason="non_finite") in events
+    assert [event.version for event in events if isinstance(event, StepTrained)] == [1]
+
+
+async def test_a_stop_request_wakes_the_wait_for_a_batch_and_saves(world: World) -> None:
+    running = world.run(max_steps=5)
+    await world.send(build_batch(step=1))
+    await world.until(StepTrained)
+    await world.request_stop(RunStatus.CANCELLED)
+    ended = await running
+    assert (ended.status, ended.step, ended.reason) == (RunStatus.CANCELLED, 1, "scheduler: no tasks left")
+    assert (await world.kinds())[-2:] == ["CheckpointWritten", "TrainerEnded"]
+
+
+async def test_a_stop_request_goes_before_a_batch(world: World) -> None:
+    await world.request_stop()
+    await world.send(build_batch(step=1))
+    ended = await world.run(max_steps=5)
+    assert ended.step == 0
+
+
+async def test_a_divergence_is_reported_and_raised(world: World) -> None:
+    running = world.run(max_steps=5, max_nonfinite_steps=1)
+    await world.send(build_batch(step=1, advantages=[math.nan] * 4))
+    with pytest.raises(Diverged):
+        await running
+    last = (await world.events())[-1]
+    assert isinstance(last, TrainerEnded)
+    assert last.status is RunStatus.FAILED
+    assert last.reason.startswith("Diverged: ")
+
+
+async def test_a_model_that_cannot_be_loaded_ends_training_before_it_began(world: World) -> None:
+    world.model_name = "./nowhere"
+    with pytest.raises(ModelError):
+        await world.run()
+    assert await world.kinds() == ["TrainerEnded"]
+
+
+async def test_the_end_of_the_batch_queue_is_a_failure(world: World) -> None:
+    running = world.run()
+    await world.until(TrainerStarted)
+    await world.queue.close()
+    with pytest.raises(PeerGone):
+        await running
+    assert (await world.kinds())[-1] == "TrainerEnded"
+
+
+async def test_a_log_that_ends_is_a_failure(world: World) -> None:
+    running = world.run()
+    await world.until(TrainerStarted)
+    await world.log.close()
+    with pytest.raises(PeerGone):
+        await running
+
+
+async def test_cancellation_is_recorded_once_and_passed_on(world: World) -> None:
+    running = world.run()
+    await world.until(TrainerStarted)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    ended = [event for event in await world.events() if isinstance(event, TrainerEnded)]
+    assert [event.status for event in ended] == [RunStatus.CANCELLED]
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(world: World) -> None:
+    world.checkpoints.write_text("a file where the folder should be")
+    running = world.run(max_steps=1)
+    await world.send(build_batch(step=1))
+    with pytest.raises(CheckpointError):
+        await running
+    last = (await world.events())[-1]
+    assert isinstance(last, TrainerEnded)
+    assert "cannot be written" in last.reason
+
+
+async def test_a_run_resumes_from_its_checkpoint_with_version_weights_and_scheduler_state(
+    world: World, model_folder: Path
+) -> None:
+    running = world.run(max_steps=2, checkpoint_every_steps=1)
+    await world.send(*(build_batch(step=step, scheduler_state=f"after {step}".encode()) for step in (1, 2)))
+    await running
+    written = [event for event in await world.events() if isinstance(event, CheckpointWritten)]
+    assert [event.step for event in written] == [1, 2]
+
+    resumed = World(model_folder, world.checkpoints)
+    running = resumed.run(max_steps=2, resume_from=Path(written[0].path))
+    await resumed.send(build_batch(step=2, scheduler_state=b"after 2"))
+    await running
+    started, published = (await resumed.events())[:2]
+    assert started == TrainerStarted(epoch=EPOCH, step=1, version=1, scheduler_state=b"after 1")
+    assert isinstance(published, ModelStateDictPublished)
+    assert published.ref.version == 1
+    assert world.trainer is not None
+    assert resumed.trainer is not None
+    for name, tensor in world.trainer.model_state_dict().items():
+        assert torch.equal(tensor, resumed.trainer.model_state_dict()[name])
+
+
+async def test_the_event_loop_is_free_while_a_step_computes(world: World) -> None:
+    running = world.run(max_steps=1)
+    await world.send(build_batch(step=1, lengths=(200,) * 8, rows=(8,)))
+    turns = 0
+    with contextlib.suppress(TimeoutError):
+        while not running.done():
+            await asyncio.sleep(0)
+            turns += 1
+    assert turns > 100
+    await running
