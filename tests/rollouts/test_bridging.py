@@ -118,6 +118,7 @@ def test_drift_is_counted_and_the_sampled_tokens_stay(renderer: ChatRenderer) ->
     assert renderer.tokenizer.encode("Ada") != letters
     played, generate = play(renderer, ["a", "b"], [Sampled(letters)])
     assert played.metrics["drifted_turns"] == 2
+    assert played.metrics["realigned_turns"] == 1
     assert len(played.branches) == 1
     assert letters == generate.calls[1].prompt_token_ids[len(generate.calls[0].prompt_token_ids) :][:3].tolist()
 

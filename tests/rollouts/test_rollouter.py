@@ -110,6 +110,25 @@ async def test_a_reward_function_takes_precedence_and_keeps_what_the_agent_repor
     assert "score_s" in rollout.metrics
 
 
+async def test_an_environment_without_rewards_keeps_its_columns_for_the_reward_function(renderer: ChatRenderer) -> None:
+    class Plain:
+        async def reset(self, task: Task) -> Observation:
+            return Observation.user("go")
+
+        async def step(self, reply: Message) -> Observation:
+            return Observation.end(metrics={"steps": 1.0}, columns={"seen": reply["content"]})
+
+    async def reward(task: Task, messages: list[Message]) -> float:
+        return 0.5
+
+    spec = EnvironmentSpec(name="plain", environment=Plain, train_tasks=ROWS)
+    assert (await run(renderer, replace(spec, reward=reward))).reward == Reward(
+        0.5, {"steps": 1.0}, {"seen": "Ada, Bob"}
+    )
+    with pytest.raises(InvalidReward, match=r"is None \(NoneType\); it must be a number"):
+        await run(renderer, spec)
+
+
 async def test_what_an_agent_said_before_its_budget_ended_can_still_be_scored(renderer: ChatRenderer) -> None:
     async def chatter(task: Task, policy: Policy) -> None:
         messages: list[Message] = [{"role": "user", "content": "talk"}]

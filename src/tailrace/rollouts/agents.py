@@ -9,6 +9,7 @@ token or context is left for another reply; only before the first reply does tha
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -81,16 +82,28 @@ class _Score:
 
 
 def environment_agent(
-    factory: EnvironmentFactory, *, tools: Sequence[ToolSpec] = (), columns: Sequence[str] = ()
+    factory: EnvironmentFactory,
+    *,
+    tools: Sequence[ToolSpec] = (),
+    columns: Sequence[str] = (),
+    scored_later: bool = False,
 ) -> Agent:
-    """The agent of a reset/step environment whose methods may run on the event loop."""
-    return hosted_agent(lambda task: LocalEnvironment(factory), tools=tools, columns=columns)
+    """The agent of a reset/step environment whose methods may run on the event loop; see `hosted_agent`."""
+    return hosted_agent(lambda task: LocalEnvironment(factory), tools=tools, columns=columns, scored_later=scored_later)
 
 
 def hosted_agent(
-    host: Callable[[Task], EnvironmentHost], *, tools: Sequence[ToolSpec] = (), columns: Sequence[str] = ()
+    host: Callable[[Task], EnvironmentHost],
+    *,
+    tools: Sequence[ToolSpec] = (),
+    columns: Sequence[str] = (),
+    scored_later: bool = False,
 ) -> Agent:
-    """The agent of an environment that `host` makes for each rollout, wherever it lives."""
+    """The agent of an environment that `host` makes for each rollout, wherever it lives.
+
+    Without a single step reward it returns None; with `scored_later` a reward of NaN, which carries the environment's
+    metrics and columns to where the spec's own reward function replaces the value.
+    """
 
     async def agent(task: Task, policy: Policy) -> Reward | None:
         environment = host(task)
@@ -99,9 +112,10 @@ def hosted_agent(
             saved = {**score.columns, **(await environment.read_columns(columns) if columns else {})}
         finally:
             await environment.close()
-        if score.reward is None:
+        if score.reward is None and not scored_later:
             return None
-        return Reward(score.reward, components=score.metrics, columns=saved)
+        value = math.nan if score.reward is None else score.reward
+        return Reward(value, components=score.metrics, columns=saved)
 
     return agent
 

@@ -25,6 +25,8 @@ class Turn:
     """Messages of the conversation up to and with the reply."""
     start_token: int
     end_token: int
+    drifted: bool
+    """Its text would be tokenized otherwise than it was sampled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +48,8 @@ class Match:
 
     conversation: BranchConversation
     turn: Turn
-    realigned: int
-    """Replies on the way that came back changed in nothing but form."""
+    realigned: bool
+    """The reply came back changed in form, or would be tokenized otherwise; the sampled tokens stand."""
 
     @property
     def is_tip(self) -> bool:
@@ -67,7 +69,7 @@ def longest_match(
         same, realigned_at = _common(conversation, messages)
         for turn in reversed(conversation.turns):
             if turn.num_messages <= same and turn.num_messages < len(messages):
-                match = Match(conversation, turn, sum(position < turn.num_messages for position in realigned_at))
+                match = Match(conversation, turn, turn.drifted or turn.num_messages - 1 in realigned_at)
                 if best is None or _rank(match) > _rank(best):
                     best = match
                 break

@@ -95,7 +95,7 @@ class RolloutPolicy:
         if match is not None:
             context = self._bridge(match, messages, tools)
             if context is not None:
-                self._count("realigned_turns", float(match.realigned > 0))
+                self._count("realigned_turns", float(match.realigned))
                 return (match.conversation if match.is_tip else self._fork(match, messages, tools)), context
         if any(message["role"] == "assistant" for message in messages) and self._conversations:
             self._count("rewritten_turns", 1)
@@ -207,10 +207,11 @@ class RolloutPolicy:
         parsed = self._renderer.parse(completion, prompt_token_ids=prompt, tools=conversation.tools)
         message = parsed.message()
         conversation.messages.append(message.copy())
-        conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens))
+        drifted = self._renderer.drifts(completion)
+        conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
         self._rollout.messages = list(conversation.messages)
         self._rollout.truncated |= completion.finish_reason is FinishReason.LENGTH
-        self._count("drifted_turns", float(self._renderer.drifts(completion)))
+        self._count("drifted_turns", float(drifted))
         self._count("tool_calls", len(parsed.tool_calls))
         self._count("malformed_tool_calls", parsed.malformed_tool_calls)
         return Reply(

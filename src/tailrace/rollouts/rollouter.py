@@ -141,10 +141,15 @@ class Rollouter:
         if spec.agent is not None:
             return spec.agent
         assert spec.environment is not None  # EnvironmentSpec holds exactly one of them
-        factory = spec.environment
+        factory, scored_later = spec.environment, spec.reward is not None
         if spec.trusted or _is_async_environment(factory):
-            return environment_agent(factory, tools=spec.tools, columns=spec.columns)
-        return hosted_agent(lambda task: WorkerEnvironment(self._workers, task), tools=spec.tools, columns=spec.columns)
+            return environment_agent(factory, tools=spec.tools, columns=spec.columns, scored_later=scored_later)
+        return hosted_agent(
+            lambda task: WorkerEnvironment(self._workers, task),
+            tools=spec.tools,
+            columns=spec.columns,
+            scored_later=scored_later,
+        )
 
     async def _score(self, rollout: Rollout, spec: EnvironmentSpec, returned: float | Reward | None) -> Reward | None:
         """The rollout's own reward; None only where `score_group` gives it later."""
