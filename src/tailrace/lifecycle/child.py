@@ -1,0 +1,123 @@
+"""The process of a role: `python -m tailrace.lifecycle.child`, started by the supervisor.
+
+Runs the role's coroutine to its end. SIGINT is ignored (the parent decides), SIGTERM cancels the coroutine, and so does
+the end of the parent; then a thread makes sure that this process and all it started are gone soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, cast
+
+import msgspec
+
+from tailrace.errors import SettingsError
+from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
+from tailrace.lifecycle.roles import Launch
+
+_logger = logging.getLogger(__name__)
+
+RoleFunction: TypeAlias = Callable[[bytes], Awaitable[None]]
+
+
+def main() -> int:
+    """Run the role that standard input names; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe = _take_standard_input()
+    launch = _read_launch(pipe)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.path[:] = launch.sys_path
+    orphaned = threading.Event()
+    threading.Thread(target=_watch_parent, args=(pipe, orphaned, launch.orphan_grace_s), daemon=True).start()
+    status = _run_role(launch)
+    logging.shutdown()
+    if orphaned.is_set():
+        _kill_own_group()
+    return status
+
+
+def _run_role(launch: Launch) -> int:
+    try:
+        function = _resolve(launch.function)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_until_terminated(function, launch.settings))
+    except asyncio.CancelledError:
+        _logger.info("role %s was stopped", launch.role)
+        return ExitCode.TERMINATED
+    except Exception as error:  # the process's edge: the log gets the whole story, the parent its tail
+        _logger.exception("role %s failed", launch.role)
+        return exit_code_of(error)
+    return ExitCode.FINISHED
+
+
+async def _until_terminated(function: RoleFunction, settings: bytes) -> None:
+    """Waits for the role to end; SIGTERM cancels it."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await function(settings)
+
+
+def _resolve(name: str) -> RoleFunction:
+    module, _, attribute = name.partition(":")
+    function = getattr(importlib.import_module(module), attribute, None)
+    if not callable(function):
+        raise SettingsError(f"{name!r} names no function; a role's function is written as module:function")
+    return cast("RoleFunction", function)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _take_standard_input() -> int:
+    """Keep the parent's pipe under a number that no child inherits; whoever reads standard input finds it empty."""
+    pipe = os.dup(0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    return pipe
+
+
+def _read_launch(pipe: int) -> Launch:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        chunk = os.read(pipe, 65536)
+        if not chunk:
+            raise SystemExit(ExitCode.FAILED)
+        line += chunk
+    return msgspec.json.decode(line, type=Launch)
+
+
+def _watch_parent(pipe: int, orphaned: threading.Event, grace_s: float) -> None:
+    """Waits for the pipe's end of file: the parent is gone. An orderly end first, then the end."""
+    while os.read(pipe, 4096):
+        pass
+    orphaned.set()
+    _logger.error("the parent process is gone; ending")
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(grace_s)
+    _kill_own_group()
+
+
+def _kill_own_group() -> None:
+    """This process and all that it started; only itself where it leads no group."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""How a command or a role's process ends, as its exit status says it."""
+
+from __future__ import annotations
+
+import enum
+import signal
+
+from tailrace.errors import DataError, ModelError, SettingsError
+
+
+class ExitCode(enum.IntEnum):
+    """Exit statuses of the `tailrace` command and of its processes."""
+
+    FINISHED = 0
+    FAILED = 1
+    BAD_SETTINGS = 2
+    INTERRUPTED = 130
+    """By Ctrl-C."""
+    TERMINATED = 143
+    """By SIGTERM."""
+
+
+def exit_code_of(error: Exception) -> ExitCode:
+    """What to exit with when this error ended the work.
+
+    >>> exit_code_of(SettingsError("unknown setting"))
+    <ExitCode.BAD_SETTINGS: 2>
+    """
+    if isinstance(error, SettingsError | DataError | ModelError):
+        return ExitCode.BAD_SETTINGS
+    return ExitCode.FAILED
+
+
+def describe_exit(returncode: int) -> str:
+    """An exit status in words; a negative one is a signal's, as in `subprocess`.
+
+    >>> describe_exit(0), describe_exit(-9)
+    ('with status 0', 'killed by SIGKILL')
+    """
+    if returncode >= 0:
+        return f"with status {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"

@@ -1,0 +1,89 @@
+"""What a run owns outside its own folder: a folder of sockets and a folder of shared memory.
+
+Both are removed when the run ends. Each holds a file that its owner keeps locked, and the kernel lets go of the lock of
+a process that dies, however it died: so the next run knows leftovers of dead runs from folders in use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from tailrace.transport.channels import create_socket_folder, ipc_address, runtime_folder
+
+_PREFIX = "tailrace-run-"
+_LOCK_NAME = "owner.lock"
+
+
+class RunResources:
+    """The folders of one run. Remove them with `remove`, or use it as a context manager."""
+
+    def __init__(self, epoch: str, *, shared_memory_parent: Path | None = None) -> None:
+        self._locks: list[int] = []
+        label = f"{os.getpid()}-{epoch[:8]}"
+        self.sockets = self._own(create_socket_folder(), label)
+        parent = shared_memory_parent or shared_memory_folder()
+        self.shared_memory = self._own(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), label)
+
+    def address(self, name: str) -> str:
+        """The address of this run's socket `name`."""
+        return ipc_address(self.sockets, name)
+
+    def remove(self) -> None:
+        """Remove both folders and all in them. Removing twice does nothing."""
+        for folder in (self.sockets, self.shared_memory):
+            shutil.rmtree(folder, ignore_errors=True)
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def __enter__(self) -> RunResources:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+    def _own(self, folder: Path, label: str) -> Path:
+        """Lock the folder, and only then give it the name by which it could be taken for a leftover."""
+        lock = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self._locks.append(lock)
+        return folder.rename(folder.with_name(f"{_PREFIX}{label}-{folder.name.rpartition('-')[2]}"))
+
+
+def shared_memory_folder() -> Path:
+    """Where shared memory is a file system: /dev/shm, and the folder of temporary files on systems without it."""
+    folder = Path("/dev/shm")
+    return folder if os.access(folder, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def remove_leftovers(*parents: Path) -> list[Path]:
+    """Remove what dead runs of this user left in these folders (by default in those that runs use); returns it."""
+    removed = []
+    for parent in parents or (runtime_folder(), shared_memory_folder()):
+        for folder in parent.glob(f"{_PREFIX}*"):
+            if _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+    return removed
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether its owner, of this user, lives no more. A folder without a lock is left alone."""
+    try:
+        if folder.stat().st_uid != os.getuid():
+            return False
+        lock = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)

@@ -1,0 +1,48 @@
+"""Ctrl-C and SIGTERM: the first asks for an orderly stop, the second ends everything at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from tailrace.lifecycle.exit_codes import ExitCode
+
+_EXIT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
+
+
+class StopSignals:
+    """Handles SIGINT and SIGTERM while it is entered, on the main thread with a running event loop.
+
+    The first signal calls `request_stop(exit_code)` on the event loop. Any later one calls `abort(exit_code)` right in
+    the signal handler, so that it works while the loop is stuck; it is expected to end the process.
+    """
+
+    def __init__(self, request_stop: Callable[[ExitCode], None], abort: Callable[[ExitCode], None]) -> None:
+        self._request_stop = request_stop
+        self._abort = abort
+        self._previous: dict[signal.Signals, Any] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.exit_code: ExitCode | None = None
+        """Of the first signal; None while there was none."""
+
+    def __enter__(self) -> StopSignals:
+        self._loop = asyncio.get_running_loop()
+        for number in _EXIT_CODES:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        exit_code = _EXIT_CODES[signal.Signals(number)]
+        if self.exit_code is not None:
+            self._abort(exit_code)
+            return
+        self.exit_code = exit_code
+        if self._loop:
+            self._loop.call_soon_threadsafe(self._request_stop, exit_code)

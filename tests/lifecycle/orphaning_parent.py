@@ -1,0 +1,21 @@
+"""A parent that starts one role and then waits to be killed: `orphaning_parent.py FUNCTION FOLDER`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from tailrace.lifecycle.roles import RoleSpec
+from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.supervisor import Supervisor
+
+
+async def main(function: str, folder: str) -> None:
+    async with Supervisor(Path(folder) / "logs", ShutdownSettings(terminate_s=0.3)) as supervisor:
+        supervisor.start(RoleSpec("orphan", f"role_functions:{function}", folder.encode()))
+        await supervisor.watch()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""Roles that the supervisor's tests start. They import next to nothing, so that they start at once."""
+
+# ruff: noqa: ASYNC220, ASYNC240  nothing else runs on their loops
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tailrace.errors import SettingsError
+
+
+async def leave(settings: bytes) -> None:
+    print("leaving early")
+
+
+async def fail(settings: bytes) -> None:
+    raise RuntimeError("the wheel fell off")
+
+
+async def refuse_settings(settings: bytes) -> None:
+    raise SettingsError("a setting is wrong")
+
+
+async def wait_for_stop(settings: bytes) -> None:
+    """Says that it runs by making a file, and that it ended in order by another."""
+    folder = Path(settings.decode())
+    (folder / "running").write_text(str(os.getpid()))
+    try:
+        await asyncio.Event().wait()
+    finally:
+        (folder / "cleaned up").touch()
+
+
+async def ignore_terminate(settings: bytes) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+    Path(settings.decode(), "running").write_text(str(os.getpid()))
+    while True:
+        await asyncio.Event().wait()
+
+
+async def start_grandchild(settings: bytes) -> None:
+    grandchild = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3600)"])
+    Path(settings.decode(), "grandchild").write_text(str(grandchild.pid))
+    Path(settings.decode(), "running").write_text(str(os.getpid()))
+    await asyncio.Event().wait()
+
+
+async def write_environment(settings: bytes) -> None:
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "COLOUR")
+    lines = [os.environ[name] for name in names]
+    lines += [str(os.getpgrp() == os.getpid()), str("torch" in sys.modules), repr(sys.stdin.read())]
+    Path(settings.decode()).write_text("\n".join(lines))
+
+
+def wait_for_file(path: Path, deadline_s: float = 20.0) -> str:
+    """The content of a file that another process makes."""
+    end_s = time.monotonic() + deadline_s
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < end_s, f"{path} never came"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

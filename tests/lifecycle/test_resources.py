@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import SettingsError
+from tailrace.lifecycle.resources import RunResources, remove_leftovers
+
+DIES_WITH_RESOURCES = """
+import os, pathlib, sys
+from tailrace.lifecycle.resources import RunResources
+resources = RunResources("epoch", shared_memory_parent=pathlib.Path(sys.argv[1]))
+(resources.shared_memory / "batch").write_bytes(b"x")
+print(resources.shared_memory, flush=True)
+os._exit(9)
+"""
+
+
+def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    with RunResources("epoch", shared_memory_parent=tmp_path) as resources:
+        (resources.shared_memory / "batch").write_bytes(b"x")
+        assert resources.address("events").startswith(f"ipc://{resources.sockets}")
+        assert resources.sockets.stat().st_mode & 0o777 == 0o700
+    assert not resources.sockets.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_leftovers_of_a_dead_run_are_removed_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DIES_WITH_RESOURCES, str(tmp_path)]
+    dead = Path(subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip())
+    assert (dead / "batch").exists()
+    with RunResources("epoch", shared_memory_parent=tmp_path) as living:
+        (tmp_path / "tailrace-run-without-a-lock").mkdir()
+        assert remove_leftovers(tmp_path) == [dead]
+        assert living.shared_memory.exists()
+    remove_leftovers()
+
+
+def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with (
+        RunResources("epoch", shared_memory_parent=tmp_path) as resources,
+        pytest.raises(SettingsError, match="XDG_RUNTIME_DIR"),
+    ):
+        resources.address("x" * 100)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+LOOPS = ["asyncio", "uvloop"]
+
+
+@contextmanager
+def program(loop: str, manner: str) -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).with_name("stopping_program.py")
+    process = subprocess.Popen([sys.executable, str(script), loop, manner], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks_for_a_stop_and_decides_the_exit_status(
+    loop: str, number: signal.Signals, status: int
+) -> None:
+    with program(loop, "waits") as process:
+        process.send_signal(number)
+        assert process.wait(timeout=20) == status
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_second_signal_ends_everything_at_once(loop: str) -> None:
+    with program(loop, "slow") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout
+        assert process.stdout.readline() == "asked by INTERRUPTED\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert process.stdout.read() == "aborted by INTERRUPTED\n"
+
+
+def test_the_second_signal_works_while_the_event_loop_is_stuck() -> None:
+    with program("asyncio", "stuck") as process:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) in (130, 143)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from role_functions import is_alive, wait_for_file
+
+from tailrace.errors import LifecycleError
+from tailrace.lifecycle.exit_codes import ExitCode
+from tailrace.lifecycle.roles import RoleSpec
+from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.supervisor import RoleProcess, Supervisor
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
+    async with Supervisor(tmp_path / "logs", ShutdownSettings(terminate_s=0.5)) as supervisor:
+        yield supervisor
+
+
+def role(function: str, settings: object = "", name: str = "trainer") -> RoleSpec:
+    return RoleSpec(name, f"role_functions:{function}", str(settings).encode(), environment={"COLOUR": "blue"})
+
+
+async def start_and_wait(supervisor: Supervisor, function: str, folder: Path, name: str = "trainer") -> RoleProcess:
+    process = supervisor.start(role(function, folder, name))
+    await asyncio.to_thread(wait_for_file, folder / "running")
+    return process
+
+
+async def until_dead(pid: int) -> None:
+    for _ in range(500):
+        if not is_alive(pid):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"process {pid} lives on")
+
+
+async def test_a_role_that_leaves_early_is_a_failure_even_with_status_0(supervisor: Supervisor) -> None:
+    supervisor.start(role("leave"))
+    with pytest.raises(LifecycleError, match=r"(?s)the trainer left early, with status 0.*leaving early"):
+        await supervisor.watch()
+
+
+async def test_the_error_of_a_role_that_raised_shows_the_end_of_its_log(supervisor: Supervisor) -> None:
+    supervisor.start(role("fail"))
+    with pytest.raises(LifecycleError, match=r"(?s)with status 1.*RuntimeError: the wheel fell off"):
+        await supervisor.watch()
+
+
+async def test_a_role_that_refuses_its_settings_says_so_in_its_exit_status(supervisor: Supervisor) -> None:
+    supervisor.start(role("refuse_settings"))
+    assert await supervisor.wait("trainer") == ExitCode.BAD_SETTINGS
+
+
+async def test_a_function_that_does_not_exist_is_named(supervisor: Supervisor) -> None:
+    supervisor.start(role("no_such_function"))
+    with pytest.raises(LifecycleError, match=r"(?s)with status 2.*no_such_function"):
+        await supervisor.watch()
+
+
+async def test_a_role_killed_from_outside_is_reported_with_its_signal(supervisor: Supervisor, tmp_path: Path) -> None:
+    process = await start_and_wait(supervisor, "wait_for_stop", tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(LifecycleError, match="killed by SIGKILL"):
+        await supervisor.watch()
+
+
+async def test_a_role_whose_work_is_done_may_leave(supervisor: Supervisor) -> None:
+    supervisor.start(role("leave"))
+    supervisor.expect_exit("trainer")
+    assert await supervisor.wait("trainer") == 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await supervisor.watch()
+
+
+async def test_a_role_whose_work_is_done_may_not_crash(supervisor: Supervisor) -> None:
+    supervisor.start(role("fail"))
+    supervisor.expect_exit("trainer")
+    with pytest.raises(LifecycleError, match="with status 1"):
+        await supervisor.watch()
+
+
+async def test_a_stopped_role_cleans_up(supervisor: Supervisor, tmp_path: Path) -> None:
+    process = await start_and_wait(supervisor, "wait_for_stop", tmp_path)
+    await supervisor.stop("trainer")
+    assert process.returncode == ExitCode.TERMINATED
+    assert (tmp_path / "cleaned up").exists()
+    assert not process.has_failed
+
+
+async def test_a_role_that_ignores_terminate_is_killed_after_its_deadline(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    process = await start_and_wait(supervisor, "ignore_terminate", tmp_path)
+    await supervisor.stop("trainer")
+    assert process.returncode == -signal.SIGKILL
+
+
+async def test_ctrl_c_in_the_terminal_does_not_reach_a_role(supervisor: Supervisor, tmp_path: Path) -> None:
+    process = await start_and_wait(supervisor, "wait_for_stop", tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    await supervisor.stop("trainer")
+    assert process.returncode == ExitCode.TERMINATED
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+async def test_what_a_role_started_ends_with_it(supervisor: Supervisor, tmp_path: Path, ending: signal.Signals) -> None:
+    process = await start_and_wait(supervisor, "start_grandchild", tmp_path)
+    grandchild = int(wait_for_file(tmp_path / "grandchild"))
+    os.kill(process.pid, ending)  # the role alone, not its group
+    await supervisor.wait("trainer")
+    await until_dead(grandchild)
+
+
+async def test_closing_ends_every_role(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("trainer", "generator-0")]
+    async with Supervisor(tmp_path / "logs") as supervisor:
+        for folder in folders:
+            folder.mkdir()
+            await start_and_wait(supervisor, "wait_for_stop", folder, name=folder.name)
+    assert [(folder / "cleaned up").exists() for folder in folders] == [True, True]
+
+
+async def test_kill_waits_for_nothing(supervisor: Supervisor, tmp_path: Path) -> None:
+    process = await start_and_wait(supervisor, "ignore_terminate", tmp_path)
+    supervisor.kill()
+    await supervisor.wait("trainer")
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("function", ["wait_for_stop", "ignore_terminate", "start_grandchild"])
+def test_a_role_ends_by_itself_when_its_parent_is_killed(tmp_path: Path, function: str) -> None:
+    script = Path(__file__).with_name("orphaning_parent.py")
+    parent = subprocess.Popen([sys.executable, str(script), function, str(tmp_path)])
+    pids = [int(wait_for_file(tmp_path / "running"))]
+    if function == "start_grandchild":
+        pids.append(int(wait_for_file(tmp_path / "grandchild")))
+    parent.kill()
+    parent.wait()
+    end_s = time.monotonic() + 20
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < end_s, f"{function} outlived its parent"
+        time.sleep(0.01)
+    if function == "wait_for_stop":
+        assert (tmp_path / "cleaned up").exists()
+
+
+async def test_a_role_gets_its_threads_its_variables_and_no_input(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(role("write_environment", tmp_path / "environment"))
+    assert await supervisor.wait("trainer") == 0
+    omp, mkl, colour, leads_group, has_torch, standard_input = (tmp_path / "environment").read_text().split("\n")
+    assert (omp, mkl, colour) == ("1", "1", "blue")
+    assert (leads_group, has_torch, standard_input) == ("True", "False", "''")
+
+
+async def test_a_name_is_taken_while_its_role_runs(supervisor: Supervisor, tmp_path: Path) -> None:
+    await start_and_wait(supervisor, "wait_for_stop", tmp_path)
+    with pytest.raises(LifecycleError, match="runs already"):
+        supervisor.start(role("leave"))
