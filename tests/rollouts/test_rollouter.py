@@ -177,8 +177,8 @@ async def test_a_rollout_that_outlives_its_time_limit_is_lost_and_says_where(ren
         await asyncio.Event().wait()
         return 1.0
 
-    with pytest.raises(RolloutTimeout, match=r"own/train/0: not finished after 0.05 s.*waiting in sleepy_reward"):
-        await run(renderer, spec_of(ask, reward=sleepy_reward), timeout_s=0.05)
+    with pytest.raises(RolloutTimeout, match=r"own/train/0: not finished after 0.5 s.*waiting in sleepy_reward"):
+        await run(renderer, spec_of(ask, reward=sleepy_reward), timeout_s=0.5)
 
 
 async def test_a_timeout_of_the_agents_own_is_the_agents_failure(renderer: ChatRenderer) -> None:

@@ -28,7 +28,7 @@ class Run:
     """A rollouter with real workers and scripted replies per rollout."""
 
     def __init__(self, renderer: ChatRenderer, log: Path | None = None, **settings: float) -> None:
-        values: dict[str, float] = {"workers": 1, "worker_timeout_s": 1.0, **settings}
+        values: dict[str, float] = {"workers": 1, "worker_timeout_s": 2.0, **settings}
         self.settings = RolloutSettings.model_validate(values)
         self.renderer = renderer
         self.scripts: dict[str, Sequence[str]] = {}
@@ -89,7 +89,7 @@ async def test_a_reward_that_never_returns_costs_one_rollout(renderer: ChatRende
         )
     lost = [result for result in results if isinstance(result, BaseException)]
     assert [type(error) for error in lost] == [RolloutTimeout]
-    assert "judged/train/0: the reward function did not return within 1 s" in str(lost[0])
+    assert "judged/train/0: the reward function did not return within 2 s" in str(lost[0])
     kept = [result.reward for result in results if isinstance(result, Rollout)]
     assert [reward.value for reward in kept if reward] == [1.0, 0.5, 1.0]
     assert children() == []
@@ -115,7 +115,7 @@ async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer
 @pytest.mark.parametrize(
     ("behave", "replies", "error", "message"),
     [
-        ("hang in reset", [], RolloutTimeout, "reset of the environment did not return within 1 s"),
+        ("hang in reset", [], RolloutTimeout, "reset of the environment did not return within 2 s"),
         ("well", ["hang in a child"], RolloutTimeout, "step of the environment did not return"),
         ("well", ["die"], EnvironmentFailed, r"step of the environment ended its worker process \(status 3\)"),
         ("well", ["raise"], EnvironmentFailed, "(?s)ZeroDivisionError: of the user.*untrusted_environments.py"),
