@@ -55,6 +55,12 @@ class RunSettings(BaseModel):
         """Rollouts whose agents run at once, at most."""
         return self.scheduling.max_in_flight or self.generator.slots
 
+    @property
+    def max_model_tokens(self) -> int:
+        """Prompt and completion together, at most: what a slot of the generator holds, or less."""
+        chosen = self.model.max_model_tokens
+        return min(chosen or self.generator.max_cache_tokens, self.generator.max_cache_tokens)
+
     def group_size(self, environment: EnvironmentSettings) -> int:
         """Rollouts per task of one of the run's environments."""
         return environment.group_size or self.rollouts.group_size
@@ -109,11 +115,11 @@ def _of_groups(settings: RunSettings) -> list[str]:
 
 
 def _of_lengths(settings: RunSettings) -> list[str]:
-    longest = settings.rollouts.max_rollout_tokens or settings.generator.max_model_tokens
-    if longest is not None and longest > settings.scheduling.row_tokens:
+    longest = min(settings.rollouts.max_rollout_tokens or settings.max_model_tokens, settings.max_model_tokens)
+    if longest > settings.scheduling.row_tokens:
         return [
-            f"a rollout may have {longest} tokens (rollouts.max_rollout_tokens or generator.max_model_tokens) and "
-            f"would not fit a row of scheduling.row_tokens = {settings.scheduling.row_tokens}: "
-            f"write scheduling.row_tokens = {longest}"
+            f"a rollout's branch may have {longest} tokens (the least of rollouts.max_rollout_tokens, "
+            "model.max_model_tokens and generator.max_cache_tokens) and would not fit a row of "
+            f"scheduling.row_tokens = {settings.scheduling.row_tokens}: write scheduling.row_tokens = {longest}"
         ]
     return []

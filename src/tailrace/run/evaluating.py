@@ -1,0 +1,124 @@
+"""`tailrace eval`: the mean reward of a model on held-out tasks. Nothing is trained, nothing but a file is written."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tailrace.config import RunSettings
+from tailrace.errors import DataError
+from tailrace.generation.generator import Generator
+from tailrace.observability.rollout_records import RolloutEntry, encode_line, rollout_record
+from tailrace.records import Outcome, Task
+from tailrace.run.parts import (
+    EnvironmentRunner,
+    LoadedEnvironment,
+    engine_factory,
+    load_environments,
+    make_renderer,
+    make_rollouter,
+)
+from tailrace.scheduling import EvaluationResult, evaluate
+
+EVALUATED = Outcome.filtered("evaluation")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One environment's result."""
+
+    environment: str
+    result: EvaluationResult
+    wall_s: float
+
+
+async def evaluate_model(
+    settings: RunSettings, *, save: Path | None = None, limit: int | None = None
+) -> list[Evaluation]:
+    """Run every held-out task of every environment once; `limit` takes the first so many of each.
+
+    `save` appends readable rollouts to that file. Raises `DataError` when no environment has held-out tasks.
+    """
+    environments = await asyncio.to_thread(load_environments, settings)
+    if not any(len(loaded.spec.eval_tasks) for loaded in environments.values()):
+        raise DataError(
+            f"there is no held-out task in {', '.join(environments)}: set environment.eval_tasks or "
+            "environment.eval_data"
+        )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))
+        renderer = await asyncio.to_thread(make_renderer, settings, folder)
+        async with (
+            Generator(engine_factory(settings)) as generator,
+            make_rollouter(settings, environments, renderer=renderer, generate=generator) as rollouter,
+        ):
+            runner = EnvironmentRunner(rollouter, environments, settings, evaluation_seed=settings.seed)
+            found = [
+                await _evaluate_one(settings, loaded, runner, limit)
+                for loaded in environments.values()
+                if len(loaded.spec.eval_tasks)
+            ]
+    if save is not None:
+        await asyncio.to_thread(_save, found, save)
+    return found
+
+
+async def _evaluate_one(
+    settings: RunSettings, environment: LoadedEnvironment, runner: EnvironmentRunner, limit: int | None
+) -> Evaluation:
+    clock = asyncio.get_running_loop().time
+    since = clock()
+    result = await evaluate(_tasks(environment, settings.seed, limit), runner, concurrency=settings.max_running)
+    return Evaluation(environment.spec.name, result, clock() - since)
+
+
+def _tasks(environment: LoadedEnvironment, seed: int, limit: int | None) -> Iterator[Task]:
+    count = len(environment.spec.eval_tasks)
+    seeds = np.random.default_rng(seed).integers(2**31, size=count)
+    for index in range(min(count, limit or count)):
+        yield environment.spec.eval_task(index, seed=int(seeds[index]))
+
+
+def _save(evaluations: list[Evaluation], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        for evaluation in evaluations:
+            for rollout in evaluation.result.rollouts:
+                file.write(encode_line(rollout_record(RolloutEntry(rollout, EVALUATED), step=0)))
+
+
+def evaluation_text(model: str, evaluations: list[Evaluation]) -> str:
+    """One line per environment, for people."""
+    return "\n".join(_line(model, evaluation) for evaluation in evaluations)
+
+
+def evaluation_json(evaluations: list[Evaluation]) -> str:
+    """One JSON object by environment, for programs."""
+    return msgspec.json.encode({evaluation.environment: _figures(evaluation) for evaluation in evaluations}).decode()
+
+
+def _line(model: str, evaluation: Evaluation) -> str:
+    result = evaluation.result
+    lost = "".join(f", {count} lost ({reason})" for reason, count in sorted(result.failed.items()))
+    return (
+        f"{evaluation.environment}: mean reward {result.mean_reward:.3f} ± {result.standard_error:.3f} "
+        f"over {len(result.rewards)} held-out tasks{lost}, {model}, {evaluation.wall_s:.1f} s"
+    )
+
+
+def _figures(evaluation: Evaluation) -> dict[str, object]:
+    result = evaluation.result
+    return {
+        "reward_mean": result.mean_reward,
+        "standard_error": result.standard_error,
+        "tasks": len(result.rewards),
+        "failed": result.failed,
+        "wall_s": evaluation.wall_s,
+    }

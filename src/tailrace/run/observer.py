@@ -1,0 +1,174 @@
+"""Writes what the scheduler and the trainer report, one line of metrics per step, and keeps the run's totals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tailrace.batching import FormedBatch
+from tailrace.observability.lag import LoopLagMonitor
+from tailrace.observability.metrics import MetricsAccumulator
+from tailrace.observability.phases import PhaseTimer
+from tailrace.observability.recording import RunRecorder
+from tailrace.observability.rollout_records import RolloutEntry
+from tailrace.observability.sinks import JsonlSink, RolloutWriter
+from tailrace.records import (
+    Group,
+    Outcome,
+    Rollout,
+    RolloutId,
+    StepSkipped,
+    StepTrained,
+    TerminalState,
+)
+from tailrace.run.usage import ProcessMeter, total_cpu_s
+from tailrace.scheduling import Verdict
+from tailrace.scheduling.stream import SchedulerStatistics
+
+_PHASES = ("generate", "environment", "score")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Over the whole run."""
+
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    staleness_sum: float = 0.0
+    staleness_max: int = 0
+    lag_max_s: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Over tokens that bore loss."""
+        return self.staleness_sum / max(1, self.tokens_trained)
+
+
+@dataclass(slots=True)
+class History:
+    """One value per step, for the live view."""
+
+    rewards: list[float] = field(default_factory=list)
+    generation_tokens_per_s: list[float] = field(default_factory=list)
+    training_tokens_per_s: list[float] = field(default_factory=list)
+
+
+class RunObserver:
+    """The scheduler's observer. Everything here is O(rollouts); nothing waits for a disk."""
+
+    def __init__(
+        self,
+        *,
+        metrics: JsonlSink,
+        rollouts: RolloutWriter,
+        lag: LoopLagMonitor,
+        meter: ProcessMeter,
+        statistics: Callable[[], SchedulerStatistics],
+    ) -> None:
+        self.totals, self.history = Totals(), History()
+        self.latest: dict[str, float] = {}
+        self.phases = PhaseTimer()
+        self._metrics = MetricsAccumulator()
+        self._recorder = RunRecorder(self._metrics)
+        self.bias = self._recorder.bias
+        self._sink, self._rollouts = metrics, rollouts
+        self._lag, self._meter, self._statistics = lag, meter, statistics
+        self._clock = asyncio.get_running_loop().time
+        self.started_s = self.last_step_s = self._clock()
+        self._cpu_before_s = self._cpu_after_s = total_cpu_s(meter.read())
+        self._waited_s = dict.fromkeys(Verdict, 0.0)
+        self._tokens_before = 0
+        self._advantages: dict[RolloutId, float] = {}
+        self._entries: list[RolloutEntry] = []
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of all processes from the first rollout to the last step."""
+        return self._cpu_after_s - self._cpu_before_s
+
+    @property
+    def wall_s(self) -> float:
+        """From the first rollout to the last step."""
+        return self.last_step_s - self.started_s
+
+    def rollout_finished(self, rollout: Rollout) -> None:
+        """See `SchedulerObserver`."""
+        self.totals.tokens_generated += rollout.num_completion_tokens
+        self._recorder.rollout_finished(rollout)
+        for phase in _PHASES:
+            self.phases.add(phase, wall_s=rollout.metrics.get(f"{phase}_s", 0.0))
+
+    def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
+        """See `SchedulerObserver`."""
+        if outcome.state is TerminalState.FAILED:
+            self.totals.failures[outcome.reason] += 1
+        self._recorder.rollout_ended(rollout, outcome)
+        if rollout is not None:
+            self._entries.append(RolloutEntry(rollout, outcome, self._advantages.pop(rollout_id, None)))
+
+    def group_scored(self, group: Group, filter_reason: str | None) -> None:
+        """See `SchedulerObserver`."""
+        self._recorder.group_scored(group)
+        for rollout, advantage in zip(group.rollouts, group.advantages or (), strict=False):
+            self._advantages[rollout.rollout_id] = float(np.mean(advantage))
+
+    def batch_sent(self, formed: FormedBatch) -> None:
+        """See `SchedulerObserver`."""
+
+    def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
+        """See `SchedulerObserver`."""
+        now, summary, totals = self._clock(), formed.batch.summary, self.totals
+        elapsed_s = max(now - self.last_step_s, 1e-9)
+        self._recorder.batch_sent(summary)
+        if isinstance(event, StepTrained):
+            self._metrics.update(event.metrics)
+            totals.tokens_trained += summary.loss_tokens
+            totals.staleness_sum += summary.staleness_mean * summary.loss_tokens
+            totals.staleness_max = max(totals.staleness_max, summary.staleness_max)
+        rate = (totals.tokens_generated - self._tokens_before) / elapsed_s
+        self._tokens_before = totals.tokens_generated
+        self._metrics.add("generation/tokens_per_s", rate)
+        self._count_run(event.version)
+        self.latest = self._recorder.flush()
+        self.history.generation_tokens_per_s.append(rate)
+        self.history.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
+        if "reward/mean" in self.latest:
+            self.history.rewards.append(self.latest["reward/mean"])
+        self._sink.write({"step": event.step, "wall_s": now - self.started_s, **self.latest})
+        self._rollouts.write(event.step, self._entries)
+        self._entries = []
+        self.last_step_s = now
+
+    def weights_installed(self, duration_s: float) -> None:
+        """The generator serves newer weights, `duration_s` after it was told of them."""
+        self._metrics.add("generation/load_model_state_dict_s", duration_s)
+        self.phases.add("load_model_state_dict", wall_s=duration_s)
+
+    def write_rest(self, step: int) -> None:
+        """At the end: rollouts that ended since the last step go to the file of the step that never was."""
+        self._rollouts.write(step + 1, self._entries)
+        self._entries = []
+
+    def _count_run(self, version: int) -> None:
+        add, statistics = self._metrics.add, self._statistics()
+        add("policy/version", version)
+        add("scheduler/in_flight", statistics.in_flight)
+        add("scheduler/admitted", statistics.admitted)
+        add("scheduler/ready_groups", statistics.waiting_groups)
+        add("scheduler/queued_batches", statistics.batches_ahead)
+        for verdict, name in ((Verdict.BUDGET_SPENT, "budget_wait_s"), (Verdict.BUFFER_FULL, "buffer_wait_s")):
+            add(f"scheduler/{name}", statistics.waited_s[verdict] - self._waited_s[verdict])
+            self._waited_s[verdict] = statistics.waited_s[verdict]
+        lag = self._lag.flush()
+        self.totals.lag_max_s = max(self.totals.lag_max_s, lag.max_s)
+        self._metrics.update(lag.metrics())
+        self._metrics.update(self.phases.flush_metrics())
+        usage = self._meter.read()
+        self._cpu_after_s = total_cpu_s(usage)
+        for role, used in usage.items():
+            add(f"memory/{role}_rss_bytes", used.rss_bytes)

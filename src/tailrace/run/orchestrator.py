@@ -1,0 +1,191 @@
+"""One run: the scheduler, the weights' way to the generators, and the event log that ends it.
+
+    follow   reads the event log: steps to the scheduler, published weights to the loader; the terminal record ends it
+    work     schedules, loads weights, watches the roles; when it fails or is through, the trainer is asked to stop
+
+The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from tailrace.errors import EngineFailed, LifecycleError, TailraceError, TransportError
+from tailrace.records import (
+    CheckpointWritten,
+    ModelStateDictPublished,
+    ModelStateDictRef,
+    RunStatus,
+    StepSkipped,
+    StepTrained,
+    StopRequested,
+    TrainerEnded,
+    TrainerStarted,
+)
+from tailrace.run.observer import RunObserver
+from tailrace.run.placement import SHUTDOWN, Placement
+from tailrace.scheduling import StreamScheduler
+from tailrace.transport.channels import wait_until
+from tailrace.transport.event_log import MemoryEventLog
+
+_logger = logging.getLogger(__name__)
+
+ROLE = "orchestrator"
+RUN_ENDED = "run_ended"
+DATA_EXHAUSTED = "every task was handed out max_epochs times"
+
+StartScheduler = Callable[[TrainerStarted], tuple[StreamScheduler, RunObserver]]
+
+
+class Orchestrator:
+    """Runs until the trainer's terminal record. `start_scheduler` is called once trainer and weights are there."""
+
+    def __init__(self, placement: Placement, log: MemoryEventLog, start_scheduler: StartScheduler) -> None:
+        self.scheduler: StreamScheduler | None = None
+        self.observer: RunObserver | None = None
+        self.checkpoint = ""
+        """Path of the newest one."""
+        self.step = 0
+        self.version = 0
+        self.error: BaseException | None = None
+        """What ended the run, where it was no wish."""
+        self._placement, self._log, self._start_scheduler = placement, log, start_scheduler
+        self._started: TrainerStarted | None = None
+        self._published: ModelStateDictRef | None = None
+        self._installed_version = 0
+        self._stop_requested = False
+        self._scheduling: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    async def run(self) -> TrainerEnded:
+        """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
+        follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
+        try:
+            await asyncio.wait({follower, worker}, return_when=asyncio.FIRST_COMPLETED)
+            if not follower.done():
+                await self._ask_to_stop(worker.exception())
+                await self._wait_for_record(follower)
+            return follower.result()
+        finally:
+            for task in (worker, follower):
+                task.cancel()
+            await asyncio.gather(worker, follower, return_exceptions=True)
+            if self.scheduler:
+                self.scheduler.finish(RUN_ENDED)
+
+    async def request_stop(self, status: RunStatus, reason: str) -> None:
+        """Ask the trainer to end; the first wish counts."""
+        if not self._stop_requested:
+            self._stop_requested = True
+            await self._log.append(StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason))
+
+    @property
+    def stage(self) -> str:
+        """One word for people."""
+        if self.scheduler is None:
+            return "starting"
+        return "stopping" if self._stop_requested else "training"
+
+    # --- the event log -------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> TrainerEnded:
+        """Waits for events; ends with the terminal record."""
+        async for event in self._log.follow():
+            match event:
+                case TrainerStarted():
+                    self._started, self.step, self.version = event, event.step, event.version
+                case ModelStateDictPublished():
+                    self._published = event.ref
+                case StepTrained() | StepSkipped():
+                    self.step, self.version = event.step, event.version
+                    if self.scheduler:
+                        self.scheduler.handle(event)
+                case CheckpointWritten():
+                    self.checkpoint = event.path
+                case StopRequested():
+                    self._stop_requested = True
+                    _logger.info("stopping: %s", event.reason)
+                    if self._scheduling:
+                        self._scheduling.cancel()
+                case TrainerEnded():
+                    return event
+            self._changed.set()
+        raise LifecycleError("the event log ended without the trainer's terminal record")
+
+    async def _ask_to_stop(self, error: BaseException | None) -> None:
+        if error is None:
+            await self.request_stop(RunStatus.FINISHED, DATA_EXHAUSTED)
+            return
+        self.error = root_cause(error)
+        _logger.error("the run failed: %s", self.error)
+        _logger.debug("in full:", exc_info=error)
+        await self.request_stop(RunStatus.FAILED, str(self.error))
+
+    async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
+        """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""
+        left = asyncio.ensure_future(self._placement.trainer_left())
+        await asyncio.wait({follower, left}, timeout=SHUTDOWN.last_save_s, return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        if follower.done():
+            return
+        why = str(self.error) if self.error else "the trainer did not answer a request to stop in time"
+        record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
+        with contextlib.suppress(TransportError):  # it came at the last moment
+            await self._log.append(record)
+        await asyncio.wait({follower})
+
+    # --- the work ------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        """Waits for the scheduler to be through or stopped; any failure ends all of it."""
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._placement.watch()), tasks.create_task(self._load_weights())]
+            self._scheduling = tasks.create_task(self._schedule())
+            await asyncio.wait({self._scheduling})
+            for task in background if self._scheduling.cancelled() or not self._scheduling.exception() else []:
+                task.cancel()
+
+    async def _schedule(self) -> None:
+        await wait_until(self._changed, lambda: self._started is not None)
+        assert self._started is not None
+        await wait_until(self._changed, lambda: self._installed_version >= self.version)
+        await self._placement.ready()
+        self.scheduler, self.observer = self._start_scheduler(self._started)
+        await self.scheduler.run()
+
+    async def _load_weights(self) -> None:
+        """Waits for newer weights; a load that fails keeps the old ones serving, and the next version is tried."""
+        while True:
+            await wait_until(self._changed, lambda: self._published is not None)
+            ref, self._published = self._published, None
+            assert ref is not None
+            await self._load(ref)
+            self._changed.set()
+
+    async def _load(self, ref: ModelStateDictRef) -> None:
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        try:
+            self._installed_version = await self._placement.load_model_state_dict(ref)
+        except EngineFailed:
+            raise
+        except TailraceError as error:
+            _logger.warning("version %d was not installed, the old weights go on serving: %s", ref.version, error)
+        else:
+            if self.observer:
+                self.observer.weights_installed(clock() - since)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error to tell a person, out of a group: a process that left explains the calls that failed with it."""
+    leaves = list(_leaves(error))
+    return next((leaf for leaf in leaves if isinstance(leaf, LifecycleError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]

@@ -1,0 +1,146 @@
+"""Builds the parts of a run from its settings. Used by every role, in whatever process it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tailrace.config import RunSettings
+from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
+from tailrace.generation.engines.loading import tokenizer_folder
+from tailrace.generation.engines.protocol import Engine
+from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
+from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.scheduling import TaskSource, TaskStream
+
+if TYPE_CHECKING:
+    from tailrace.training.trainer import Trainer
+
+_ENDLESS = 2**31 - 1
+"""Steps of a run that ends by epochs: the learning rate's decay has no end to fall to."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEnvironment:
+    """An environment of the run with the settings that concern it."""
+
+    settings: EnvironmentSettings
+    spec: EnvironmentSpec
+    group_size: int
+    sampling: SamplingParams
+
+
+class EnvironmentRunner:
+    """Runs and scores rollouts of every environment of a run: the scheduler's `GroupRunner`.
+
+    With an `evaluation_seed` rollouts are sampled as an evaluation asks, reproducibly.
+    """
+
+    def __init__(
+        self,
+        rollouter: Rollouter,
+        environments: Mapping[str, LoadedEnvironment],
+        settings: RunSettings,
+        *,
+        evaluation_seed: int | None = None,
+    ) -> None:
+        self._rollouter = rollouter
+        self._environments = environments
+        self._settings = settings
+        self._evaluation_seed = evaluation_seed
+
+    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+        """See `GroupRunner.run`."""
+        environment = self._environments[task.environment]
+        return await self._rollouter.run(
+            task,
+            rollout_id=rollout_id,
+            group_id=group_id,
+            spec=environment.spec,
+            sampling=self._sampling(environment, task),
+            attempt=attempt,
+            max_turns=environment.settings.max_turns,
+            timeout_s=environment.settings.timeout_s,
+        )
+
+    async def score(self, group: Group) -> list[Group]:
+        """See `GroupRunner.score`."""
+        return await self._rollouter.score(group, self._environments[group.task.environment].spec)
+
+    def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
+        if self._evaluation_seed is None:
+            return environment.sampling
+        return self._settings.rollouts.evaluation_sampling(seed=(self._evaluation_seed + task.index) % 2**31)
+
+
+def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
+    """Every environment of the run by its id. Raises `SettingsError` and `DataError`."""
+    loaded = {}
+    for chosen in settings.environments:
+        spec = load_environment(chosen)
+        loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), _sampling(settings, chosen))
+    return loaded
+
+
+def task_stream(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> TaskStream:
+    """The training tasks of all environments, mixed by weight."""
+    sources = [TaskSource(loaded.spec, loaded.settings.weight) for loaded in environments.values()]
+    return TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
+
+
+def make_renderer(settings: RunSettings, tokenizer_files: Path) -> ChatRenderer:
+    """The model's chat renderer. `tokenizer_files` is where its tokenizer is written when it has no local folder."""
+    folder = tokenizer_folder(settings.model.name, tokenizer_files)
+    return ChatRenderer(folder, thinking_retention=settings.rollouts.thinking_retention)
+
+
+def make_rollouter(
+    settings: RunSettings,
+    environments: Mapping[str, LoadedEnvironment],
+    *,
+    renderer: ChatRenderer,
+    generate: Generate,
+    log_folder: Path | None = None,
+) -> Rollouter:
+    """The rollouter over all environments."""
+    return Rollouter(
+        settings.rollouts,
+        renderer=renderer,
+        generate=generate,
+        environments={name: loaded.settings for name, loaded in environments.items()},
+        max_model_tokens=settings.max_model_tokens,
+        worker_log=log_folder / "workers.log" if log_folder else None,
+    )
+
+
+def engine_factory(settings: RunSettings) -> Callable[[], Engine]:
+    """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there."""
+
+    def build() -> Engine:
+        from tailrace.generation.engines.torch.engine import torch_engine_factory
+
+        return torch_engine_factory(settings.model, settings.generator)()
+
+    return build
+
+
+def make_trainer(settings: RunSettings) -> Trainer:
+    """The trainer with the model's initial weights. Call it in the thread that will train."""
+    from tailrace.training.trainer import Trainer
+
+    return Trainer(
+        settings.trainer,
+        model_name=settings.model.name,
+        max_steps=settings.max_steps or _ENDLESS,
+        max_staleness=settings.max_staleness,
+        seed=settings.seed,
+    )
+
+
+def _sampling(settings: RunSettings, environment: EnvironmentSettings) -> SamplingParams:
+    return SamplingParams(
+        temperature=environment.temperature or settings.rollouts.temperature,
+        max_tokens=environment.max_tokens or settings.rollouts.max_tokens,
+    )

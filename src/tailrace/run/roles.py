@@ -1,0 +1,118 @@
+"""What the trainer's and the generator's process run. Each builds its parts from the run's settings alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tailrace.config import RunSettings
+from tailrace.generation.generator import Generator
+from tailrace.generation.rpc import GeneratorServer
+from tailrace.lifecycle.resources import RunResources
+from tailrace.observability.logs import setup_logging
+from tailrace.records import ModelStateDictRef
+from tailrace.run.folder import RunPaths
+from tailrace.run.parts import engine_factory, make_trainer
+from tailrace.transport.batch_queue import BatchReceiver
+from tailrace.transport.event_log import EventLog
+from tailrace.transport.event_log_rpc import EventLogClient
+from tailrace.transport.model_state_dicts import ModelStateDictStore
+from tailrace.transport.shared_memory import SharedMemoryBatchReceiver
+from tailrace.transport.shared_weights import SharedMemoryModelStateDictStore
+
+TRAINER = "tailrace.run.roles:trainer"
+GENERATOR = "tailrace.run.roles:generator"
+
+
+class RoleSettings(msgspec.Struct, frozen=True):
+    """What a role's process is told."""
+
+    settings: str
+    """The run's settings, as JSON."""
+    run_folder: str
+    epoch: str
+    sockets: str = ""
+    shared_memory: str = ""
+
+    @classmethod
+    def of(
+        cls, settings: RunSettings, paths: RunPaths, epoch: str, resources: RunResources | None = None
+    ) -> RoleSettings:
+        """Of this run; `resources` where roles are processes of their own."""
+        return cls(
+            settings=settings.model_dump_json(),
+            run_folder=str(paths.root),
+            epoch=epoch,
+            sockets=str(resources.sockets) if resources else "",
+            shared_memory=str(resources.shared_memory) if resources else "",
+        )
+
+    @property
+    def run(self) -> RunSettings:
+        """The run's settings."""
+        return RunSettings.model_validate_json(self.settings)
+
+    @property
+    def paths(self) -> RunPaths:
+        """The run's folder."""
+        return RunPaths(Path(self.run_folder))
+
+    def address(self, name: str) -> str:
+        """The address of the run's socket `name`."""
+        return f"ipc://{self.sockets}/{name}"
+
+    def encoded(self) -> bytes:
+        """For the settings of a `RoleSpec`."""
+        return msgspec.json.encode(self)
+
+
+async def trainer(encoded: bytes) -> None:
+    """The trainer's process. Leaves when the event log ends: by then its terminal record was read."""
+    role = msgspec.json.decode(encoded, type=RoleSettings)
+    setup_logging("trainer", role.paths.logs, level=role.run.observability.log_level)
+    log = EventLogClient(role.address("events"), role.epoch)
+    batches = SharedMemoryBatchReceiver(role.address("batches"), Path(role.shared_memory))
+    store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
+    try:
+        await run_trainer_role(role, batches, store, log)
+        async for _ in log.follow():
+            pass
+    finally:
+        await batches.close()
+        store.close()
+        await log.close()
+
+
+async def run_trainer_role(
+    role: RoleSettings, batches: BatchReceiver, store: ModelStateDictStore, log: EventLog
+) -> None:
+    """Train until the terminal record, which this writes on every way out."""
+    from tailrace.training.checkpoints import latest_checkpoint
+    from tailrace.training.loop import TrainerPlan, run_trainer
+
+    settings = role.run
+    plan = TrainerPlan(
+        epoch=role.epoch,
+        checkpoints=role.paths.checkpoints,
+        resume_from=latest_checkpoint(role.paths.checkpoints) if settings.resume else None,
+        publish_dtype=settings.model.dtype,
+    )
+    await run_trainer(lambda: make_trainer(settings), batches, store, log, plan)
+
+
+async def generator(encoded: bytes) -> None:
+    """The generator's process. Serves until its client closes it, or it is terminated."""
+    role = msgspec.json.decode(encoded, type=RoleSettings)
+    setup_logging("generator", role.paths.logs, level=role.run.observability.log_level)
+    store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
+    try:
+        async with Generator(engine_factory(role.run)) as engine:
+            await GeneratorServer(engine, store.open, role.address("generator")).serve()
+    finally:
+        store.close()
+
+
+async def load_from_store(generator: Generator, store: ModelStateDictStore, ref: ModelStateDictRef) -> int:
+    """Install published weights in a generator of this process."""
+    return await generator.load_model_state_dict(lambda: store.open(ref), ref.version)

@@ -1,0 +1,215 @@
+"""`tailrace train`: from settings to a trained model, a summary and a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import os
+import uuid
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+from tailrace.config import RunSettings
+from tailrace.errors import TailraceError
+from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
+from tailrace.lifecycle.signals import StopSignals
+from tailrace.observability.lag import LoopLagMonitor
+from tailrace.observability.live import LiveView, wants_live_view
+from tailrace.observability.logs import Terminal, setup_logging
+from tailrace.observability.report import write_report
+from tailrace.observability.run_view import RunView
+from tailrace.observability.sinks import BackgroundWriter, JsonlSink, RolloutWriter
+from tailrace.observability.summary import RunSummary, write_summary
+from tailrace.records import RunStatus, TrainerEnded, TrainerStarted
+from tailrace.run.folder import RunPaths, open_run_folder
+from tailrace.run.observer import RunObserver
+from tailrace.run.orchestrator import Orchestrator
+from tailrace.run.parts import (
+    EnvironmentRunner,
+    LoadedEnvironment,
+    load_environments,
+    make_renderer,
+    make_rollouter,
+    task_stream,
+)
+from tailrace.run.placement import Placement, open_placement
+from tailrace.run.summary import Figures, figures
+from tailrace.run.usage import ProcessMeter
+from tailrace.run.view import run_view
+from tailrace.scheduling import StreamScheduler
+from tailrace.transport.event_log import FileEventLog
+
+_logger = logging.getLogger(__name__)
+
+_PACKAGES = ("tailrace", "torch", "transformers", "numpy")
+
+
+async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummary:
+    """Train, and leave a run's folder under `parent`. The summary's exit code tells how it ended.
+
+    Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
+    """
+    environments = await asyncio.to_thread(load_environments, settings)
+    paths = open_run_folder(settings, parent)
+    observability = settings.observability
+    terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
+    recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
+    async with LoopLagMonitor(observability.lag_interval_s, stall_s=observability.stall_s) as lag:
+        run = _Training(settings, paths, environments, lag)
+        live = LiveView(
+            run.view, terminal=terminal is Terminal.LIVE, recent=recent, log_every_s=observability.log_every_s
+        )
+        async with live:
+            summary = await run.run(live)
+    if observability.report:
+        await asyncio.to_thread(_write_report, paths)
+    return summary
+
+
+class _Training:
+    """One training run's parts, for as long as it runs."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        paths: RunPaths,
+        environments: dict[str, LoadedEnvironment],
+        lag: LoopLagMonitor,
+    ) -> None:
+        self._settings, self._paths, self._environments, self._lag = settings, paths, environments, lag
+        self._orchestrator: Orchestrator | None = None
+        self._writer = BackgroundWriter(queue_records=settings.observability.queue_records)
+        self._clock = asyncio.get_running_loop().time
+        self._began_s = self._clock()
+        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+    def view(self) -> RunView:
+        """For the live view."""
+        return run_view(self._settings, self._orchestrator, self._lag, self._clock() - self._began_s)
+
+    async def run(self, live: LiveView) -> RunSummary:
+        """Start everything, run to the terminal record, stop everything, sum up."""
+        renderer = await asyncio.to_thread(make_renderer, self._settings, self._paths.tokenizer)
+        log = FileEventLog(self._paths.events, uuid.uuid4().hex)
+        async with contextlib.AsyncExitStack() as stack:
+            placement = await stack.enter_async_context(open_placement(self._settings, self._paths, log))
+            stack.push_async_callback(log.close)
+            meter = ProcessMeter(placement.pids)
+            rollouter = await stack.enter_async_context(
+                make_rollouter(
+                    self._settings,
+                    self._environments,
+                    renderer=renderer,
+                    generate=placement.generate,
+                    log_folder=self._paths.logs,
+                )
+            )
+            runner = EnvironmentRunner(rollouter, self._environments, self._settings)
+            orchestrator = self._orchestrator = Orchestrator(
+                placement, log, lambda started: self._start(started, placement, runner, meter)
+            )
+            signals = stack.enter_context(self._signals(orchestrator, placement, live))
+            ended = await orchestrator.run()
+        return await self._sum_up(orchestrator, ended, meter, signals)
+
+    def _start(
+        self, started: TrainerStarted, placement: Placement, runner: EnvironmentRunner, meter: ProcessMeter
+    ) -> tuple[StreamScheduler, RunObserver]:
+        """The scheduler and its observer, from where the trainer is."""
+        settings, observability = self._settings, self._settings.observability
+        tasks = task_stream(settings, self._environments)
+        if started.scheduler_state:
+            tasks.restore(started.scheduler_state)
+        observer = RunObserver(
+            metrics=JsonlSink(self._paths.metrics, self._writer),
+            rollouts=RolloutWriter(self._paths.rollouts, self._writer, every_steps=observability.rollouts_every_steps),
+            lag=self._lag,
+            meter=meter,
+            statistics=lambda: scheduler.statistics,
+        )
+        scheduler = StreamScheduler(
+            tasks,
+            runner,
+            placement.batches.send,
+            observer,
+            settings=settings.scheduling,
+            max_staleness=settings.max_staleness,
+            max_running=settings.max_running,
+            group_sizes={name: loaded.group_size for name, loaded in self._environments.items()},
+            step=started.step,
+            version=started.version,
+        )
+        return scheduler, observer
+
+    def _signals(self, orchestrator: Orchestrator, placement: Placement, live: LiveView) -> StopSignals:
+        """Once: an orderly stop. Twice: everything at once."""
+        wishes: set[asyncio.Task[None]] = set()
+
+        def request_stop(code: ExitCode) -> None:
+            why = "interrupted" if code is ExitCode.INTERRUPTED else "terminated"
+            wishes.add(asyncio.ensure_future(orchestrator.request_stop(RunStatus.CANCELLED, why)))
+
+        def abort(code: ExitCode) -> None:
+            placement.kill()
+            live.release_terminal()
+            os._exit(code)
+
+        return StopSignals(request_stop, abort)
+
+    async def _sum_up(
+        self, orchestrator: Orchestrator, ended: TrainerEnded, meter: ProcessMeter, signals: StopSignals
+    ) -> RunSummary:
+        if orchestrator.observer:
+            orchestrator.observer.write_rest(ended.step)
+        await asyncio.to_thread(self._writer.close)
+        dropped = self._writer.statistics().dropped + self._writer.statistics().failed
+        summary = RunSummary(
+            name=self._settings.name,
+            status=ended.status,
+            reason=ended.reason,
+            exit_code=_exit_code(ended, orchestrator, signals),
+            model=self._settings.model.name,
+            environments=list(self._environments),
+            steps=ended.step,
+            policy_version=orchestrator.version,
+            wall_s=self._clock() - self._began_s,
+            started_at=self._started_at,
+            checkpoint_path=orchestrator.checkpoint,
+            peak_rss_bytes=meter.peak_rss_bytes,
+            dropped_records=dropped,
+            versions=_versions(),
+            **figures(orchestrator.scheduler.ledger, orchestrator.observer)
+            if orchestrator.scheduler and orchestrator.observer
+            else Figures(),
+        )
+        try:
+            write_summary(self._paths.root, summary)
+        except OSError as error:
+            _logger.error("the summary could not be written: %s", error.strerror)
+        return summary
+
+
+def _exit_code(ended: TrainerEnded, orchestrator: Orchestrator, signals: StopSignals) -> int:
+    if ended.status is RunStatus.FINISHED:
+        return ExitCode.FINISHED
+    if ended.status is RunStatus.CANCELLED:
+        return signals.exit_code or ExitCode.INTERRUPTED
+    return exit_code_of(orchestrator.error) if isinstance(orchestrator.error, Exception) else ExitCode.FAILED
+
+
+def _write_report(paths: RunPaths) -> None:
+    try:
+        write_report(paths.root)
+    except (TailraceError, OSError) as error:
+        _logger.warning("the report could not be written: %s", error)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = package_version(package)
+    return found

@@ -1,0 +1,70 @@
+"""The live view's snapshot of a training run."""
+
+from __future__ import annotations
+
+from tailrace.config import RunSettings
+from tailrace.observability.lag import LoopLagMonitor
+from tailrace.observability.run_view import RunView
+from tailrace.records import TerminalState
+from tailrace.run.orchestrator import Orchestrator
+from tailrace.scheduling import Verdict
+
+_WAITING = {
+    Verdict.BUDGET_SPENT: "the trainer (the staleness budget is spent)",
+    Verdict.BUFFER_FULL: "the trainer (enough finished groups wait for it)",
+}
+
+
+def run_view(
+    settings: RunSettings, orchestrator: Orchestrator | None, lag: LoopLagMonitor, elapsed_s: float
+) -> RunView:
+    """Where the run is now."""
+    start = RunView(
+        name=settings.name,
+        model=settings.model.name,
+        environments=[environment.id or environment.name for environment in settings.environments],
+        elapsed_s=elapsed_s,
+        max_steps=settings.max_steps,
+        max_staleness=settings.max_staleness,
+    )
+    if orchestrator is None or orchestrator.scheduler is None or orchestrator.observer is None:
+        return start
+    scheduler, observer = orchestrator.scheduler, orchestrator.observer
+    statistics, latest, ledger = scheduler.statistics, observer.latest, scheduler.ledger
+    return RunView(
+        name=start.name,
+        model=start.model,
+        environments=start.environments,
+        stage=orchestrator.stage,
+        waiting_for=_WAITING.get(statistics.verdict, "rollouts to finish"),
+        elapsed_s=elapsed_s,
+        step=orchestrator.step,
+        max_steps=start.max_steps,
+        rewards=observer.history.rewards,
+        reward_std=latest.get("reward/std"),
+        zero_spread_share=latest.get("group/zero_spread_share"),
+        completion_tokens=latest.get("rollout/completion_tokens"),
+        turns=latest.get("rollout/turns"),
+        policy_version=orchestrator.version,
+        staleness_mean=latest.get("staleness/mean", 0.0),
+        staleness_max=int(latest.get("staleness/max", 0)),
+        max_staleness=start.max_staleness,
+        generation_tokens_per_s=observer.history.generation_tokens_per_s,
+        training_tokens_per_s=observer.history.training_tokens_per_s,
+        in_flight=statistics.in_flight,
+        in_flight_limit=(settings.max_staleness + 1) * settings.scheduling.batch_size,
+        ready_groups=statistics.waiting_groups,
+        groups_per_batch=settings.scheduling.batch_size // settings.rollouts.group_size,
+        queued_batches=statistics.batches_ahead,
+        running_requests=statistics.running,
+        phases_s={
+            name.removeprefix("phase/").removesuffix("_s"): value
+            for name, value in latest.items()
+            if name.startswith("phase/") and not name.endswith("_cpu_s")
+        },
+        lag=lag.snapshot(),
+        failures=dict(observer.totals.failures),
+        rollouts_trained=ledger.total(TerminalState.TRAINED),
+        rollouts_filtered=ledger.total(TerminalState.FILTERED),
+        rss_bytes=sum(value for name, value in latest.items() if name.startswith("memory/")),
+    )
