@@ -22,14 +22,19 @@ from tailrace.rollouts.tokenizer import ChatTokenizer
 class ChatRenderer:
     """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
 
-    `thinking_retention`: `all` keeps the reasoning of earlier turns (the tokens as they were sampled), so that a
+    `model` is the folder of its tokenizer; `name` the model's public name (`Qwen/Qwen3-0.6B`), by which its family is
+    known, where the folder's `config.json` does not tell it. `thinking_retention`: `all` keeps the reasoning of earlier turns (the tokens as they were sampled), so that a
     conversation that only grows stays one branch; `template` leaves that to the family's template.
     """
 
     def __init__(
-        self, model: str | Path | ChatTokenizer, *, thinking_retention: Literal["all", "template"] = "all"
+        self,
+        model: str | Path | ChatTokenizer,
+        *,
+        name: str | None = None,
+        thinking_retention: Literal["all", "template"] = "all",
     ) -> None:
-        self.tokenizer = model if isinstance(model, ChatTokenizer) else ChatTokenizer.from_folder(model)
+        self.tokenizer = model if isinstance(model, ChatTokenizer) else ChatTokenizer.from_folder(model, name=name)
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
 

@@ -77,13 +77,13 @@ class RolloutSettings(BaseModel):
         """Of a training rollout: the full distribution at `temperature`, so that every token keeps a probability."""
         return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
 
-    def evaluation_sampling(self, *, seed: int | None = None) -> SamplingParams:
-        """Of a rollout that is measured and never trained on."""
+    def evaluation_sampling(self, *, seed: int | None = None, max_tokens: int | None = None) -> SamplingParams:
+        """Of a rollout that is measured and never trained on. `max_tokens` overrides the settings'."""
         chosen = self.evaluation
         return SamplingParams(
             temperature=chosen.temperature,
             top_p=chosen.top_p,
             top_k=chosen.top_k,
-            max_tokens=self.max_tokens,
+            max_tokens=max_tokens or self.max_tokens,
             seed=seed,
         )
