@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.config import list_recipes, load_settings, plan_run, settings_reference
+from tailrace.errors import SettingsError
+
+MINIMAL = """
+max_steps = 10
+
+[model]
+name = "bundled:quickstart"
+
+[[environments]]
+name = "alphabet-sort"
+
+[rollouts]
+group_size = 8
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):  # type: ignore[no-untyped-def]
+    def write_file(text: str) -> str:
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write_file
+
+
+def test_every_packaged_recipe_loads() -> None:
+    for name in list_recipes():
+        assert load_settings(name).name == name
+
+
+def test_a_file_names_its_run(write) -> None:  # type: ignore[no-untyped-def]
+    assert load_settings(write(MINIMAL)).name == "run"
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(SettingsError, match="did you mean 'quickstart'"):
+        load_settings("quikstart")
+
+
+def test_an_unknown_key_names_its_line_and_the_nearest_key(write) -> None:  # type: ignore[no-untyped-def]
+    path = write(MINIMAL + "\n[trainer]\nlerning_rate = 1e-4\n")
+    with pytest.raises(SettingsError, match=r"run.toml, line 14: .*did you mean trainer.learning_rate\?"):
+        load_settings(path)
+
+
+def test_a_key_in_the_wrong_section_is_told_where_it_belongs(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SettingsError, match=r"did you mean trainer.learning_rate\?"):
+        load_settings(write("learning_rate = 1e-4\n" + MINIMAL))
+
+
+def test_an_unknown_override_is_blamed_on_the_command_line() -> None:
+    with pytest.raises(SettingsError, match=r"command line: trainer.learnrate .*trainer.learning_rate"):
+        load_settings("quickstart", ["--trainer.learnrate", "1e-4"])
+
+
+def test_a_value_of_the_wrong_type_is_shown_with_its_line(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SettingsError, match=r"line 11: rollouts.group_size = 'many'"):
+        load_settings(write(MINIMAL.replace("group_size = 8", 'group_size = "many"')))
+
+
+def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SettingsError, match=r"is not TOML: .*line 1"):
+        load_settings(write("max_steps = = 3"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--schedule", "sync", "--scheduling.max_staleness", "2"], r'leave it out, or write schedule = "stream"'),
+        (["--scheduling.batch_size", "60"], "no multiple of the group size 8"),
+        (["--rollouts.group_size", "1"], "write rollouts.group_size = 2 or more"),
+        (["--scheduling.row_tokens", "100"], "write scheduling.row_tokens = "),
+    ],
+)
+def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_settings("quickstart", overrides)
+
+
+def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SettingsError, match="set max_steps or max_epochs"):
+        load_settings(write(MINIMAL.replace("max_steps = 10", "")))
+
+
+def test_overrides_win_over_the_file() -> None:
+    settings = load_settings(
+        "quickstart",
+        ["--max-steps=7", "--trainer.learning_rate", "1e-3", "--environment.args.max_turns", "2", "--name", "mine"],
+    )
+    assert (settings.max_steps, settings.trainer.learning_rate, settings.name) == (7, 1e-3, "mine")
+    assert settings.environments[0].args["max_turns"] == 2
+
+
+def test_naming_another_environment_drops_the_arguments_of_the_old_one(write) -> None:  # type: ignore[no-untyped-def]
+    path = write(MINIMAL.replace('name = "alphabet-sort"', 'name = "alphabet-sort"\nargs = { max_turns = 2 }'))
+    settings = load_settings(path, ["--environment.args.length", "4", "--environment.name", "reverse-text"])
+    assert (settings.environments[0].name, settings.environments[0].args) == ("reverse-text", {"length": 4})
+
+
+def test_the_schedule_sets_the_default_staleness() -> None:
+    staleness = {
+        schedule: load_settings("quickstart", ["--schedule", schedule]).max_staleness
+        for schedule in ("sync", "one-step-off", "stream")
+    }
+    assert staleness == {"sync": 0, "one-step-off": 1, "stream": 4}
+
+
+def test_the_plan_says_every_budget_in_plain_words() -> None:
+    settings = load_settings("quickstart", ["--max_steps", "50"])
+    plan = plan_run(settings, {"alphabet-sort": 800})
+    assert plan.steps_per_epoch == 800 * settings.rollouts.group_size / settings.scheduling.batch_size
+    assert plan.expected_steps == 50
+    assert len(plan.describe()) == 7
+
+
+def test_the_settings_page_is_what_the_code_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "settings.md"
+    assert page.read_text() == settings_reference(), "run `make docs`"
