@@ -23,7 +23,9 @@ class ChatRenderer:
     """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
 
     `model` is the folder of its tokenizer; `name` the model's public name (`Qwen/Qwen3-0.6B`), by which its family is
-    known, where the folder's `config.json` does not tell it. `thinking_retention`: `all` keeps the reasoning of earlier turns (the tokens as they were sampled), so that a
+    known, where the folder's `config.json` does not tell it.
+
+    `thinking_retention`: `all` keeps the reasoning of earlier turns (the tokens as they were sampled), so that a
     conversation that only grows stays one branch; `template` leaves that to the family's template.
     """
 
