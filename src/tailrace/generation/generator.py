@@ -164,8 +164,9 @@ class _Worker:
                 self._load(engine)
             else:
                 self._hand_over(engine)
-                self._resolve(engine.step())
-            self.statistics = engine.statistics()
+                chunks = engine.step()
+                self.statistics = engine.statistics()
+                self._resolve(chunks)
 
     def _hand_over(self, engine: Engine) -> None:
         arrivals = self._inbox.take_arrivals()
@@ -195,6 +196,7 @@ class _Worker:
                 installed = load.version
                 loads.append(load)
                 break
+        self.statistics = engine.statistics()
         for load in loads:
             _post(load.loop, _set_result, load.future, installed)
 

@@ -22,7 +22,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Number `places[i]` of the stream of `seeds[i]`, in [0, 1 - 2**-52]: never rounds up to 1 when scaled.
+    """Number `places[i]` of the stream of `seeds[i]`, in [0, 1).
 
     >>> one, other = uniforms(np.array([7, 7], np.uint64), np.array([0, 1]))
     >>> bool(0 <= one < 1 and one != other)
@@ -31,7 +31,7 @@ def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np
     with np.errstate(over="ignore"):
         state = _mixed(seeds + _GOLDEN) + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         mixed = _mixed(state)
-    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def sample(
@@ -57,17 +57,18 @@ def sample(
         rows = torch.from_numpy(narrowed).to(scores.device)
         scores[rows] = _narrow(scores[rows], _column(top_ps[narrowed], scores), _column(top_ks[narrowed], scores))
     highest, best = scores.max(dim=-1, keepdim=True)
-    cumulative = (scores - highest).exp_().cumsum(dim=-1, dtype=torch.float64)
+    cumulative = (scores - highest).exp_().cumsum(dim=-1)
     total = cumulative[:, -1:]
     if not temperatures.any():
         chosen = best
     else:
-        chosen = torch.searchsorted(cumulative, total * _column(draws, total), right=True)
-        chosen.clamp_(max=scores.shape[-1] - 1)
+        below = torch.nextafter(total, torch.zeros_like(total))  # a draw that rounds up must not leave the vocabulary
+        points = torch.minimum(total * _column(draws, total), below)
+        chosen = torch.searchsorted(cumulative, points, right=True).clamp_(max=scores.shape[-1] - 1)
         if not temperatures.all():
             chosen = torch.where(_column(temperatures, scores) > 0, chosen, best)
-    logprobs = (scores.gather(1, chosen) - highest).double() - total.log()
-    both = torch.cat([chosen.double(), logprobs], dim=1).cpu().numpy()
+    logprobs = scores.gather(1, chosen) - highest - total.log()
+    both = torch.cat([chosen.double(), logprobs.double()], dim=1).cpu().numpy()
     return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)
 
 

@@ -1,0 +1,151 @@
+"""What a generator process and its client tell each other: a msgpack header, then arrays as raw bytes, one a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from tailrace import errors
+from tailrace.errors import CorruptData, EngineFailed, TailraceError
+from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.records import Array, Completion, FinishReason, ModelStateDictRef, PayloadRef, SamplingParams
+
+Frames: TypeAlias = Sequence[bytes]
+
+
+class CompletionHeader(msgspec.Struct, frozen=True):
+    """A completion without its arrays, which follow as frames: token ids, log-probabilities, policy versions."""
+
+    finish_reason: FinishReason
+    metrics: dict[str, float]
+    routed_experts: PayloadRef | None = None
+
+
+class _Call(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    call_id: int
+    """Chosen by the client, unique on its connection; the reply repeats it."""
+
+
+class GenerateCall(_Call, frozen=True, kw_only=True):
+    """Frames: the prompt's token ids, then the prefix's arrays where there is one."""
+
+    request_id: str
+    session_id: str
+    group_id: str
+    sampling: SamplingParams
+    prefix: CompletionHeader | None = None
+
+
+class AbortCall(_Call, frozen=True, kw_only=True):
+    """Cancels the call of the same id, whose reply nobody waits for any more. Has no reply of its own."""
+
+
+class LoadCall(_Call, frozen=True, kw_only=True):
+    """Install a published model state dict."""
+
+    ref: ModelStateDictRef
+
+
+class StatisticsCall(_Call, frozen=True, kw_only=True):
+    """Ask for the engine's statistics; answered once the engine is built."""
+
+
+class CloseCall(_Call, frozen=True, kw_only=True):
+    """End the generator and the server; answered when the engine is closed."""
+
+
+AnyCall: TypeAlias = GenerateCall | AbortCall | LoadCall | StatisticsCall | CloseCall
+
+
+class CompletionReply(_Call, frozen=True, kw_only=True):
+    """Frames: the completion's arrays."""
+
+    completion: CompletionHeader
+
+
+class LoadedReply(_Call, frozen=True, kw_only=True):
+    """The version that is installed now."""
+
+    version: int
+
+
+class StatisticsReply(_Call, frozen=True, kw_only=True):
+    """The engine's statistics."""
+
+    statistics: EngineStatistics
+
+
+class ClosedReply(_Call, frozen=True, kw_only=True):
+    """The engine is closed."""
+
+
+class ErrorReply(_Call, frozen=True, kw_only=True):
+    """The call raised; `kind` names a class of `tailrace.errors`."""
+
+    kind: str
+    message: str
+
+
+AnyReply: TypeAlias = CompletionReply | LoadedReply | StatisticsReply | ClosedReply | ErrorReply
+
+
+_CALLS: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
+_REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+
+
+def unpack_call(header: bytes) -> AnyCall:
+    """A call from its header. Raises `CorruptData` for bytes that are none."""
+    try:
+        return _CALLS.decode(header)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"a generator was sent what is no call: {error}") from error
+
+
+def unpack_reply(header: bytes) -> AnyReply:
+    """A reply from its header. Raises `CorruptData` for bytes that are none."""
+    try:
+        return _REPLIES.decode(header)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"a generator answered with what is no reply: {error}") from error
+
+
+def pack_completion(completion: Completion) -> tuple[CompletionHeader, list[bytes]]:
+    """A completion as header and frames."""
+    header = CompletionHeader(completion.finish_reason, completion.metrics, completion.routed_experts)
+    return header, [pack_array(a) for a in (completion.token_ids, completion.logprobs, completion.policy_versions)]
+
+
+def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
+    """The completion that `pack_completion` took apart; arrays are read-only views of the frames."""
+    token_ids, logprobs, policy_versions = frames
+    return Completion(
+        token_ids=np.frombuffer(token_ids, np.int32),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        policy_versions=np.frombuffer(policy_versions, np.int32),
+        finish_reason=header.finish_reason,
+        routed_experts=header.routed_experts,
+        metrics=header.metrics,
+    )
+
+
+def pack_array(array: Array) -> bytes:
+    """An array's bytes."""
+    return array.tobytes()
+
+
+def pack_error(call_id: int, error: Exception) -> ErrorReply:
+    """An error as a reply; whatever is not of Tailrace's tree is the engine's failure."""
+    if isinstance(error, TailraceError):
+        return ErrorReply(call_id=call_id, kind=type(error).__name__, message=str(error))
+    return ErrorReply(call_id=call_id, kind=EngineFailed.__name__, message=f"{type(error).__name__}: {error}")
+
+
+def unpack_error(reply: ErrorReply) -> TailraceError:
+    """The error that `pack_error` took apart. Raises `CorruptData` for a kind that `tailrace.errors` lacks."""
+    kind = getattr(errors, reply.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, TailraceError)):
+        raise CorruptData(f"the generator answered with an unknown kind of error, {reply.kind!r}: {reply.message}")
+    return kind(reply.message)

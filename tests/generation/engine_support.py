@@ -1,0 +1,144 @@
+"""Small models with random weights, and the few lines that drive an engine by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tailrace.generation.engines.torch import TorchEngine
+from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams
+
+VOCAB = 97
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))
+
+
+def _llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=4))
+
+
+def _gpt_neox() -> PreTrainedModel:
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
+
+
+def _gemma2() -> PreTrainedModel:
+    config = Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=16, sliding_window=12, attn_logit_softcapping=5.0)
+    config._attn_implementation = "eager"  # the only one of transformers' that soft-caps
+    return Gemma2ForCausalLM(config)
+
+
+ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "gpt_neox": _gpt_neox,
+    "gemma2": _gemma2,
+}
+
+
+def make_model(architecture: str = "qwen3", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return ARCHITECTURES[architecture]().eval()
+
+
+def make_engine(model: PreTrainedModel, **options: int) -> TorchEngine:
+    """An engine over a copy of `model`, whose own attention stays as it is, to compare with."""
+    return TorchEngine(copy.deepcopy(model), **{"slots": 4, **options})
+
+
+def request(
+    name: str,
+    prompt: Iterable[int],
+    *,
+    session: str | None = None,
+    group: str | None = None,
+    prefix: Completion | None = None,
+    **sampling: object,
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        session_id=session or name,
+        group_id=group or name,
+        prompt_token_ids=np.asarray(list(prompt), np.int32),
+        sampling=SamplingParams(**sampling),
+        prefix=prefix,
+    )
+
+
+class Driver:
+    """Steps an engine and puts the chunks of each request together."""
+
+    def __init__(self, engine: TorchEngine):
+        self.engine = engine
+        self.chunks: dict[str, list] = {}
+        self.done: dict[str, Completion] = {}
+
+    def step(self) -> None:
+        for chunk in self.engine.step():
+            chunks = self.chunks.setdefault(chunk.request_id, [])
+            chunks.append(chunk)
+            if chunk.finish_reason is not None:
+                self.done[chunk.request_id] = Completion(
+                    token_ids=np.concatenate([c.token_ids for c in chunks]),
+                    logprobs=np.concatenate([c.logprobs for c in chunks]),
+                    policy_versions=np.concatenate([c.policy_versions for c in chunks]),
+                    finish_reason=FinishReason(chunk.finish_reason),
+                    metrics=chunk.metrics,
+                )
+
+    def run(self, *requests: GenerationRequest) -> list[Completion]:
+        for one in requests:
+            self.engine.add(one)
+        while self.engine.has_work:
+            self.step()
+        return [self.done[one.request_id] for one in requests]
+
+
+def prompts(count: int, seed: int = 0, longest: int = 45) -> list[list[int]]:
+    """Ragged prompts, one of a single token among them."""
+    generator = np.random.default_rng(seed)
+    lengths = [1, *generator.integers(2, longest, count - 1).tolist()]
+    return [generator.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def greedy_reference(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: PreTrainedModel, context: list[int], token_ids: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probabilities of a completion by one plain pass over everything."""
+    logits = model(torch.tensor([[*context, *token_ids.tolist()]])).logits[0].float() / temperature
+    predicted = logits.log_softmax(-1)[len(context) - 1 : -1]
+    return predicted[torch.arange(len(token_ids)), torch.tensor(token_ids.tolist())].numpy()

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.generation.engines.torch import TorchEngine
+from tailrace.generation.generator import Generator
+from tailrace.generation.inbox import Action, next_action
+from tailrace.records import Completion, FinishReason, SamplingParams
+from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
+
+
+def ask(generator: Generator, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
+    return asyncio.create_task(
+        generator.generate(
+            np.asarray(prompt, np.int32),
+            sampling=SamplingParams(**sampling),
+            request_id=name,
+            session_id=name,
+            group_id=name,
+        )
+    )
+
+
+def opener(model, opened: list[int] | None = None, version: int = 0, wait: threading.Event | None = None):
+    @contextmanager
+    def open_tensors() -> Iterator[Mapping[str, torch.Tensor]]:
+        if wait is not None:
+            assert wait.wait(30)
+        if opened is not None:
+            opened.append(version)
+        yield model.state_dict()
+
+    return open_tensors
+
+
+async def sampled(generator: Generator, count: int) -> None:
+    """Wait until that many tokens were sampled."""
+    while generator.statistics().sampled_tokens_total < count:  # noqa: ASYNC110 - statistics have no event
+        await asyncio.sleep(0.001)
+
+
+async def test_completions_come_back_whole_with_their_metrics(model) -> None:
+    async with Generator(lambda: make_engine(model, chunk_tokens=4)) as generator:
+        done = await asyncio.gather(
+            *(ask(generator, str(i), [i + 1, 2], temperature=0, max_tokens=11) for i in range(9))
+        )
+        for i, completion in enumerate(done):
+            assert completion.token_ids.tolist() == greedy_reference(model, [i + 1, 2], 11)
+            assert {"queue_s", "time_to_first_token_s", "decode_s", "cached_prompt_tokens"} <= completion.metrics.keys()
+        assert generator.statistics().sampled_tokens_total == 9 * 11
+        assert generator.statistics().running == generator.statistics().waiting == 0
+
+
+async def test_a_prefix_is_part_of_the_completion(model) -> None:
+    async with Generator(lambda: make_engine(model)) as generator:
+        whole = await ask(generator, "whole", [1, 2, 3], temperature=0, max_tokens=12)
+        prefix = Completion(whole.token_ids[:5], whole.logprobs[:5], np.full(5, -3, np.int32), FinishReason.ABORTED)
+        continued = await generator(
+            np.asarray([1, 2, 3]),
+            sampling=SamplingParams(temperature=0, max_tokens=12),
+            request_id="rest",
+            session_id="s",
+            group_id="g",
+            prefix=prefix,
+        )
+        assert continued.token_ids.tolist() == whole.token_ids.tolist()
+        assert continued.policy_versions.tolist() == [-3] * 5 + [0] * 7
+
+
+async def test_weights_are_swapped_while_requests_go_on(model) -> None:
+    newer = make_model(seed=1)
+    async with Generator(lambda: make_engine(model)) as generator:
+        call = ask(generator, "r", [1, 2, 3], max_tokens=200)
+        await sampled(generator, 5)
+        assert await generator.load_model_state_dict(opener(newer), 4) == 4
+        completion = await call
+        assert set(completion.policy_versions.tolist()) == {0, 4}
+        assert (np.diff(completion.policy_versions) >= 0).all()
+        fresh = await ask(generator, "after", [4, 5], max_tokens=9)
+        np.testing.assert_allclose(fresh.logprobs, forward_logprobs(newer, [4, 5], fresh.token_ids), atol=1e-4)
+
+
+async def test_overlapping_loads_install_only_the_newest_and_every_caller_learns_it(model) -> None:
+    opened: list[int] = []
+    gate = threading.Event()
+    async with Generator(lambda: make_engine(model)) as generator:
+        first = asyncio.create_task(generator.load_model_state_dict(opener(model, opened, 1, gate), 1))
+        await asyncio.sleep(0.05)  # the thread is inside the first load
+        later = [
+            asyncio.create_task(generator.load_model_state_dict(opener(model, opened, version), version))
+            for version in (3, 2, 4)
+        ]
+        await asyncio.sleep(0)
+        gate.set()
+        assert await asyncio.gather(first, *later) == [1, 4, 4, 4]
+        assert opened == [1, 4]
+        assert await generator.load_model_state_dict(opener(model, opened, 2), 2) == 4
+
+
+async def test_a_failed_load_raises_to_its_caller_and_keeps_the_old_version(model) -> None:
+    @contextmanager
+    def broken() -> Iterator[Mapping[str, torch.Tensor]]:
+        yield {"stranger": torch.zeros(1)}
+
+    async with Generator(lambda: make_engine(model)) as generator:
+        with pytest.raises(ModelError, match="stranger"):
+            await generator.load_model_state_dict(broken, 5)
+        done = await ask(generator, "r", [1, 2], temperature=0, max_tokens=6)
+        assert done.token_ids.tolist() == greedy_reference(model, [1, 2], 6)
+        assert set(done.policy_versions.tolist()) == {0}
+
+
+async def test_a_refused_request_costs_only_itself(model) -> None:
+    async with Generator(lambda: make_engine(model)) as generator:
+        good = ask(generator, "good", [1], max_tokens=5)
+        for name, prompt, sampling in (("empty", [], {}), ("long", [1] * 300, {}), ("hot", [1], {"top_p": 0.0})):
+            with pytest.raises(RequestRefused, match=f"request {name}"):
+                await ask(generator, name, prompt, **sampling)
+        assert (await good).num_tokens == 5
+
+
+async def test_a_request_id_in_use_is_refused(model) -> None:
+    async with Generator(lambda: make_engine(model)) as generator:
+        first = ask(generator, "twin", [1], max_tokens=200)
+        with pytest.raises(RequestRefused, match="twin is running already"):
+            await ask(generator, "twin", [2], max_tokens=3)
+        assert (await first).num_tokens == 200
+
+
+async def test_cancelling_the_caller_frees_the_slot(model) -> None:
+    async with Generator(lambda: make_engine(model, slots=1)) as generator:
+        long = ask(generator, "long", [1], max_tokens=250)
+        await sampled(generator, 1)
+        long.cancel()
+        assert (await ask(generator, "next", [2], max_tokens=3)).num_tokens == 3
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        assert generator.statistics().sampled_tokens_total < 250
+
+
+class CrashingEngine(TorchEngine):
+    """Real until its third step."""
+
+    def step(self):
+        if self.statistics().steps_total == 2:
+            raise ZeroDivisionError("the wheel came off")
+        return super().step()
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_a_crash_fails_every_outstanding_and_every_later_call_from_the_original_error() -> None:
+    generator = Generator(lambda: CrashingEngine(make_model(), slots=2))
+    calls = [ask(generator, str(i), [1, 2], max_tokens=50) for i in range(5)]
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(result, EngineFailed)
+        assert isinstance(result.__cause__, ZeroDivisionError)
+        assert "the wheel came off" in str(result)
+    with pytest.raises(EngineFailed, match="the wheel came off"):
+        await ask(generator, "later", [1])
+    with pytest.raises(EngineFailed, match="the wheel came off"):
+        await generator.load_model_state_dict(opener(make_model()), 1)
+    await generator.close()
+
+
+async def test_an_engine_that_cannot_be_built_says_why() -> None:
+    def build() -> TorchEngine:
+        raise ModelError("no such model")
+
+    generator = Generator(build)
+    with pytest.raises(ModelError, match="no such model"):
+        await generator.ready()
+    with pytest.raises(EngineFailed, match="no such model"):
+        await ask(generator, "r", [1])
+    await generator.close()
+
+
+async def test_closing_fails_what_is_outstanding_and_ends_the_thread(model) -> None:
+    generator = Generator(lambda: make_engine(model))
+    await generator.ready()
+    call = ask(generator, "r", [1], max_tokens=250)
+    await asyncio.sleep(0)
+    await generator.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        await call
+    await generator.close()
+    assert not any(thread.name == "tailrace-engine" for thread in threading.enumerate())
+
+
+async def test_the_engine_is_built_and_stepped_in_one_thread_of_its_own(model) -> None:
+    seen: list[int] = []
+
+    class Watched(TorchEngine):
+        def step(self):
+            seen.append(threading.get_ident())
+            return super().step()
+
+    def build() -> TorchEngine:
+        seen.append(threading.get_ident())
+        return Watched(make_model())
+
+    async with Generator(build) as generator:
+        await ask(generator, "r", [1], max_tokens=3)
+    assert len(set(seen)) == 1
+    assert seen[0] != threading.get_ident()
+
+
+def test_close_goes_before_load_before_step_before_waiting() -> None:
+    assert next_action(closing=True, loads=1, arrivals=1, engine_has_work=True) is Action.CLOSE
+    assert next_action(closing=False, loads=1, arrivals=1, engine_has_work=True) is Action.LOAD
+    assert next_action(closing=False, loads=0, arrivals=1, engine_has_work=False) is Action.STEP
+    assert next_action(closing=False, loads=0, arrivals=0, engine_has_work=True) is Action.STEP
+    assert next_action(closing=False, loads=0, arrivals=0, engine_has_work=False) is Action.WAIT

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.generation.generator import Generator
+from tailrace.generation.rpc import GeneratorClient, GeneratorServer
+from tailrace.records import Completion, FinishReason, ModelStateDictRef, SamplingParams
+from tailrace.transport.channels import create_socket_folder, ipc_address
+from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
+from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
+
+
+@asynccontextmanager
+async def served(model, store: MemoryModelStateDictStore | None = None) -> AsyncIterator[GeneratorClient]:
+    folder = create_socket_folder()
+    address = ipc_address(folder, "generator")
+    generator = Generator(lambda: make_engine(model))
+    server = GeneratorServer(generator, (store or MemoryModelStateDictStore()).open, address)
+    serving = asyncio.create_task(server.serve())
+    client = GeneratorClient(address)
+    try:
+        await client.statistics()
+        yield client
+    finally:
+        await GeneratorClient(address).close()
+        await asyncio.wait_for(serving, 10)
+        await client.close()
+        (folder / "generator").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def ask(client: GeneratorClient, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
+    return asyncio.create_task(
+        client.generate(
+            np.asarray(prompt, np.int32),
+            sampling=SamplingParams(**sampling),
+            request_id=name,
+            session_id=name,
+            group_id=name,
+        )
+    )
+
+
+async def running(client: GeneratorClient, count: int) -> None:
+    """Wait until so many requests run."""
+    while (await client.statistics()).running != count:  # noqa: ASYNC110 - statistics have no event
+        await asyncio.sleep(0.001)
+
+
+async def test_completions_cross_the_socket_unchanged(model) -> None:
+    async with served(model) as client:
+        done = await asyncio.gather(*(ask(client, str(i), [i + 1, 2], temperature=0, max_tokens=9) for i in range(6)))
+        for i, completion in enumerate(done):
+            assert completion.token_ids.tolist() == greedy_reference(model, [i + 1, 2], 9)
+            expected = forward_logprobs(model, [i + 1, 2], completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+            assert completion.policy_versions.tolist() == [0] * 9
+            assert completion.finish_reason is FinishReason.LENGTH
+            assert completion.metrics["cached_prompt_tokens"] == 0
+        assert (await client.statistics()).sampled_tokens_total == 54
+
+
+async def test_a_prefix_crosses_the_socket(model) -> None:
+    async with served(model) as client:
+        whole = await ask(client, "whole", [1, 2, 3], temperature=0, max_tokens=12)
+        prefix = Completion(whole.token_ids[:5], whole.logprobs[:5], whole.policy_versions[:5], FinishReason.ABORTED)
+        continued = await client(
+            np.asarray([1, 2, 3]),
+            sampling=SamplingParams(temperature=0, max_tokens=12),
+            request_id="rest",
+            session_id="s",
+            group_id="g",
+            prefix=prefix,
+        )
+        assert continued.token_ids.tolist() == whole.token_ids.tolist()
+
+
+async def test_published_weights_are_installed_by_reference(model) -> None:
+    store, newer = MemoryModelStateDictStore(), make_model(seed=1)
+    async with served(model, store) as client:
+        ref = store.publish(newer.state_dict(), 3)
+        assert await client.load_model_state_dict(ref) == 3
+        done = await ask(client, "r", [1, 2], max_tokens=8)
+        assert set(done.policy_versions.tolist()) == {3}
+        np.testing.assert_allclose(done.logprobs, forward_logprobs(newer, [1, 2], done.token_ids), atol=1e-4)
+
+
+async def test_errors_keep_their_type(model) -> None:
+    store = MemoryModelStateDictStore()
+    async with served(model, store) as client:
+        with pytest.raises(RequestRefused, match="request bad has an empty prompt"):
+            await ask(client, "bad", [])
+        with pytest.raises(ModelError, match="lacks weights"):
+            await client.load_model_state_dict(store.publish({}, 1))
+        with pytest.raises(Exception, match=r".") as raised:
+            await client.load_model_state_dict(ModelStateDictRef(version=9, uri="memory:nowhere", num_bytes=0))
+        assert type(raised.value).__module__ == "tailrace.errors"
+        assert (await ask(client, "good", [1], max_tokens=2)).num_tokens == 2
+
+
+async def test_cancelling_the_caller_aborts_the_remote_request(model) -> None:
+    async with served(model) as client:
+        calls = [ask(client, str(i), [1], max_tokens=250) for i in range(4)]
+        await running(client, 4)
+        for call in calls:
+            call.cancel()
+        assert (await ask(client, "next", [2], max_tokens=3)).num_tokens == 3
+        await running(client, 0)
+        assert (await client.statistics()).sampled_tokens_total < 4 * 250
+
+
+async def test_a_client_told_of_a_failure_fails_every_outstanding_and_later_call(model) -> None:
+    async with served(model) as client:
+        call = ask(client, "r", [1], max_tokens=250)
+        await asyncio.sleep(0)
+        client.fail(EngineFailed("the supervisor saw it go"))
+        with pytest.raises(EngineFailed, match="the supervisor saw it go"):
+            await call
+        with pytest.raises(EngineFailed, match="the supervisor saw it go"):
+            await ask(client, "later", [1])
+
+
+SILENT_SERVER = """
+import sys, zmq
+socket = zmq.Context.instance().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+socket.recv_multipart()
+print("got it", flush=True)
+socket.recv_multipart()
+"""
+
+
+async def test_the_death_of_the_servers_process_fails_outstanding_calls_at_once(tmp_path: Path) -> None:
+    folder = create_socket_folder()
+    address = ipc_address(folder, "generator")
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", textwrap.dedent(SILENT_SERVER), address], stdout=subprocess.PIPE
+    )
+    client = GeneratorClient(address, name="generator 0")
+    try:
+        call = ask(client, "r", [1])
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+        process.kill()
+        with pytest.raises(EngineFailed, match="generator 0 ended"):
+            await asyncio.wait_for(call, 20)
+        with pytest.raises(EngineFailed, match="generator 0 ended"):
+            await ask(client, "later", [1])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        await client.close()
+        (folder / "generator").unlink(missing_ok=True)
+        folder.rmdir()
