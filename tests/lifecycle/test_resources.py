@@ -39,6 +39,11 @@ def test_leftovers_of_a_dead_run_are_removed_and_those_of_a_living_one_stay(tmp_
     remove_leftovers()
 
 
+def test_a_folder_for_shared_memory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="nowhere"):
+        RunResources("epoch", shared_memory_parent=tmp_path / "nowhere")
+
+
 def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with (
         RunResources("epoch", shared_memory_parent=tmp_path) as resources,

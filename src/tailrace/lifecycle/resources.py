@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from tailrace.errors import SettingsError
 from tailrace.transport.channels import create_socket_folder, ipc_address, runtime_folder
 
 _PREFIX = "tailrace-run-"
@@ -20,14 +21,20 @@ _LOCK_NAME = "owner.lock"
 
 
 class RunResources:
-    """The folders of one run. Remove them with `remove`, or use it as a context manager."""
+    """The folders of one run. Remove them with `remove`, or use it as a context manager.
+
+    Raises `SettingsError` when the folder for shared memory cannot be written to.
+    """
 
     def __init__(self, epoch: str, *, shared_memory_parent: Path | None = None) -> None:
         self._locks: list[int] = []
         label = f"{os.getpid()}-{epoch[:8]}"
-        self.sockets = self._own(create_socket_folder(), label)
         parent = shared_memory_parent or shared_memory_folder()
-        self.shared_memory = self._own(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), label)
+        try:
+            self.shared_memory = self._own(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), label)
+        except OSError as error:
+            raise SettingsError(f"no folder for shared memory can be made in {parent}: {error.strerror}") from error
+        self.sockets = self._own(create_socket_folder(), label)
 
     def address(self, name: str) -> str:
         """The address of this run's socket `name`."""

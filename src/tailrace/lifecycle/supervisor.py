@@ -131,7 +131,10 @@ class Supervisor:
         return role.returncode or 0
 
     async def stop(self, *names: str) -> None:
-        """Stop these roles, one after the other: SIGTERM, a deadline, SIGKILL, each to the whole process group."""
+        """Stop these roles, one after the other: SIGTERM, a deadline, SIGKILL, each to the whole process group.
+
+        Raises `LifecycleError` for a process that even SIGKILL does not end by the deadline (a hung disk, a driver).
+        """
         for name in names:
             await self._stop(self._roles[name])
 
@@ -156,14 +159,16 @@ class Supervisor:
 
     async def _stop(self, role: RoleProcess) -> None:
         role.is_stopping = True
-        role.signal_group(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(self._settings.terminate_s):
-                await self.wait(role.name)
-        except TimeoutError:
-            _logger.warning("the %s ignored SIGTERM for %g s and is killed", role.name, self._settings.terminate_s)
-            role.signal_group(signal.SIGKILL)
-            await self.wait(role.name)
+        deadline_s = self._settings.terminate_s
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            role.signal_group(number)
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self.wait(role.name)
+                    return
+            except TimeoutError:
+                _logger.warning("the %s did not end within %g s of %s", role.name, deadline_s, number.name)
+        raise LifecycleError(f"the {role.name} (process {role.pid}) cannot be killed: the system holds it")
 
 
 def _spawn(role: RoleSpec, log_path: Path, orphan_grace_s: float) -> subprocess.Popen[bytes]:
