@@ -72,7 +72,9 @@ class EnvironmentRunner:
     def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
         if self._evaluation_seed is None:
             return environment.sampling
-        return self._settings.rollouts.evaluation_sampling(seed=(self._evaluation_seed + task.index) % 2**31)
+        return self._settings.rollouts.evaluation_sampling(
+            seed=(self._evaluation_seed + task.index) % 2**31, max_tokens=environment.sampling.max_tokens
+        )
 
 
 def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
@@ -93,7 +95,7 @@ def task_stream(settings: RunSettings, environments: Mapping[str, LoadedEnvironm
 def make_renderer(settings: RunSettings, tokenizer_files: Path) -> ChatRenderer:
     """The model's chat renderer. `tokenizer_files` is where its tokenizer is written when it has no local folder."""
     folder = tokenizer_folder(settings.model.name, tokenizer_files)
-    return ChatRenderer(folder, thinking_retention=settings.rollouts.thinking_retention)
+    return ChatRenderer(folder, name=settings.model.name, thinking_retention=settings.rollouts.thinking_retention)
 
 
 def make_rollouter(

@@ -17,9 +17,8 @@ from tailrace.run.parts import engine_factory, make_trainer
 from tailrace.transport.batch_queue import BatchReceiver
 from tailrace.transport.event_log import EventLog
 from tailrace.transport.event_log_rpc import EventLogClient
-from tailrace.transport.model_state_dicts import ModelStateDictStore
+from tailrace.transport.model_state_dicts import ModelStateDictStore, SharedMemoryModelStateDictStore
 from tailrace.transport.shared_memory import SharedMemoryBatchReceiver
-from tailrace.transport.shared_weights import SharedMemoryModelStateDictStore
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
