@@ -10,7 +10,7 @@ RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 demo: install  ## Watch a small model learn: held-out reward before, training, held-out reward after.
 	$(BIN)/tailrace eval quickstart
 	$(BIN)/tailrace train quickstart --name $(RUN_NAME)
-	$(BIN)/tailrace eval quickstart --model.name runs/$(RUN_NAME)/checkpoints/latest
+	$(BIN)/tailrace eval quickstart --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev

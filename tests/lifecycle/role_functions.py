@@ -1,6 +1,6 @@
 """Roles that the supervisor's tests start. They import next to nothing, so that they start at once."""
 
-# ruff: noqa: ASYNC220, ASYNC240  nothing else runs on their loops
+# ruff: noqa: ASYNC220  nothing else runs on their loops
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Promises of every batch queue, whatever carries it."""
 
-# ruff: noqa: ASYNC240  looking into a folder of a test takes no time
-
 from __future__ import annotations
 
 import asyncio

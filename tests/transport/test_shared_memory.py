@@ -1,7 +1,5 @@
 """What the shared memory queue promises beyond every queue: files, bytes, other processes."""
 
-# ruff: noqa: ASYNC240  looking into a folder of a test takes no time
-
 from __future__ import annotations
 
 import asyncio

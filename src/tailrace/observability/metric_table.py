@@ -140,7 +140,12 @@ _RUN = (
     ("scheduler/in_flight", "rollouts", _LAST, "Rollouts admitted and not yet terminal."),
     ("scheduler/admitted", "rollouts", _LAST, "Rollouts admitted since the run began."),
     ("scheduler/budget_wait_s", "s", _SUM, "Time in which admission waited for the staleness budget."),
-    ("scheduler/buffer_wait_s", "s", _SUM, "Time in which admission waited because enough finished groups wait already."),
+    (
+        "scheduler/buffer_wait_s",
+        "s",
+        _SUM,
+        "Time in which admission waited: enough finished groups stood ready.",
+    ),
     ("scheduler/trainer_wait_s", "s", _SUM, "Time in which the trainer waited for a batch."),
     ("scheduler/queue_wait_s", "s", _SUM, "Time in which a full batch waited for the trainer to take it."),
     ("scheduler/ready_groups", "groups", _LAST, "Scored groups that wait for their batch."),

@@ -1,1 +1,1 @@
-"""Packaged configurations: `tailrace recipes` lists them, `tailrace train <name>` runs one. TOML files and models only."""
+"""Packaged configurations, TOML files and models: `tailrace recipes` lists them, `tailrace train <name>` runs one."""

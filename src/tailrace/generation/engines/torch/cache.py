@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -20,20 +22,15 @@ class SlotCache:
     """One pair of tensors per layer, `[slots, kv_heads, capacity, head_dim]`.
 
     Zeroed at birth: masked positions still enter the sums with weight 0, and 0 times an uninitialised NaN is NaN. On a
-    CPU the pages of zeroed memory that no token reached cost nothing.
+    CPU, pages that no token reached yet cost nothing.
     """
 
     def __init__(
         self, layers: list[LayerShape], *, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
     ):
         self.slots, self.capacity = slots, capacity
-        self.keys = [
-            torch.zeros(slots, layer.kv_heads, capacity, layer.key_dim, dtype=dtype, device=device) for layer in layers
-        ]
-        self.values = [
-            torch.zeros(slots, layer.kv_heads, capacity, layer.value_dim, dtype=dtype, device=device)
-            for layer in layers
-        ]
+        self.keys = [_zeros((slots, layer.kv_heads, capacity, layer.key_dim), dtype, device) for layer in layers]
+        self.values = [_zeros((slots, layer.kv_heads, capacity, layer.value_dim), dtype, device) for layer in layers]
         self._flat_keys = [keys.view(-1, keys.shape[-1]) for keys in self.keys]
         self._flat_values = [values.view(-1, values.shape[-1]) for values in self.values]
         self.kv_heads = [layer.kv_heads for layer in layers]
@@ -65,3 +62,10 @@ class SlotCache:
         """Zero a row, whose values may not be finite."""
         for tensor in (*self.keys, *self.values):
             tensor[row] = 0
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU in memory that the system hands out when it is first written (`torch.zeros` writes it all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

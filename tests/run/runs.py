@@ -1,0 +1,125 @@
+"""Whole runs of the bundled model, as small as they can be: in this process, or as the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tailrace.config import RunSettings, load_settings
+from tailrace.lifecycle.resources import shared_memory_folder
+from tailrace.observability.summary import RunSummary
+from tailrace.run.training import train
+from tailrace.transport.channels import runtime_folder
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    *("--rollouts.group_size", "2", "--rollouts.max_tokens", "6", "--rollouts.max_turns", "1"),
+    *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false"),
+    *("--scheduling.row_tokens", "512", "--generator.max_cache_tokens", "512", "--generator.slots", "8"),
+)
+PATIENCE_S = 120.0
+
+
+def environment(name: str) -> tuple[str, ...]:
+    return ("--environment.name", f"tests.support.run_environments:{name}")
+
+
+def tiny_settings(*overrides: str, name: str = "run") -> RunSettings:
+    return load_settings("quickstart", [*TINY, *environment("words"), "--name", name, *overrides])
+
+
+async def run_inline(parent: Path, *overrides: str, name: str = "run") -> RunSummary:
+    """A run in this very process."""
+    settings = tiny_settings("--placement", "inline", "--observability.live", "off", *overrides, name=name)
+    return await train(settings, parent)
+
+
+@dataclass
+class Command:
+    """`tailrace train` as a process of its own, with run folders under its working folder."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    """The run's."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait(self) -> tuple[int, str]:
+        """Exit status and all that it printed."""
+        printed, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, printed
+
+    def wait_for_steps(self, count: int) -> None:
+        """Until so many lines of metrics are written."""
+        self.wait_until(lambda: len(records(self.folder / "metrics.jsonl")) >= count)
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not happened():
+            assert self.process.poll() is None, self.wait()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+
+    def role(self, name: str) -> psutil.Process:
+        """The process of a role, known by the log that it writes."""
+        log = str(self.folder / "logs" / f"{name}.log")
+        for child in psutil.Process(self.pid).children():
+            if any(file.path == log for file in child.open_files()):
+                return child
+        raise AssertionError(f"no {name} runs")
+
+    def leftovers(self) -> list[Path]:
+        """Shared memory and sockets that carry this process's number."""
+        return [
+            path for parent in (shared_memory_folder(), runtime_folder()) for path in parent.glob(f"*-{self.pid}-*")
+        ]
+
+
+@contextmanager
+def command(parent: Path, *overrides: str, name: str = "run") -> Iterator[Command]:
+    """Start `tailrace train` with the tiny settings; whatever it started is gone afterwards."""
+    arguments = ["train", "quickstart", *TINY, *environment("words"), "--name", name, *overrides]
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("tailrace"), *arguments],
+        cwd=parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield Command(process, parent.resolve() / "runs" / name)
+    finally:
+        for left in [*psutil.Process().children(recursive=True)]:
+            if left.pid == process.pid or process.pid in [parent.pid for parent in left.parents()]:
+                left.kill()
+        process.wait()
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def rollouts(folder: Path) -> list[dict[str, Any]]:
+    """Every rollout of a run's folder, in the order of its steps."""
+    return [record for path in sorted((folder / "rollouts").glob("step_*.jsonl")) for record in records(path)]
+
+
+def trained_tasks(folder: Path) -> list[str]:
+    """The task of every trained rollout."""
+    return [record["task_id"] for record in rollouts(folder) if record["outcome"]["state"] == "trained"]

@@ -1,0 +1,49 @@
+"""Every way a run can end by itself or by a wish, and the exit code that tells which."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tailrace.records import RunStatus
+from tests.run.runs import environment, records, run_inline, trained_tasks
+
+
+async def test_exhausted_data_finishes_the_run_with_a_last_partial_batch(tmp_path: Path) -> None:
+    data = ("--environment.args.count", "5", "--environment.args.held_out", "0")
+    summary = await run_inline(tmp_path, *data, "--max_steps", "null", "--max_epochs", "1")
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 3)
+    assert len(trained_tasks(tmp_path / "run")) == 10
+    assert records(tmp_path / "run" / "metrics.jsonl")[-1]["batch/rollouts"] == 2
+
+
+async def test_nothing_to_train_on_fails_the_run_and_says_why(tmp_path: Path) -> None:
+    summary = await run_inline(
+        tmp_path, *environment("praising"), "--scheduling.filter_zero_spread", "true", "--max_steps", "5"
+    )
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FAILED, 1, 0)
+    assert "nothing to train on" in summary.reason
+    assert "zero_spread" in summary.reason
+    assert summary.ledger.balances
+
+
+async def test_a_run_that_diverges_fails(tmp_path: Path) -> None:
+    summary = await run_inline(tmp_path, "--max_steps", "20", "--trainer.learning_rate", "1e38")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert summary.steps < 20
+    assert "finite" in summary.reason
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: int, code: int) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    signalling = (*environment("signalling"), "--environment.args.number", str(int(number)))
+    summary = await run_inline(tmp_path, *signalling, "--environment.args.after", str(metrics), "--max_steps", "1000")
+    assert (summary.status, summary.exit_code) == (RunStatus.CANCELLED, code)
+    assert 1 <= summary.steps < 1000
+    assert summary.checkpoint_path.endswith(f"step_{summary.steps:06d}")
+    assert Path(summary.checkpoint_path).is_dir()
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert summary.ledger.balances

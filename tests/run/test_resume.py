@@ -1,0 +1,98 @@
+"""Going on from the newest checkpoint: as if the run had never been interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import CheckpointError
+from tailrace.observability.summary import RunSummary
+from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
+from tailrace.transport.event_log import read_events
+from tests.run.runs import environment, records, rollouts, run_inline, trained_tasks
+
+DATA = (*environment("words"), "--environment.args.count", "20", "--environment.args.held_out", "0")
+"""20 tasks; 2 a step."""
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def resumed(parent: Path) -> RunSummary:
+    asyncio.run(run_inline(parent, *DATA, "--max_steps", "3"))
+    return asyncio.run(run_inline(parent, *DATA, "--max_steps", "100", "--max_epochs", "1", "--resume"))
+
+
+def test_steps_go_on_until_the_data_is_exhausted(resumed: RunSummary) -> None:
+    assert (resumed.status, resumed.exit_code, resumed.steps) == (RunStatus.FINISHED, 0, 10)
+    assert "max_epochs" in resumed.reason
+
+
+def test_no_task_is_skipped_or_trained_twice_across_the_seam(parent: Path, resumed: RunSummary) -> None:
+    groups = Counter(trained_tasks(parent / "run"))
+    assert groups == {f"words/train/{index}": 2 for index in range(20)}
+
+
+def test_metrics_go_on_where_they_ended(parent: Path, resumed: RunSummary) -> None:
+    assert [line["step"] for line in records(parent / "run" / "metrics.jsonl")] == list(range(1, 11))
+
+
+def test_the_events_of_both_starts_are_kept(parent: Path, resumed: RunSummary) -> None:
+    events = read_events(parent / "run" / "events.jsonl")
+    assert [event.step for event in events if isinstance(event, TrainerStarted)] == [0, 3]
+    assert [event.step for event in events if isinstance(event, StepTrained)] == list(range(1, 11))
+    assert len({event.epoch for event in events}) == 2
+
+
+async def test_steps_after_the_checkpoint_are_trained_again_and_told_once(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "4", "--trainer.checkpoint_every_steps", "2")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")  # as if killed before it was written
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "10", "--max_epochs", "1", "--resume")
+    assert summary.steps == 10
+    assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
+    assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
+    assert {record["step"] for record in rollouts(tmp_path / "run")} <= set(range(1, 12))
+
+
+async def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "2")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    assert (summary.exit_code, summary.steps, summary.ledger.by_state["trained"]) == (0, 2, 8)
+
+
+async def test_a_run_that_is_through_has_nothing_more_to_train(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "2")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    assert (summary.status, summary.steps, summary.ledger.by_state.get("trained", 0)) == (RunStatus.FINISHED, 2, 0)
+
+
+async def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "1")
+    (tmp_path / "run" / "checkpoints" / "step_000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+
+
+async def test_a_damaged_checkpoint_fails_the_run(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "1")
+    (tmp_path / "run" / "checkpoints" / "step_000001" / "trainer.pt").write_bytes(b"rubbish")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert "step_000001 is damaged" in summary.reason
+
+
+async def test_checkpoints_are_kept_as_asked(tmp_path: Path) -> None:
+    await run_inline(
+        tmp_path, *DATA, "--max_steps", "3", "--trainer.checkpoint_every_steps", "1", "--trainer.keep_checkpoints", "1"
+    )
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event.step for event in events if isinstance(event, CheckpointWritten)] == [1, 2, 3]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000003"]

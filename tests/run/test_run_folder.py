@@ -1,0 +1,133 @@
+"""What a run that finishes leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from tailrace.config import load_settings
+from tailrace.errors import DataError
+from tailrace.observability.metrics import METRICS
+from tailrace.observability.summary import RunSummary, read_summary
+from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
+from tailrace.transport.event_log import read_events
+from tests.run.runs import records, rollouts, run_inline, tiny_settings
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def summary(parent: Path) -> RunSummary:
+    return asyncio.run(run_inline(parent, "--max_steps", str(STEPS), "--trainer.checkpoint_every_steps", "2"))
+
+
+@pytest.fixture(scope="module")
+def folder(parent: Path, summary: RunSummary) -> Path:
+    return parent / "run"
+
+
+def test_a_run_finishes_after_max_steps(summary: RunSummary) -> None:
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, STEPS)
+    assert summary.policy_version == STEPS
+
+
+def test_the_folder_holds_what_the_map_says(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "reward.png"),
+        *("rollouts", "checkpoints", "logs"),
+    }
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (folder / "report.html").read_text()
+
+
+def test_the_settings_can_be_run_again(folder: Path) -> None:
+    again = load_settings(str(folder / "config.toml"))
+    expected = tiny_settings("--placement", "inline", "--max_steps", str(STEPS))
+    assert again.model_dump(exclude={"observability", "trainer"}) == expected.model_dump(
+        exclude={"observability", "trainer"}
+    )
+
+
+def test_the_events_tell_the_run_from_start_to_end(folder: Path) -> None:
+    events = read_events(folder / "events.jsonl")
+    assert isinstance(events[0], TrainerStarted)
+    assert isinstance(events[-1], TrainerEnded)
+    assert [event.step for event in events if isinstance(event, StepTrained)] == [1, 2, 3, 4]
+
+
+def test_every_metric_is_a_documented_one(folder: Path) -> None:
+    lines = records(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    patterned = [name.split("{")[0] for name in METRICS if "{" in name]
+    for name in {name for line in lines for name in line} - {"step", "wall_s"}:
+        assert name in METRICS or any(name.startswith(prefix) for prefix in patterned), name
+
+
+def test_the_summary_says_what_the_files_say(folder: Path, summary: RunSummary) -> None:
+    assert read_summary(folder) == summary
+    lines = records(folder / "metrics.jsonl")
+    assert summary.tokens_trained == sum(line["batch/loss_tokens"] for line in lines)
+    assert summary.masked_tokens == sum(line["batch/masked_tokens"] for line in lines)
+    assert summary.staleness_max == max(line["staleness/max"] for line in lines)
+    staleness = sum(line["staleness/mean"] * line["batch/loss_tokens"] for line in lines)
+    assert summary.staleness_mean == pytest.approx(staleness / summary.tokens_trained)
+    assert summary.length_ratio == pytest.approx(lines[-1]["bias/length_ratio"], rel=0.3)
+
+
+def test_the_ledger_balances_and_counts_what_the_rollout_files_hold(folder: Path, summary: RunSummary) -> None:
+    ledger = summary.ledger
+    assert ledger.balances
+    assert ledger.in_flight == 0
+    written = [record["outcome"]["state"] for record in rollouts(folder)]
+    assert written.count("trained") == ledger.by_state["trained"] == 4 * STEPS
+    assert written.count("filtered") == ledger.by_state["filtered"]
+
+
+def test_the_lengths_are_those_of_the_rollout_files(folder: Path, summary: RunSummary) -> None:
+    trained = [record for record in rollouts(folder) if record["outcome"]["state"] == "trained"]
+    lengths = [record["completion_tokens"] for record in trained]
+    assert sum(lengths) == summary.tokens_trained + summary.masked_tokens
+    assert summary.tokens_generated >= sum(record["completion_tokens"] for record in rollouts(folder))
+    for record in trained:
+        staleness = record["step"] - 1 - record["versions"]["max"]
+        assert 0 <= staleness <= 4
+
+
+def test_rollout_files_hold_what_went_in(folder: Path) -> None:
+    record = rollouts(folder)[0]
+    assert record["task"]["word"].startswith("word ")
+    assert record["sampling"]["temperature"] == 1.0
+    assert [message["role"] for message in record["messages"]][-2:] == ["user", "assistant"]
+    assert math.isfinite(record["reward"])
+
+
+def test_the_checkpoint_is_a_model_of_transformers(folder: Path, summary: RunSummary) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step_000002", "step_000004"]
+    newest = Path(summary.checkpoint_path)
+    assert newest.name == "step_000004"
+    assert AutoModelForCausalLM.from_pretrained(newest).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(newest).chat_template
+
+
+async def test_a_folder_that_is_there_is_never_overwritten(parent: Path, folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(DataError, match="add --resume"):
+        await run_inline(parent, "--max_steps", "1")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+async def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nothing to resume"):
+        await run_inline(tmp_path, "--max_steps", "1", "--resume")
+    assert not list(tmp_path.iterdir())

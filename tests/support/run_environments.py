@@ -1,0 +1,97 @@
+"""Environments for whole runs with the bundled model: quick, and as troublesome as a test asks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import zlib
+from pathlib import Path
+
+from tailrace.environments import EnvironmentSpec, Message, Policy, Task
+from tailrace.records import Reward
+
+
+async def answer(task: Task, policy: Policy) -> Reward:
+    """One turn; a reward that differs between replies, whatever they are."""
+    reply = await policy.chat([{"role": "user", "content": str(task["word"])}])
+    value = zlib.crc32(reply.content.encode()) % 97 / 97
+    return Reward(value, columns={"torch_is_imported": "torch" in sys.modules})
+
+
+def words(count: int = 256, held_out: int = 8) -> EnvironmentSpec:
+    rows = [{"word": f"word {number}"} for number in range(count)]
+    return EnvironmentSpec(name="words", agent=answer, train_tasks=rows, held_out=held_out, trusted=True)
+
+
+def empty() -> EnvironmentSpec:
+    return EnvironmentSpec(name="empty", agent=answer)
+
+
+async def praise(task: Task, policy: Policy) -> float:
+    """The same reward for all."""
+    await policy.chat([{"role": "user", "content": "anything"}])
+    return 1.0
+
+
+def praising() -> EnvironmentSpec:
+    return EnvironmentSpec(name="praising", agent=praise, train_tasks=[{"word": "good"}])
+
+
+TROUBLES = ("raise", "nan", "text", "hang", "too long")
+
+
+async def trouble(task: Task, policy: Policy) -> float:
+    """What the task's row says goes wrong does."""
+    word = str(task["word"])
+    prompt = "long " * 5000 if word == "too long" else word
+    reply = await policy.chat([{"role": "user", "content": prompt}])
+    match word:
+        case "raise":
+            raise ZeroDivisionError("of the user")
+        case "nan":
+            return float("nan")
+        case "text":
+            return "good"  # type: ignore[return-value]
+        case "hang":
+            await asyncio.Event().wait()
+    return zlib.crc32(reply.content.encode()) % 97 / 97
+
+
+def troubled() -> EnvironmentSpec:
+    rows = [{"word": word} for word in (*TROUBLES, "fine", "good", "well", "sound")]
+    return EnvironmentSpec(name="troubled", agent=trouble, train_tasks=rows, required_columns=("word",))
+
+
+def endless(task: Task, messages: list[Message]) -> float:
+    """A synchronous reward that never returns for one task."""
+    while task["word"] == "endless":
+        pass
+    return zlib.crc32(messages[-1]["content"].encode()) % 97 / 97
+
+
+def never_returning() -> EnvironmentSpec:
+    rows = [{"word": word} for word in ("endless", "fine", "good")]
+    return EnvironmentSpec(name="never-returning", agent=answer, reward=endless, train_tasks=rows)
+
+
+def without_column() -> EnvironmentSpec:
+    rows = [{"word": "a"}, {"word": "b"}, {"wrod": "c"}]
+    return EnvironmentSpec(
+        name="without-column", agent=answer, train_tasks=rows, required_columns=("word",), trusted=True
+    )
+
+
+def signalling(number: int = signal.SIGINT, after: str = "") -> EnvironmentSpec:
+    """Sends its own process a signal once a step was trained: when the file `after` holds a line."""
+    sent = []
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        if not sent and Path(after).is_file() and Path(after).read_text():
+            sent.append(True)
+            os.kill(os.getpid(), number)
+        return await answer(task, policy)
+
+    rows = [{"word": f"word {index}"} for index in range(64)]
+    return EnvironmentSpec(name="signalling", agent=agent, train_tasks=rows, trusted=True)
