@@ -13,7 +13,7 @@ from tests.run.runs import environment, records, run_inline, trained_tasks
 
 async def test_exhausted_data_finishes_the_run_with_a_last_partial_batch(tmp_path: Path) -> None:
     data = ("--environment.args.count", "5", "--environment.args.held_out", "0")
-    summary = await run_inline(tmp_path, *data, "--max_steps", "null", "--max_epochs", "1")
+    summary = await run_inline(tmp_path, *data, "--max_steps", "unset", "--max_epochs", "1")
     assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 3)
     assert len(trained_tasks(tmp_path / "run")) == 10
     assert records(tmp_path / "run" / "metrics.jsonl")[-1]["batch/rollouts"] == 2

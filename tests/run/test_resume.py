@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.errors import CheckpointError
 from tailrace.observability.summary import RunSummary
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
 from tailrace.transport.event_log import read_events
@@ -77,8 +76,9 @@ async def test_a_run_that_is_through_has_nothing_more_to_train(tmp_path: Path) -
 async def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "1")
     (tmp_path / "run" / "checkpoints" / "step_000001" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
-        await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert "step_000001 is no checkpoint" in summary.reason
 
 
 async def test_a_damaged_checkpoint_fails_the_run(tmp_path: Path) -> None:

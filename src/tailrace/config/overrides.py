@@ -10,9 +10,13 @@ from typing import Any
 from tailrace.config.sources import Key, Table
 from tailrace.errors import SettingsError
 
+_UNSET = object()
+
 
 def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Read `--a.b value`, `--a.b=value` and `--flag` (true). Values are TOML where they can be, else text.
+
+    `--a.b unset` takes a recipe's value away.
 
     Raises `SettingsError` for an argument that starts with no `--`.
 
@@ -72,13 +76,17 @@ def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
             index = part
         else:
             raise SettingsError(f"--{'.'.join(map(str, full))}: {'.'.join(path[:depth])} is a value, not a section")
-        if depth == len(path) - 1:
+        if depth == len(path) - 1 and value is _UNSET and isinstance(table, dict):
+            table.pop(index, None)
+        elif depth == len(path) - 1:
             table[index] = value
         else:
             table = table.setdefault(index, {}) if isinstance(table, dict) else table[index]
 
 
 def _parse_value(text: str) -> Any:
+    if text == "unset":
+        return _UNSET
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -46,6 +46,7 @@ class LiveView:
         terminal: bool,
         recent: RecentLines | None = None,
         log_every_s: float = 2.0,
+        no_progress_s: float = 60.0,
         console: Console | None = None,
     ) -> None:
         self._take = view
@@ -53,6 +54,7 @@ class LiveView:
         self._view = view()
         self._pace = Pace()
         self._lines = QuietLines(log_every_s)
+        self._watchdog = Watchdog(no_progress_s)
         self._console = console or Console()
         self._live = self._drawing() if terminal else None
         self._task: asyncio.Task[None] | None = None
@@ -99,6 +101,8 @@ class LiveView:
     def _snapshot(self, *, last: bool = False) -> None:
         view = self._view = self._take()
         self._pace.observe(view.step, view.elapsed_s)
+        if (stuck := self._watchdog.next(view)) is not None:
+            _logger.warning("%s", stuck)
         if self._live is None:
             line = self._lines.next(view, self._remaining_s(view), last=last)
             if line is not None:
@@ -135,6 +139,36 @@ class QuietLines:
             self._spoken_s = view.elapsed_s
             return f"step {view.step:,} · {clock(view.elapsed_s)} · waiting: {view.waiting_for}"
         return None
+
+
+class Watchdog:
+    """Tells, every `limit_s` that no event comes, which stage the run waits for.
+
+    >>> watchdog = Watchdog(60.0)
+    >>> watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish"))
+    >>> watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish", elapsed_s=61.0))
+    'nothing has moved for 1:01; the run waits for 8 rollouts to finish'
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._seen: tuple[object, ...] = ()
+        self._moved_s = self._told_s = 0.0
+
+    def next(self, view: RunView) -> str | None:
+        """The warning for this snapshot, or None."""
+        seen = (
+            *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
+            *(view.in_flight, view.running_requests, view.ready_groups, view.queued_batches),
+            sum(view.failures.values()),
+        )
+        if seen != self._seen:
+            self._seen, self._moved_s, self._told_s = seen, view.elapsed_s, view.elapsed_s
+        if view.elapsed_s - self._told_s < self._limit_s:
+            return None
+        self._told_s = view.elapsed_s
+        waits = f"; the run waits for {view.waiting_for}" if view.waiting_for else ""
+        return f"nothing has moved for {clock(view.elapsed_s - self._moved_s)}{waits}"
 
 
 def progress_line(view: RunView, remaining_s: float | None = None) -> str:

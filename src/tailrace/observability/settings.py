@@ -26,6 +26,9 @@ class ObservabilitySettings(BaseModel):
     )
     lag_interval_s: float = Field(0.1, gt=0, description="Seconds between two measurements of event-loop lag.")
     stall_s: float = Field(1.0, gt=0, description="Event-loop stalls longer than this many seconds log their stack.")
+    no_progress_s: float = Field(
+        60.0, gt=0, description="Seconds without any event after which a warning names what the run waits for."
+    )
     queue_records: int = Field(
         256, ge=1, description="Writes that may wait for the disk; more are dropped and counted, never waited for."
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import tomli_w
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError
+from tailrace.observability.sinks import rollouts_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ class RunPaths:
         return self.root / "rollouts"
 
     @property
+    def superseded(self) -> Path:
+        """What was written about steps that a resumed run trained again."""
+        return self.root / "superseded"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per checkpoint."""
         return self.root / "checkpoints"
@@ -53,11 +60,15 @@ class RunPaths:
         return self.root / "tokenizer"
 
 
-def open_run_folder(settings: RunSettings, parent: Path) -> RunPaths:
-    """Make the run's folder, or find it again to resume.
+class _MetricsLine(msgspec.Struct):
+    step: int = 0
 
-    Raises `DataError` when it exists and `resume` is off (nothing is ever overwritten), when there is nothing to
-    resume, and when the folder cannot be made.
+
+def find_run_folder(settings: RunSettings, parent: Path) -> RunPaths:
+    """Where the run's folder will be, or is to be resumed. Nothing is made yet.
+
+    Raises `DataError` when it exists and `resume` is off (nothing is ever overwritten), and when there is nothing to
+    resume.
     """
     paths = RunPaths(parent / settings.name)
     exists = paths.root.is_dir() and any(paths.root.iterdir())
@@ -68,12 +79,47 @@ def open_run_folder(settings: RunSettings, parent: Path) -> RunPaths:
         )
     if settings.resume and not exists:
         raise DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
+    return paths
+
+
+def make_run_folder(settings: RunSettings, paths: RunPaths) -> None:
+    """Make the folder, with the resolved settings in it. Raises `DataError` when it cannot be written."""
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         paths.settings.write_text(settings_as_toml(settings), encoding="utf-8")
     except OSError as error:
         raise DataError(f"cannot write the run folder {paths.root}: {error.strerror}") from error
-    return paths
+
+
+def wind_back(paths: RunPaths, step: int) -> None:
+    """Set aside, in `superseded/`, what was written about steps after `step`: they will be trained again.
+
+    So that metrics and rollouts tell one history, that of the weights that survived. Raises `DataError`.
+    """
+    lines = paths.metrics.read_bytes().splitlines(keepends=True) if paths.metrics.is_file() else []
+    lost = {line: number for line in lines if (number := _step_of(line)) > step}
+    if not lost:
+        return
+    try:
+        paths.superseded.mkdir(exist_ok=True)
+        with (paths.superseded / paths.metrics.name).open("ab") as file:
+            file.writelines(lost)
+        kept = paths.metrics.with_suffix(".jsonl.part")
+        kept.write_bytes(b"".join(line for line in lines if line not in lost))
+        kept.replace(paths.metrics)
+        for rollouts in (rollouts_path(paths.rollouts, number) for number in lost.values()):
+            if rollouts.is_file():
+                rollouts.replace(paths.superseded / rollouts.name)
+    except OSError as error:
+        raise DataError(f"cannot set aside the steps after {step} in {paths.root}: {error.strerror}") from error
+
+
+def _step_of(line: bytes) -> int:
+    """0 for a line that a crash cut short."""
+    try:
+        return msgspec.json.decode(line, type=_MetricsLine).step
+    except msgspec.MsgspecError:
+        return 0
 
 
 def settings_as_toml(settings: RunSettings) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from tailrace.records import (
 from tailrace.run.usage import ProcessMeter, total_cpu_s
 from tailrace.scheduling import Verdict
 from tailrace.scheduling.stream import SchedulerStatistics
+
+_logger = logging.getLogger(__name__)
 
 _PHASES = ("generate", "environment", "score")
 
@@ -107,6 +110,8 @@ class RunObserver:
         """See `SchedulerObserver`."""
         if outcome.state is TerminalState.FAILED:
             self.totals.failures[outcome.reason] += 1
+            if self.totals.failures[outcome.reason] == 1:
+                _logger.warning("a rollout failed, and more of %r are only counted: %s", outcome.reason, message)
         self._recorder.rollout_ended(rollout, outcome)
         if rollout is not None:
             self._entries.append(RolloutEntry(rollout, outcome, self._advantages.pop(rollout_id, None)))

@@ -89,6 +89,13 @@ class Orchestrator:
             return "starting"
         return "stopping" if self._stop_requested else "training"
 
+    @property
+    def starting(self) -> str:
+        """What a start waits for, for people."""
+        if self._started is None:
+            return "the trainer to load the model"
+        return "the generator to load the model"
+
     # --- the event log -------------------------------------------------------------------------------------------
 
     async def _follow(self) -> TrainerEnded:

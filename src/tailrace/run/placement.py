@@ -57,7 +57,7 @@ class Placement:
     pids: Mapping[str, int]
     """Process ids by role."""
     kill: Callable[[], None]
-    """Ends every role at once, without waiting."""
+    """Ends every role at once, without waiting, and removes what they shared."""
 
 
 def open_placement(
@@ -131,6 +131,10 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
             async def trainer_left() -> None:
                 await supervisor.wait("trainer")
 
+            def kill() -> None:
+                supervisor.kill()
+                resources.remove()
+
             async def ready() -> None:
                 await client.statistics()
 
@@ -142,7 +146,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 watch=watch,
                 trainer_left=trainer_left,
                 pids={"orchestrator": os.getpid(), "generator": generator.pid, "trainer": trainer.pid},
-                kill=supervisor.kill,
+                kill=kill,
             )
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import msgspec
 
 from tailrace.config import RunSettings
+from tailrace.errors import CheckpointError
 from tailrace.generation.generator import Generator
 from tailrace.generation.rpc import GeneratorServer
 from tailrace.lifecycle.resources import RunResources
 from tailrace.observability.logs import setup_logging
-from tailrace.records import ModelStateDictRef
+from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
 from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory, make_trainer
 from tailrace.transport.batch_queue import BatchReceiver
@@ -91,10 +92,15 @@ async def run_trainer_role(
     from tailrace.training.loop import TrainerPlan, run_trainer
 
     settings = role.run
+    try:
+        newest = latest_checkpoint(role.paths.checkpoints) if settings.resume else None
+    except CheckpointError as error:
+        await log.append(TrainerEnded(epoch=role.epoch, status=RunStatus.FAILED, step=0, reason=str(error)))
+        raise
     plan = TrainerPlan(
         epoch=role.epoch,
         checkpoints=role.paths.checkpoints,
-        resume_from=latest_checkpoint(role.paths.checkpoints) if settings.resume else None,
+        resume_from=newest,
         publish_dtype=settings.model.dtype,
     )
     await run_trainer(lambda: make_trainer(settings), batches, store, log, plan)

@@ -24,7 +24,8 @@ from tailrace.observability.run_view import RunView
 from tailrace.observability.sinks import BackgroundWriter, JsonlSink, RolloutWriter
 from tailrace.observability.summary import RunSummary, write_summary
 from tailrace.records import RunStatus, TrainerEnded, TrainerStarted
-from tailrace.run.folder import RunPaths, open_run_folder
+from tailrace.rollouts import ChatRenderer
+from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import (
@@ -53,14 +54,20 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
     """
     environments = await asyncio.to_thread(load_environments, settings)
-    paths = open_run_folder(settings, parent)
+    paths = find_run_folder(settings, parent)
+    renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
+    make_run_folder(settings, paths)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     async with LoopLagMonitor(observability.lag_interval_s, stall_s=observability.stall_s) as lag:
-        run = _Training(settings, paths, environments, lag)
+        run = _Training(settings, paths, environments, renderer, lag)
         live = LiveView(
-            run.view, terminal=terminal is Terminal.LIVE, recent=recent, log_every_s=observability.log_every_s
+            run.view,
+            terminal=terminal is Terminal.LIVE,
+            recent=recent,
+            log_every_s=observability.log_every_s,
+            no_progress_s=observability.no_progress_s,
         )
         async with live:
             summary = await run.run(live)
@@ -77,9 +84,11 @@ class _Training:
         settings: RunSettings,
         paths: RunPaths,
         environments: dict[str, LoadedEnvironment],
+        renderer: ChatRenderer,
         lag: LoopLagMonitor,
     ) -> None:
         self._settings, self._paths, self._environments, self._lag = settings, paths, environments, lag
+        self._renderer = renderer
         self._orchestrator: Orchestrator | None = None
         self._writer = BackgroundWriter(queue_records=settings.observability.queue_records)
         self._clock = asyncio.get_running_loop().time
@@ -92,7 +101,6 @@ class _Training:
 
     async def run(self, live: LiveView) -> RunSummary:
         """Start everything, run to the terminal record, stop everything, sum up."""
-        renderer = await asyncio.to_thread(make_renderer, self._settings, self._paths.tokenizer)
         log = FileEventLog(self._paths.events, uuid.uuid4().hex)
         async with contextlib.AsyncExitStack() as stack:
             placement = await stack.enter_async_context(open_placement(self._settings, self._paths, log))
@@ -102,7 +110,7 @@ class _Training:
                 make_rollouter(
                     self._settings,
                     self._environments,
-                    renderer=renderer,
+                    renderer=self._renderer,
                     generate=placement.generate,
                     log_folder=self._paths.logs,
                 )
@@ -121,6 +129,8 @@ class _Training:
         """The scheduler and its observer, from where the trainer is."""
         settings, observability = self._settings, self._settings.observability
         tasks = task_stream(settings, self._environments)
+        if settings.resume:
+            wind_back(self._paths, started.step)
         if started.scheduler_state:
             tasks.restore(started.scheduler_state)
         observer = RunObserver(

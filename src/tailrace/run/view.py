@@ -8,10 +8,11 @@ from tailrace.observability.run_view import RunView
 from tailrace.records import TerminalState
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.scheduling import Verdict
+from tailrace.scheduling.stream import SchedulerStatistics
 
 _WAITING = {
-    Verdict.BUDGET_SPENT: "the trainer (the staleness budget is spent)",
-    Verdict.BUFFER_FULL: "the trainer (enough finished groups wait for it)",
+    Verdict.BUDGET_SPENT: " (the staleness budget is spent)",
+    Verdict.BUFFER_FULL: " (enough finished groups wait for it)",
 }
 
 
@@ -23,6 +24,7 @@ def run_view(
         name=settings.name,
         model=settings.model.name,
         environments=[environment.id or environment.name for environment in settings.environments],
+        waiting_for=orchestrator.starting if orchestrator else "the processes to start",
         elapsed_s=elapsed_s,
         max_steps=settings.max_steps,
         max_staleness=settings.max_staleness,
@@ -36,7 +38,7 @@ def run_view(
         model=start.model,
         environments=start.environments,
         stage=orchestrator.stage,
-        waiting_for=_WAITING.get(statistics.verdict, "rollouts to finish"),
+        waiting_for=_waiting_for(orchestrator, statistics),
         elapsed_s=elapsed_s,
         step=orchestrator.step,
         max_steps=start.max_steps,
@@ -68,3 +70,15 @@ def run_view(
         rollouts_filtered=ledger.total(TerminalState.FILTERED),
         rss_bytes=sum(value for name, value in latest.items() if name.startswith("memory/")),
     )
+
+
+def _waiting_for(orchestrator: Orchestrator, statistics: SchedulerStatistics) -> str:
+    """The stages that have work: whichever of them is stuck holds the run up."""
+    if orchestrator.stage == "stopping":
+        return "the trainer's last save"
+    busy = []
+    if statistics.batches_ahead:
+        busy.append(f"the trainer to finish step {orchestrator.step + 1}{_WAITING.get(statistics.verdict, '')}")
+    if statistics.running:
+        busy.append(f"{statistics.running} rollouts to finish")
+    return " and ".join(busy) or "groups to be scored"
