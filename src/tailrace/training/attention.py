@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ _ALWAYS_TOGETHER = 32
 
 _MATERIALIZE_UP_TO = 512
 """Longest segments whose scores are held at once; longer ones go through torch's blockwise kernel."""
+
+_QUERY_BLOCK = 96
+"""Queries whose scores are computed together: smaller blocks skip more of what causality forbids, in more calls."""
 
 _KEEP_BYTES = 16 << 20
 """Probabilities of one group in one layer that are kept at most; more are computed twice."""
@@ -200,40 +204,61 @@ class _Gather(torch.autograd.Function):
 
 
 class _MaterializedAttention(torch.autograd.Function):
-    """Softmax attention with its scores held at once: on CPU faster than the blockwise kernel for short segments.
+    """Softmax attention with the scores of a block of queries at once: on CPU faster than torch's kernel when short.
 
-    Queries that share a key head are stacked, so that keys and values are never repeated.
+    A block of queries meets only keys up to its own end, so most of what causality forbids is never computed. Queries
+    that share a key head are stacked, so that keys and values are never repeated.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
         segments, heads, length, size = query.shape
-        key_heads = key.shape[1]
-        stacked = (query * rule.scale).reshape(segments * key_heads, heads // key_heads * length, size)
-        keys, values = (tensor.reshape(segments * key_heads, length, size) for tensor in (key, value))
-        probabilities = _probabilities(stacked, keys, rule)
-        kept = probabilities if probabilities.nbytes <= _KEEP_BYTES else None
-        ctx.save_for_backward(stacked, keys, values, kept)
+        batch = segments * key.shape[1]
+        queries = (query * rule.scale).reshape(batch, heads // key.shape[1], length, size)
+        keys, values = (tensor.reshape(batch, length, size) for tensor in (key, value))
+        output = torch.empty_like(queries)
+        kept = []
+        for start, end in _blocks(length):
+            stacked = queries[:, :, start:end].flatten(1, 2)
+            probabilities = _probabilities(stacked, keys[:, :end], start, rule)
+            output[:, :, start:end] = torch.bmm(probabilities, values[:, :end]).view(batch, -1, end - start, size)
+            kept.append(probabilities)
+        if sum(probabilities.nbytes for probabilities in kept) > _KEEP_BYTES:
+            kept = []
+        ctx.save_for_backward(queries, keys, values, *kept)
         ctx.rule, ctx.shape, ctx.key_shape = rule, query.shape, key.shape
-        return torch.bmm(probabilities, values).view(query.shape)
+        return output.view(query.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stacked, keys, values, kept = ctx.saved_tensors
-        probabilities = _probabilities(stacked, keys, ctx.rule) if kept is None else kept
-        grad = grads[0].reshape(stacked.shape)
-        grad_values = torch.bmm(probabilities.mT, grad)
-        grad_probabilities = torch.bmm(grad, values.mT)
-        grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
-        grad_query = torch.bmm(grad_scores, keys).mul_(ctx.rule.scale)
-        grad_keys = torch.bmm(grad_scores.mT, stacked)
+        queries, keys, values, *kept = ctx.saved_tensors
+        grad = grads[0].reshape(queries.shape)
+        grad_query, grad_keys, grad_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        for index, (start, end) in enumerate(_blocks(queries.shape[2])):
+            stacked, grad_block = (tensor[:, :, start:end].flatten(1, 2) for tensor in (queries, grad))
+            own_keys = keys[:, :end]
+            probabilities = kept[index] if kept else _probabilities(stacked, own_keys, start, ctx.rule)
+            grad_values[:, :end] += torch.bmm(probabilities.mT, grad_block)
+            grad_scores = torch._softmax_backward_data(
+                torch.bmm(grad_block, values[:, :end].mT), probabilities, -1, probabilities.dtype
+            )
+            grad_keys[:, :end] += torch.bmm(grad_scores.mT, stacked)
+            scaled = torch.bmm(grad_scores, own_keys).mul_(ctx.rule.scale)
+            grad_query[:, :, start:end] = scaled.view(grad_query[:, :, start:end].shape)
         return grad_query.view(ctx.shape), grad_keys.view(ctx.key_shape), grad_values.view(ctx.key_shape), None
 
 
-def _probabilities(stacked: Tensor, keys: Tensor, rule: _Rule) -> Tensor:
-    """[segments * key heads, queries per key head * length, length]; queries are scaled already."""
+def _blocks(length: int) -> list[tuple[int, int]]:
+    """Query blocks of nearly equal size, about `_QUERY_BLOCK` each."""
+    count = max(1, round(length / _QUERY_BLOCK))
+    edges = [length * index // count for index in range(count + 1)]
+    return list(pairwise(edges))
+
+
+def _probabilities(stacked: Tensor, keys: Tensor, start: int, rule: _Rule) -> Tensor:
+    """[batch, queries per key head * block, keys]; queries are scaled already, the first stands at `start`."""
     length = keys.shape[1]
-    bias = _causal_bias(length, rule, stacked).repeat(stacked.shape[1] // length, 1)
+    bias = _causal_bias(length, rule, stacked)[start:].repeat(stacked.shape[1] // (length - start), 1)
     return torch.softmax(torch.bmm(stacked, keys.mT).add_(bias), dim=-1)
 
 

@@ -1,0 +1,132 @@
+"""What cannot work is told in one message: before anything starts where that can be known, else it costs one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import DataError, ModelError, SettingsError
+from tailrace.observability.summary import RunSummary
+from tailrace.records import RunStatus
+from tests.run.runs import environment, run_inline
+from tests.support.chat_models import save_chat_model
+
+
+def fails(summary: RunSummary) -> dict[str, int]:
+    assert summary.ledger.balances
+    return summary.ledger.by_reason["failed"]
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSummary, str]:
+    parent = tmp_path_factory.mktemp("runs")
+    limits = ("--rollouts.timeout_s", "1", "--scheduling.max_retries", "0", "--scheduling.max_staleness", "1")
+    data = (*environment("troubled"), "--max_steps", "unset", "--max_epochs", "1")
+    summary = asyncio.run(run_inline(parent, *data, *limits))
+    return summary, (parent / "run" / "logs" / "orchestrator.log").read_text()
+
+
+def test_what_goes_wrong_in_one_rollout_costs_that_rollout(troubled: tuple[RunSummary, str]) -> None:
+    summary, _ = troubled
+    assert (summary.status, summary.exit_code) == (RunStatus.FINISHED, 0)
+    assert summary.ledger.by_state["trained"] == 2 * 4
+    assert fails(summary) == {
+        "environment_failed": 2,  # raises
+        "invalid_reward": 4,  # NaN, and a text
+        "timeout": 2,  # hangs
+        "request_refused": 2,  # a prompt longer than the model's context
+    }
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "task troubled/train/0: ZeroDivisionError: of the user",
+        "(rollouts.timeout_s)",
+        "is not a finite number",
+    ],
+)
+def test_the_first_failure_of_each_kind_is_told(troubled: tuple[RunSummary, str], message: str) -> None:
+    assert message in troubled[1]
+
+
+async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_rollout(tmp_path: Path) -> None:
+    data = (*environment("never_returning"), "--max_steps", "unset", "--max_epochs", "1")
+    limits = ("--rollouts.worker_timeout_s", "0.5", "--scheduling.max_retries", "0", "--rollouts.workers", "2")
+    summary = await run_inline(tmp_path, *data, *limits)
+    assert (summary.status, summary.exit_code) == (RunStatus.FINISHED, 0)
+    assert sum(fails(summary).values()) == 2
+    assert summary.ledger.by_state["trained"] == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (environment("empty"), DataError, "has no task to train on"),
+        (environment("nowhere"), SettingsError, "has no 'nowhere'"),
+        (environment("without_column"), DataError, "has no column 'word'"),
+        (("--environment.name", "alfabet-sort"), SettingsError, "did you mean 'alphabet-sort'"),
+        (("--model.name", "bundled:slowstart"), ModelError, "no such bundled model; bundled are: quickstart"),
+        (("--model.name", "./nowhere"), ModelError, "is no folder"),
+    ],
+)
+async def test_what_can_be_known_before_is_told_before_anything_is_made(
+    tmp_path: Path, overrides: tuple[str, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await run_inline(tmp_path, "--max_steps", "1", *overrides)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model", template=None)
+    with pytest.raises(ModelError, match="has no chat template"):
+        await run_inline(tmp_path / "runs", "--max_steps", "1", "--model.name", str(model))
+    assert not (tmp_path / "runs").exists()
+
+
+async def test_a_model_without_weights_fails_the_run_and_says_so(tmp_path: Path) -> None:
+    bundled = Path(__file__).parents[2] / "src/tailrace/recipes/models/quickstart"
+    shutil.copytree(bundled, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    summary = await run_inline(tmp_path, "--max_steps", "1", "--model.name", str(tmp_path / "model"))
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
+    assert "cannot be loaded" in summary.reason
+
+
+async def test_an_empty_file_and_a_row_without_its_column_are_told_with_their_place(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    for text, message in (("", "is empty"), ('{"word": "a"}\n{"wrod": "b"}\n', r"has no column 'word'")):
+        data.write_text(text)
+        with pytest.raises(DataError, match=message):
+            await run_inline(
+                tmp_path / "runs", *environment("troubled"), "--environment.data", str(data), "--max_steps", "5"
+            )
+    assert not (tmp_path / "runs").exists()
+
+
+async def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    with pytest.raises(DataError, match="cannot write the run folder"):
+        await run_inline(tmp_path / "runs", "--max_steps", "1")
+
+
+async def test_a_checkpoint_of_other_environments_is_refused(tmp_path: Path) -> None:
+    await run_inline(tmp_path, "--max_steps", "1")
+    summary = await run_inline(tmp_path, *environment("troubled"), "--max_steps", "2", "--resume")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
+    assert "resume with the same environments" in summary.reason
+
+
+async def test_a_disk_that_takes_no_checkpoint_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    summary = await run_inline(tmp_path, "--max_steps", "1", "--resume")
+    assert (summary.status, summary.exit_code, summary.checkpoint_path) == (RunStatus.FAILED, 1, "")
+    assert "cannot be written" in summary.reason
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

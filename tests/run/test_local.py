@@ -1,0 +1,120 @@
+"""Runs whose roles are processes of their own: whatever happens to one, the command tells, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.run.runs import Command, command, records, rollouts, run_inline
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
+
+
+def family(run: Command) -> list[psutil.Process]:
+    return psutil.Process(run.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_a_run_finishes_and_the_orchestrator_never_imports_torch(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "3") as run:
+        run.wait_for_steps(1)
+        children = family(run)
+        status, printed = run.wait()
+        assert (status, run.leftovers(), all_gone(children)) == (0, [], True), printed
+    assert "finished: max_steps = 3 reached" in printed
+    assert {path.name for path in run.folder.iterdir()} == {
+        *("config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "reward.png"),
+        *("rollouts", "checkpoints", "logs"),
+    }
+    assert {path.name for path in (run.folder / "logs").iterdir()} == {
+        *("orchestrator.log", "trainer.log", "generator.log"),
+    }
+    trained = [record for record in rollouts(run.folder) if record["outcome"]["state"] == "trained"]
+    assert len(trained) == 12
+    assert not any(record["columns"]["torch_is_imported"] for record in trained)
+
+
+async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "10000") as run:
+        run.wait_for_steps(2)
+        children = family(run)
+        run.process.send_signal(signal.SIGINT)
+        status, printed = run.wait()
+        assert (status, run.leftovers(), all_gone(children)) == (130, [], True), printed
+    steps = records(run.folder / "metrics.jsonl")[-1]["step"]
+    assert f"checkpoint  runs/run/checkpoints/step_{steps:06d}" in printed
+    summary = await run_inline(tmp_path / "runs", "--max_steps", str(steps + 1), "--resume")
+    assert (summary.exit_code, summary.steps) == (0, steps + 1)
+
+
+def test_ctrl_c_twice_ends_at_once_with_nothing_left(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "10000") as run:
+        run.wait_for_steps(1)
+        children = family(run)
+        for child in children:
+            child.suspend()  # nobody answers the first one
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        run.process.send_signal(signal.SIGINT)
+        status, printed = run.wait()
+        assert (status, run.leftovers(), all_gone(children)) == (130, [], True), printed
+
+
+@pytest.mark.parametrize("role", ["trainer", "generator"])
+def test_a_role_that_is_killed_fails_the_run_by_its_name(tmp_path: Path, role: str) -> None:
+    with command(tmp_path, "--max_steps", "10000") as run:
+        run.wait_for_steps(1)
+        children = family(run)
+        run.role(role).kill()
+        status, printed = run.wait()
+        assert (status, run.leftovers(), all_gone(children)) == (1, [], True), printed
+    assert f"the {role} left early, killed by SIGKILL; the end of its log" in printed
+    assert (run.folder / "summary.json").is_file()
+
+
+async def test_children_of_a_killed_orchestrator_end_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "10000", "--trainer.checkpoint_every_steps", "2") as run:
+        run.wait_for_steps(3)
+        children = family(run)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        assert all_gone(children)
+    lines = records(run.folder / "metrics.jsonl")
+    summary = await run_inline(tmp_path / "runs", "--max_steps", str(len(lines) + 2), "--resume")
+    assert (summary.exit_code, summary.steps) == (0, len(lines) + 2)
+    steps = [line["step"] for line in records(run.folder / "metrics.jsonl")]
+    assert steps == list(range(1, summary.steps + 1))
+
+
+def test_a_full_disk_ends_the_run_honestly(tmp_path: Path) -> None:
+    """The folder of runs is a small file system of its own, in a mount namespace that ends with the command."""
+    script = (
+        'mount -t tmpfs -o size=3m tailrace runs && exec "$0" train quickstart --name run --placement inline '
+        "--max_steps 2 --environment.name tests.support.run_environments:words --rollouts.group_size 2 "
+        "--scheduling.batch_size 4 --rollouts.max_tokens 6; "
+    )
+    (tmp_path / "runs").mkdir()
+    if subprocess.run(["unshare", "--mount", "--map-root-user", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces are not allowed here")
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", script, str(Path(sys.executable).with_name("tailrace"))],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "the disk is full" in done.stdout + done.stderr
