@@ -1,10 +1,9 @@
-"""What cannot work is told in one message: before anything starts where that can be known, else it costs one rollout."""
+"""What cannot work is told in one message: before anything starts where it can be known, else it costs one rollout."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def test_what_goes_wrong_in_one_rollout_costs_that_rollout(troubled: tuple[RunSu
         "environment_failed": 2,  # raises
         "invalid_reward": 4,  # NaN, and a text
         "timeout": 2,  # hangs
-        "request_refused": 2,  # a prompt longer than the model's context
+        "budget_exceeded": 2,  # a prompt longer than the model's context
     }
 
 
@@ -89,13 +88,11 @@ async def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-async def test_a_model_without_weights_fails_the_run_and_says_so(tmp_path: Path) -> None:
-    bundled = Path(__file__).parents[2] / "src/tailrace/recipes/models/quickstart"
-    shutil.copytree(bundled, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    summary = await run_inline(tmp_path, "--max_steps", "1", "--model.name", str(tmp_path / "model"))
-    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
-    assert "cannot be loaded" in summary.reason
+async def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    model = save_chat_model(tmp_path / "model")
+    with pytest.raises(ModelError, match="holds no weights"):
+        await run_inline(tmp_path / "runs", "--max_steps", "1", "--model.name", str(model))
+    assert not (tmp_path / "runs").exists()
 
 
 async def test_an_empty_file_and_a_row_without_its_column_are_told_with_their_place(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs whose roles are processes of their own: whatever happens to one, the command tells, and leaves nothing behind."""
+"""Runs whose roles are processes of their own: whatever happens to one, the command tells, and nothing stays behind."""
 
 from __future__ import annotations
 
