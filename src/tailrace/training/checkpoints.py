@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,11 +254,21 @@ def _set_randomness(state: dict[str, Any]) -> None:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    full = (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(error)
-    if full:
+    if any(_says_full(cause) for cause in _causes(error)):
         free = shutil.disk_usage(_existing(folder)).free
         return f"the disk is full ({free / 1e6:.0f} MB free); free some space, or set trainer.keep_checkpoints lower"
     return str(error)
+
+
+def _says_full(error: BaseException) -> bool:
+    return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(error)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it: torch hides the system's word behind its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _existing(folder: Path) -> Path:

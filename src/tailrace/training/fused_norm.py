@@ -47,7 +47,7 @@ def _agrees(module: nn.Module, epsilon: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(4, weight.shape[0], generator=generator).to(weight.device)
     try:
-        own: Any = module(probe)
+        own: object = module(probe)
     except (RuntimeError, TypeError):
         return False
     return isinstance(own, Tensor) and torch.allclose(own, _norm(probe, weight, epsilon), rtol=1e-5, atol=1e-6)
@@ -64,7 +64,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
         inverse = squares.div_(x.shape[-1]).add_(epsilon).rsqrt_()
-        normed = x * inverse
+        normed: Tensor = x * inverse
         ctx.save_for_backward(normed, inverse, weight)
         ctx.dtype = x.dtype
         return normed * weight

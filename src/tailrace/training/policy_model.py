@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tailrace.errors import ModelError
 from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
 from tailrace.training.micro_batch import MicroBatch
 
@@ -48,6 +49,7 @@ class PolicyModel:
         self._autocast = dtype == "bfloat16"
         self._head_dtype = torch.bfloat16 if self._autocast and head_dtype == "bfloat16" else torch.float32
         self._device = next(model.parameters()).device
+        fuse_norms(self.model)
         self.packs, self.has_plain_head = self._probe()
 
     def loss(self, micro_batch: MicroBatch, pointwise_loss: PointwiseLoss) -> HeadOutput:

@@ -25,6 +25,7 @@ from tailrace.generation.engines.loading import load_causal_lm
 from tailrace.records import Batch
 from tailrace.training import checkpoints
 from tailrace.training.losses import LossSums, policy_loss
+from tailrace.training.memory import keep_freed_memory
 from tailrace.training.micro_batch import MicroBatch, split_samples
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
@@ -65,6 +66,7 @@ class Trainer:
         seed: int = 0,
     ) -> None:
         torch.set_num_threads(settings.threads)
+        keep_freed_memory()
         _seed_everything(seed)
         if settings.loss.correction == "none":
             _log.warning("trainer.loss.correction is none: gradients are biased as soon as generation is stale")

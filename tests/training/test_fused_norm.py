@@ -1,0 +1,32 @@
+"""A fused norm is the norm; what is another norm keeps its own code."""
+
+from __future__ import annotations
+
+import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from tailrace.training.fused_norm import fuse_norms
+
+
+def test_values_and_gradients_are_the_modules_own() -> None:
+    torch.manual_seed(0)
+    own, fused = Qwen3RMSNorm(16), Qwen3RMSNorm(16)
+    with torch.no_grad():
+        own.weight.normal_()
+    fused.load_state_dict(own.state_dict())
+    assert fuse_norms(fused) == 1
+    left = (torch.randn(3, 5, 4, 16) * 3).requires_grad_()
+    right = left.detach().clone().requires_grad_()
+    gradient = torch.randn(3, 5, 4, 16)
+    expected, found = own(left), fused(right)
+    torch.testing.assert_close(found, expected)
+    expected.backward(gradient)
+    found.backward(gradient)
+    torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(fused.weight.grad, own.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_that_computes_something_else_is_left_alone() -> None:
+    assert fuse_norms(Gemma2RMSNorm(16)) == 0
+    assert fuse_norms(torch.nn.LayerNorm(16)) == 0
