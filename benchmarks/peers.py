@@ -99,7 +99,7 @@ max_tokens = 32
 """
     )
     output = _run([str(TAILRACE), "eval", str(settings), "--json"], folder, f"eval-{name}")
-    return float(json.loads(output.splitlines()[-1])["reward_mean"])
+    return float(json.loads(output.splitlines()[-1])["reverse"]["reward_mean"])
 
 
 def run_peer(job: Job, folder: Path, name: str) -> Outcome:

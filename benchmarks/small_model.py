@@ -9,7 +9,7 @@ the cap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,3 +105,40 @@ def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFa
     model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def school(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    lessons: Sequence[Mapping[str, str]],
+    *,
+    steps: int = 300,
+    batch: int = 32,
+    learning_rate: float = 2e-3,
+) -> None:
+    """Ordinary supervised learning of `prompt` → `answer`, for too short a time to master it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    rows = [_lesson(tokenizer, lesson) for lesson in lessons]
+    generator = torch.Generator().manual_seed(0)
+    model.train()
+    for _ in range(steps):
+        chosen = [rows[index] for index in torch.randint(len(rows), (batch,), generator=generator).tolist()]
+        longest = max(len(ids) for ids, _ in chosen)
+        ids = torch.full((batch, longest), PAD_ID)
+        labels = torch.full((batch, longest), -100)
+        for place, (row, prompt) in enumerate(chosen):
+            ids[place, : len(row)] = torch.tensor(row)
+            labels[place, prompt : len(row)] = ids[place, prompt : len(row)]
+        model(input_ids=ids, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def _lesson(tokenizer: PreTrainedTokenizerFast, lesson: Mapping[str, str]) -> tuple[list[int], int]:
+    """Token ids of prompt and answer, and how many of them are the prompt's."""
+    messages = [{"role": "user", "content": lesson["prompt"]}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    return ids + tokenizer(lesson["answer"], add_special_tokens=False).input_ids + [END_ID], len(ids)

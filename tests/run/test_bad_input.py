@@ -46,7 +46,7 @@ def test_what_goes_wrong_in_one_rollout_costs_that_rollout(troubled: tuple[RunSu
     [
         "task troubled/train/0: ZeroDivisionError: of the user",
         "(rollouts.timeout_s)",
-        "is not a finite number",
+        "more of 'invalid_reward' are only counted",
     ],
 )
 def test_the_first_failure_of_each_kind_is_told(troubled: tuple[RunSummary, str], message: str) -> None:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from tailrace.environments.arguments import check_arguments
 from tailrace.environments.datasets import first_rows, hold_out, load_rows
+from tailrace.environments.files import ArrowRows, JsonlRows
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.errors import DataError, SettingsError
@@ -34,6 +35,10 @@ BUILT_IN = {
     "reverse-text": "tailrace.environments.reverse_text:reverse_text",
 }
 """Imported when asked for."""
+
+
+_ROWS_CHECKED = 10_000
+"""Of rows that somebody wrote; generated ones are alike. A row behind them is checked when it is drawn."""
 
 
 def environment_names() -> list[str]:
@@ -71,8 +76,7 @@ def _with_tasks(spec: EnvironmentSpec, settings: EnvironmentSettings) -> Environ
         spec = replace(spec, eval_tasks=load_rows(settings.eval_data), held_out=0)
     if len(spec.train_tasks) == 0:
         raise DataError(f"environment {spec.name!r} has no task to train on; give environment.data or `train_tasks`")
-    if settings.data is not None:
-        spec.train_task(0)  # a wrong column is told before the run starts, not when the first row is drawn
+    _require_columns(spec)
     if len(spec.eval_tasks):
         limit = len(spec.eval_tasks) if settings.eval_tasks is None else settings.eval_tasks
         return replace(spec, eval_tasks=first_rows(spec.eval_tasks, limit))
@@ -81,6 +85,15 @@ def _with_tasks(spec: EnvironmentSpec, settings: EnvironmentSettings) -> Environ
         return replace(spec, held_out=0)
     train_tasks, eval_tasks = hold_out(spec.train_tasks, count, name=spec.name)
     return replace(spec, train_tasks=train_tasks, eval_tasks=eval_tasks, held_out=0)
+
+
+def _require_columns(spec: EnvironmentSpec) -> None:
+    """Tell a missing column before the run starts, not when its row is drawn."""
+    if spec.required_columns:
+        for rows, make in ((spec.train_tasks, spec.train_task), (spec.eval_tasks, spec.eval_task)):
+            is_written = isinstance(rows, list | tuple | JsonlRows | ArrowRows)
+            for index in range(min(len(rows), _ROWS_CHECKED if is_written else 1)):
+                make(index)
 
 
 def _find(name: str) -> object:

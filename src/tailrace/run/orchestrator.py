@@ -37,6 +37,9 @@ ROLE = "orchestrator"
 RUN_ENDED = "run_ended"
 DATA_EXHAUSTED = "every task was handed out max_epochs times"
 
+_EXPLANATION_S = 1.0
+"""How long a failed engine's process has to be seen leaving, which tells more than the call that failed."""
+
 StartScheduler = Callable[[TrainerStarted], tuple[StreamScheduler, RunObserver]]
 
 
@@ -126,10 +129,22 @@ class Orchestrator:
         if error is None:
             await self.request_stop(RunStatus.FINISHED, DATA_EXHAUSTED)
             return
-        self.error = root_cause(error)
+        self.error = await self._explained(root_cause(error))
         _logger.error("the run failed: %s", self.error)
         _logger.debug("in full:", exc_info=error)
         await self.request_stop(RunStatus.FAILED, str(self.error))
+
+    async def _explained(self, error: BaseException) -> BaseException:
+        """A call that failed with its process may be told of a moment before the process's own end is."""
+        if isinstance(error, EngineFailed):
+            try:
+                async with asyncio.timeout(_EXPLANATION_S):
+                    await self._placement.watch()
+            except LifecycleError as left_early:
+                return left_early
+            except TimeoutError:
+                pass
+        return error
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
         """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""

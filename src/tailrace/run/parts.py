@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
-from tailrace.generation.engines.loading import tokenizer_folder
+from tailrace.generation.engines.loading import require_weights, tokenizer_folder
 from tailrace.generation.engines.protocol import Engine
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter
@@ -93,9 +93,14 @@ def task_stream(settings: RunSettings, environments: Mapping[str, LoadedEnvironm
 
 
 def make_renderer(settings: RunSettings, tokenizer_files: Path) -> ChatRenderer:
-    """The model's chat renderer. `tokenizer_files` is where its tokenizer is written when it has no local folder."""
+    """The model's chat renderer. `tokenizer_files` is where its tokenizer is written when it has no local folder.
+
+    Raises `ModelError` for a model that cannot be what is trained, as far as can be seen without loading it.
+    """
     folder = tokenizer_folder(settings.model.name, tokenizer_files)
-    return ChatRenderer(folder, name=settings.model.name, thinking_retention=settings.rollouts.thinking_retention)
+    renderer = ChatRenderer(folder, name=settings.model.name, thinking_retention=settings.rollouts.thinking_retention)
+    require_weights(settings.model.name)
+    return renderer
 
 
 def make_rollouter(

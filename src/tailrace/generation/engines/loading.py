@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
 )
 """What a model's folder may hold beside `config.json` and the weights; copied along with the weights."""
 
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
 _HUGGING_FACE_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _WHAT_A_NAME_IS = (
     "a model is named by a Hugging Face id (Qwen/Qwen3-0.6B), a local folder, a .gguf file, or bundled:quickstart"
@@ -118,6 +120,14 @@ def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTraine
         model = _as_plain_model(model)
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
+
+
+def require_weights(name: str) -> None:
+    """Raise `ModelError` for a local folder without weights, reading none and importing nothing heavy."""
+    source = resolve_model(name)
+    folder = Path(source.location)
+    if source.is_local and source.gguf_file is None and not any(map(any, map(folder.glob, _WEIGHTS))):
+        raise ModelError(f"model {name!r}: the folder {folder} holds no weights ({' or '.join(_WEIGHTS)})")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
