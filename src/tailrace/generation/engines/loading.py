@@ -12,6 +12,7 @@ Nothing here knows a particular architecture. Every failure is a `ModelError` th
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 import importlib.util
 import json
@@ -236,8 +237,14 @@ def _gguf_file(name: str, path: Path) -> ModelSource:
 
 
 def _as_plain_model(model: Any) -> Any:
-    """Copy a de-quantized model into a fresh one of its class: transformers refuses to save the former."""
-    fresh = type(model)(model.config).to(model.dtype)
+    """Copy a de-quantized model into a fresh one of its class: transformers refuses to save the former.
+
+    Its config must not say that it is quantized, or whoever loads what was saved looks for packed weights.
+    """
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    fresh = type(model)(config).to(model.dtype)
     fresh.load_state_dict(model.state_dict())
     fresh.tie_weights()
     return fresh
