@@ -50,6 +50,21 @@ def test_logprobs_equal_a_plain_forward_pass(architecture: str, temperature: flo
         np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_many_requests_of_all_ages_change_places_and_keep_their_own_context(architecture: str) -> None:
+    model = make_model(architecture)
+    driver = Driver(make_engine(model, slots=36))
+    asked = [request(f"r{i}", p, max_tokens=4 + 37 * i % 70) for i, p in enumerate(prompts(60))]
+    for one in asked[:36]:
+        driver.engine.add(one)
+        driver.step()
+    driver.run(*asked[36:])
+    for one in asked:
+        done = driver.done[one.request_id]
+        expected = forward_logprobs(model, one.prompt_token_ids.tolist(), done.token_ids)
+        np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+
+
 def test_a_session_computes_only_what_its_next_turn_adds(model) -> None:
     driver = Driver(make_engine(model))
     first_prompt = prompts(2, longest=30)[1]

@@ -83,7 +83,8 @@ class RunObserver:
         self._lag, self._meter, self._statistics = lag, meter, statistics
         self._clock = asyncio.get_running_loop().time
         self.started_s = self.last_step_s = self._clock()
-        self._cpu_before_s = self._cpu_after_s = total_cpu_s(meter.read())
+        self._usage = meter.read()
+        self._cpu_before_s = self._cpu_after_s = total_cpu_s(self._usage)
         self._waited_s = dict.fromkeys(Verdict, 0.0)
         self._tokens_before = 0
         self._advantages: dict[RolloutId, float] = {}
@@ -177,3 +178,5 @@ class RunObserver:
         self._cpu_after_s = total_cpu_s(usage)
         for role, used in usage.items():
             add(f"memory/{role}_rss_bytes", used.rss_bytes)
+            add(f"cpu/{role}_s", used.cpu_s - (self._usage[role].cpu_s if role in self._usage else 0.0))
+        self._usage = usage

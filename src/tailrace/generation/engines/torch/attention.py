@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from tailrace.errors import ModelError
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
+from tailrace.generation.engines.torch.lanes import Lane
 
 SLOT_ATTENTION = "tailrace_slots"
 
@@ -39,11 +40,11 @@ class SlotStep:
     positions: torch.Tensor  # [num_tokens]
     segments: list[Segment]
     num_decoding: int
-    longest: int
-    """Tokens in the longest decoding context, the new one included."""
+    lanes: list[Lane]
+    """How the decoding rows are divided into calls; their lengths include the new token."""
     dtype: torch.dtype
     _write_indices: dict[int, torch.Tensor] = field(default_factory=dict)
-    _decode_masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _decode_masks: dict[tuple[Lane, int | None], torch.Tensor] = field(default_factory=dict)
     _segment_masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def write_index(self, kv_heads: int) -> torch.Tensor:
@@ -52,15 +53,16 @@ class SlotStep:
             self._write_indices[kv_heads] = self.cache.write_index(kv_heads, self.rows, self.positions)
         return self._write_indices[kv_heads]
 
-    def decode_mask(self, window: int | None) -> torch.Tensor:
-        """Additive, `[num_decoding, 1, 1, longest]`: each row sees its own context, or its last `window` tokens."""
-        if window is not None and window >= self.longest:
+    def decode_mask(self, lane: Lane, window: int | None) -> torch.Tensor:
+        """Additive, `[rows of the lane, 1, 1, longest]`: each row sees its own context, or its last `window` tokens."""
+        if window is not None and window >= lane.longest:
             window = None
-        if window not in self._decode_masks:
-            last = self.positions[len(self.positions) - self.num_decoding :].view(-1, 1, 1, 1)
-            columns = torch.arange(self.longest, device=last.device)
-            self._decode_masks[window] = _additive(_visible(last, columns, window), self.dtype)
-        return self._decode_masks[window]
+        if (lane, window) not in self._decode_masks:
+            first = len(self.positions) - self.num_decoding
+            last = self.positions[first + lane.begin : first + lane.end].view(-1, 1, 1, 1)
+            columns = torch.arange(lane.longest, device=last.device)
+            self._decode_masks[lane, window] = _additive(_visible(last, columns, window), self.dtype)
+        return self._decode_masks[lane, window]
 
     def segment_mask(self, index: int, window: int | None) -> torch.Tensor | None:
         """Additive, `[length, end]`; None when plain causal attention from position 0 says the same."""
@@ -123,20 +125,24 @@ def slot_attention(
     kind = _Kind(layer, scale, sliding_window, softcap)
     parts = [_prefill(slot_step, index, query, kind) for index in range(len(slot_step.segments))]
     if slot_step.num_decoding:
-        parts.append(_decode(slot_step, query, kind))
+        parts += _decode(slot_step, query, kind)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def _decode(step: SlotStep, query: torch.Tensor, kind: _Kind) -> torch.Tensor:
-    """One token of each running row; query heads that share a key head are laid out as that head's queries."""
-    count, longest = step.num_decoding, step.longest
+def _decode(step: SlotStep, query: torch.Tensor, kind: _Kind) -> list[torch.Tensor]:
+    """One token of each running row, lane by lane; query heads that share a key head are laid out as its queries."""
+    count = step.num_decoding
     heads, kv_heads = query.shape[1], step.cache.kv_heads[kind.layer]
     queries = query[0, :, query.shape[2] - count :].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, -1)
-    keys = step.cache.keys[kind.layer][:count, :, :longest]
-    values = step.cache.values[kind.layer][:count, :, :longest]
-    mask = step.decode_mask(kind.window)
-    attended = attend(queries, keys, values, mask, causal=False, scale=kind.scale, softcap=kind.softcap)
-    return attended.reshape(1, count, heads, -1)
+    attended = []
+    for lane in step.lanes:
+        rows = slice(lane.begin, lane.end)
+        keys = step.cache.keys[kind.layer][rows, :, : lane.longest]
+        values = step.cache.values[kind.layer][rows, :, : lane.longest]
+        mask = step.decode_mask(lane, kind.window)
+        output = attend(queries[rows], keys, values, mask, causal=False, scale=kind.scale, softcap=kind.softcap)
+        attended.append(output.reshape(1, lane.end - lane.begin, heads, -1))
+    return attended
 
 
 def _prefill(step: SlotStep, index: int, query: torch.Tensor, kind: _Kind) -> torch.Tensor:

@@ -51,12 +51,14 @@ class SlotCache:
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :num_tokens] = tensor[source, :, :num_tokens]
 
-    def swap_rows(self, first: int, second: int, num_tokens: int) -> None:
-        """Exchange the first `num_tokens` of two rows."""
+    def swap_rows(self, first: int, second: int, num_first: int, num_second: int) -> None:
+        """Exchange the first `num_first` tokens of one row and the first `num_second` of another."""
+        if num_first < num_second:
+            first, second, num_first, num_second = second, first, num_second, num_first
         for tensor in (*self.keys, *self.values):
-            kept = tensor[first, :, :num_tokens].clone()
-            tensor[first, :, :num_tokens] = tensor[second, :, :num_tokens]
-            tensor[second, :, :num_tokens] = kept
+            kept = tensor[second, :, :num_second].clone()
+            tensor[second, :, :num_first] = tensor[first, :, :num_first]
+            tensor[first, :, :num_second] = kept
 
     def clear_row(self, row: int) -> None:
         """Zero a row, whose values may not be finite."""

@@ -16,9 +16,11 @@ from tailrace.generation.engines.loading import load_causal_lm
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, SampledTokens
 from tailrace.generation.engines.torch.attention import Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
+from tailrace.generation.engines.torch.lanes import ordering_exchanges, plan_lanes
 from tailrace.generation.engines.torch.model import SlotModel
 from tailrace.generation.engines.torch.sampler import sample, uniforms
 from tailrace.generation.engines.torch.slots import (
+    Move,
     Placement,
     RowState,
     SlotTable,
@@ -123,6 +125,7 @@ class TorchEngine:
         self._place_waiting(started_s)
         self._bring_decoding_rows_to_front()
         count = self._table.num_decoding()
+        self._order_decoding_rows(count)
         shares = prefill_shares(self._table, self._prefill_chunk_tokens)
         if count or shares:
             logits = self._forward(shares, count)
@@ -230,12 +233,19 @@ class TorchEngine:
         ready = (table.state == RowState.PREFILL) & (table.cached == table.total - 1)
         table.state[ready] = RowState.DECODE
         for move in front_moves(table):
-            if move.exchange:
-                longest = int(max(table.cached[move.source], table.cached[move.target]))
-                self._cache.swap_rows(move.source, move.target, longest)
-            else:
-                self._cache.copy_row(move.source, move.target, int(table.cached[move.source]))
-            table.move(move)
+            self._carry_out(move)
+
+    def _order_decoding_rows(self, count: int) -> None:
+        for short, long in ordering_exchanges(self._table.cached[:count]):
+            self._carry_out(Move(long, short, exchange=True))
+
+    def _carry_out(self, move: Move) -> None:
+        held = int(self._table.cached[move.source])
+        if move.exchange:
+            self._cache.swap_rows(move.source, move.target, held, int(self._table.cached[move.target]))
+        else:
+            self._cache.copy_row(move.source, move.target, held)
+        self._table.move(move)
 
     def _forward(self, shares: list[tuple[int, int, int]], count: int) -> torch.Tensor:
         """Run the chunks `shares` and one token of each of the rows `[0, count)`; logits of the latter."""
@@ -256,8 +266,8 @@ class TorchEngine:
         packed[1, begin:] = rows
         packed[2, begin:] = positions
         token_ids, token_rows, token_positions = torch.from_numpy(packed).to(self._model.device, non_blocking=True)
-        longest = int(positions.max()) + 1 if count else 0
-        step = SlotStep(self._cache, token_rows, token_positions, segments, count, longest, dtype=self._model.dtype)
+        lanes = plan_lanes(positions + 1, table.capacity)
+        step = SlotStep(self._cache, token_rows, token_positions, segments, count, lanes, dtype=self._model.dtype)
         return self._model.logits(token_ids, token_positions, step, keep=count)
 
     def _sample(self, logits: torch.Tensor, count: int) -> tuple[NDArray[np.int64], Float32Array]:
