@@ -39,6 +39,20 @@ async def test_the_last_batch_is_smaller_when_nothing_can_fill_it() -> None:
     assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8, 8, 4]
 
 
+async def test_no_more_is_generated_than_the_last_step_takes() -> None:
+    world = make_world(spread, rows=64, max_staleness=4, max_running=64, max_steps=3)
+    await world.run_steps(3)
+    assert world.scheduler.ledger.admitted == world.scheduler.ledger.total(TerminalState.TRAINED) == 24
+
+
+async def test_what_is_filtered_near_the_last_step_is_replaced() -> None:
+    # every other group has the same reward everywhere, and is filtered
+    world = make_world(lambda number: float(number % 2 and number // 4 % 2), rows=64, max_staleness=4, max_steps=3)
+    await world.run_steps(3)
+    assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8, 8, 8]
+    assert world.scheduler.ledger.admitted <= 48 + 8
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 async def test_trained_tokens_are_never_older_than_the_bound(max_staleness: int) -> None:
     # one rollout in nine takes long enough to outlive several steps

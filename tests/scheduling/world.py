@@ -149,6 +149,15 @@ class World:
                 event = StepTrained(epoch="e", step=step, version=self.version, metrics={})
             self.scheduler.handle(event)
 
+    async def run_steps(self, steps: int) -> None:
+        """Until so many steps ended: what a run with a last step does, whose tasks go on."""
+        running = asyncio.create_task(self.run())
+        while self.version < steps:
+            await asyncio.sleep(0)
+            if running.done():
+                await running
+        running.cancel()
+
     async def run(self) -> None:
         """Until the scheduler is done, within a generous deadline that only a deadlock reaches."""
         trainer = asyncio.create_task(self.train())
@@ -167,6 +176,7 @@ def make_world(
     group_size: int = 4,
     max_staleness: int = 1,
     max_running: int = 8,
+    max_steps: int | None = None,
     pauses: Callable[[int], int] = lambda number: number % 5,
     state: bytes = b"",
     **settings: object,
@@ -186,6 +196,7 @@ def make_world(
         max_staleness=max_staleness,
         max_running=max_running,
         group_sizes={"toy": group_size},
+        max_steps=max_steps,
     )
     world = World(scheduler, runner, recorder, batches)
     runner.version = lambda: world.version

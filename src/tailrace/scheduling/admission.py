@@ -16,6 +16,8 @@ class Verdict(enum.StrEnum):
     """Enough finished groups wait for the trainer."""
     BUDGET_SPENT = "budget_spent"
     """The staleness budget is spent: the engines wait for the trainer."""
+    ENOUGH = "enough"
+    """What was started fills every step that is left: more would never be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,23 @@ class AdmissionState:
     """Rollouts of finished groups that no batch took yet."""
     max_waiting: int
     budget_free: int
+    untaken: int
+    """Rollouts of groups that were started and that no batch took yet."""
+    wanted: int | None
+    """Rollouts that the steps that are left can take; None where training has no last step."""
 
 
 def may_admit(state: AdmissionState) -> Verdict:
     """Just in time: enough running to keep every slot busy and a small buffer ahead of the trainer, no more.
 
-    >>> may_admit(AdmissionState(running=8, max_running=64, waiting_for_trainer=0, max_waiting=64, budget_free=10))
+    >>> state = AdmissionState(
+    ...     running=8, max_running=64, waiting_for_trainer=0, max_waiting=64, budget_free=10, untaken=8, wanted=16
+    ... )
+    >>> may_admit(state)
     <Verdict.ADMIT: 'admit'>
     """
+    if state.wanted is not None and state.untaken >= state.wanted:
+        return Verdict.ENOUGH
     if state.budget_free <= 0:
         return Verdict.BUDGET_SPENT
     if state.running >= state.max_running:

@@ -91,10 +91,11 @@ class StreamScheduler:
         max_staleness: int,
         max_running: int,
         group_sizes: Mapping[str, int],
+        max_steps: int | None = None,
         step: int = 0,
         version: int = 0,
     ) -> None:
-        """`step` and `version` are those of the trainer's last finished step."""
+        """`step` and `version` are those of the trainer's last finished step, `max_steps` is its very last one."""
         self.ledger = Ledger()
         self._tasks = tasks
         self._runner = runner
@@ -104,6 +105,7 @@ class StreamScheduler:
         self._max_staleness = max_staleness
         self._max_running = max_running
         self._group_sizes = group_sizes
+        self._max_steps = max_steps
         self._step = step
         self._version = version
         self._budget = StalenessBudget((max_staleness + 1) * settings.batch_size)
@@ -194,8 +196,15 @@ class StreamScheduler:
                 waiting_for_trainer=waiting,
                 max_waiting=int(self._settings.buffer_batches * self._settings.batch_size),
                 budget_free=self._budget.free,
+                untaken=sum(self._group_sizes[key.environment] for key in self._open.values()),
+                wanted=self._wanted(),
             )
         )
+
+    def _wanted(self) -> int | None:
+        if self._max_steps is None:
+            return None
+        return (self._max_steps - self._step - len(self._sent)) * self._settings.batch_size
 
     def _start_group(self, running: asyncio.TaskGroup, key: TaskKey, task: Task) -> None:
         self._groups_started += 1
