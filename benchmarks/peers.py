@@ -118,7 +118,7 @@ def run_peer(job: Job, folder: Path, name: str) -> Outcome:
 def _run(command: list[str], folder: Path, name: str) -> str:
     """Standard output; exits with the end of the log when the command fails."""
     environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name} failed with status {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
