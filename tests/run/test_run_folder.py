@@ -17,6 +17,7 @@ from tailrace.transport.event_log import read_events
 from tests.run.runs import records, rollouts, run_inline, tiny_settings
 
 STEPS = 4
+CHOSEN = ("--max_steps", str(STEPS), "--schedule", "one-step-off")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def summary(parent: Path) -> RunSummary:
-    return asyncio.run(run_inline(parent, "--max_steps", str(STEPS), "--trainer.checkpoint_every_steps", "2"))
+    return asyncio.run(run_inline(parent, *CHOSEN, "--trainer.checkpoint_every_steps", "2"))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_the_folder_holds_what_the_map_says(folder: Path) -> None:
 
 def test_the_settings_can_be_run_again(folder: Path) -> None:
     again = load_settings(str(folder / "config.toml"))
-    expected = tiny_settings("--placement", "inline", "--max_steps", str(STEPS))
+    expected = tiny_settings("--placement", "inline", *CHOSEN)
     assert again.model_dump(exclude={"observability", "trainer"}) == expected.model_dump(
         exclude={"observability", "trainer"}
     )
