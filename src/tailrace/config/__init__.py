@@ -6,7 +6,9 @@ names the key, the line and the nearest valid name. Each part owns the class of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -39,9 +41,21 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
     file = read_settings_file(recipe)
     given = parse_overrides(overrides)
     table = apply_overrides(file.table, given)
-    table.setdefault("name", recipe.removesuffix(".toml").rpartition("/")[2])
-    overridden: set[Key] = {("environments", 0, *key[1:]) if key[0] == "environment" else key for key in given}
+    table.setdefault("name", _name_of(recipe))
+    overridden = {_as_located(key) for key in given}
     try:
         return RunSettings.model_validate(table)
     except ValidationError as error:
         raise explain(error, RunSettings, file, overridden) from None
+
+
+def _name_of(recipe: str) -> str:
+    """A run's name after its recipe or file: `my run.toml` becomes `my-run`."""
+    return re.sub(r"[^\w.-]+", "-", Path(recipe).name.removesuffix(".toml")).lstrip(".-") or "run"
+
+
+def _as_located(key: tuple[str, ...]) -> Key:
+    """An overridden key as it stands in the tables."""
+    if key[0] == "environment":
+        return ("environments", 0, *key[1:])
+    return tuple(int(part) if part.isdigit() else part for part in key)

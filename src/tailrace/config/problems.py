@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -9,33 +10,89 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from tailrace.config.contradictions import Contradictions
 from tailrace.config.sources import Key, SettingsFile
 from tailrace.errors import SettingsError
 
 
 def explain(error: ValidationError, model: type[BaseModel], file: SettingsFile, overridden: set[Key]) -> SettingsError:
     """Name each key, where it stands, what it should be, and for an unknown one the nearest that exists."""
-    return SettingsError("\n".join(_one(problem, model, file, overridden) for problem in error.errors()))
+    problems = error.errors()
+    places = [tuple(problem["loc"]) for problem in problems]
+    told = _Told(model, file, overridden)
+    lines = []
+    for problem, place in zip(problems, places, strict=True):
+        inside = any(other[: len(place)] == place and len(other) > len(place) for other in places)
+        if not (problem["type"] == "too_short" and inside):  # a list is short only of the entry that is wrong
+            lines += told.lines(problem, place)
+    return SettingsError("\n".join(lines))
 
 
-def _one(problem: ErrorDetails, model: type[BaseModel], file: SettingsFile, overridden: set[Key]) -> str:
-    key: Key = tuple(problem["loc"])
-    where = "command line" if any(key[: len(given)] == given for given in overridden) else file.where(key)
-    name = dotted(key)
-    match problem["type"]:
-        case "extra_forbidden":
-            return f"{where}: {_unknown(key, model)}"
-        case "missing":
-            return f"{where}: {name} is missing; add it, or give --{name} on the command line"
-        case "value_error":
-            message = str(problem.get("ctx", {}).get("error", problem["msg"]))
-            return f"{where}: {message}"
-        case _:
-            return f"{where}: {name} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """How problems with settings of one file and command line are told."""
+
+    model: type[BaseModel]
+    file: SettingsFile
+    overridden: set[Key]
+
+    def lines(self, problem: ErrorDetails, key: Key) -> list[str]:
+        """One line per problem."""
+        if problem["type"] == "value_error":
+            error = problem["ctx"]["error"]
+            if isinstance(error, Contradictions):
+                return [f"{self.where(*one.keys)}: {one}" for one in error.found]
+            return [f"{self.where(key)}: {error}"]
+        return [f"{self.where(key)}: {self._what(problem, key)}"]
+
+    def where(self, *keys: Key) -> str:
+        """The command line, if it gave one of the keys or something inside; else the line of the first that has one."""
+        if any(_touches(given, key) for key in keys for given in self.overridden):
+            return "command line"
+        return self.file.where(next((key for key in keys if self.file.holds(key)), keys[0]))
+
+    def name(self, key: Key) -> str:
+        """As users write it: the only environment is `environment`."""
+        environments = self.file.table.get("environments")
+        if key[:2] == ("environments", 0) and (not isinstance(environments, list) or len(environments) < 2):
+            key = ("environment", *key[2:])
+        return dotted(key)
+
+    def _what(self, problem: ErrorDetails, key: Key) -> str:
+        match problem["type"]:
+            case "extra_forbidden":
+                return self._unknown(key)
+            case "missing":
+                return f"{self.name(key)} is missing; {_how_to_give(key, _section(self.model, key))}"
+            case "model_type" | "model_attributes_type":
+                how = _how_to_give(key, _section(self.model, key))
+                return f"{self.name(key)} = {problem['input']!r}: it is a section, not a value; {how}"
+            case "tuple_type":
+                return f"{self.name(key)} = {problem['input']!r}: it is a list; each entry is a table [[{dotted(key)}]]"
+            case "string_pattern_mismatch":
+                said = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
+                return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {said}"
+            case _:
+                message = problem["msg"][0].lower() + problem["msg"][1:]
+                return f"{self.name(key)} = {problem['input']!r}: {message}"
+
+    def _unknown(self, key: Key) -> str:
+        section = _section(self.model, key[:-1])
+        names = sorted(section.model_fields) if section else []
+        close = get_close_matches(str(key[-1]), names, n=1, cutoff=0.66)
+        elsewhere = [] if close else _find_elsewhere(str(key[-1]), self.model)
+        if close:
+            hint = f"did you mean {self.name((*key[:-1], close[0]))}?"
+        elif elsewhere:
+            hint = f"did you mean {elsewhere[0]}?"
+        else:
+            hint = f"known {'in ' + self.name(key[:-1]) if key[:-1] else 'here'}: {', '.join(names)}"
+        given = [one for one in self.overridden if one[: len(key)] == key]
+        return f"{self.name(min(given, default=key, key=len))} is no setting; {hint}"
 
 
 def dotted(key: Key) -> str:
-    """A key as users write it.
+    """A key as it stands in the tables.
 
     >>> dotted(("environments", 0, "name"))
     'environments.0.name'
@@ -43,18 +100,26 @@ def dotted(key: Key) -> str:
     return ".".join(map(str, key))
 
 
-def _unknown(key: Key, model: type[BaseModel]) -> str:
-    section = _section(model, key[:-1])
-    names = sorted(section.model_fields) if section else []
-    close = get_close_matches(str(key[-1]), names, n=1, cutoff=0.5)
-    elsewhere = [] if close else _find_elsewhere(str(key[-1]), model)
-    if close:
-        hint = f"did you mean {dotted((*key[:-1], close[0]))}?"
-    elif elsewhere:
-        hint = f"did you mean {elsewhere[0]}?"
-    else:
-        hint = f"known here: {', '.join(names)}"
-    return f"{dotted(key)} is no setting; {hint}"
+def _touches(given: Key, key: Key) -> bool:
+    """Whether one of the two lies inside the other."""
+    shorter = min(len(given), len(key))
+    return given[:shorter] == key[:shorter]
+
+
+def _how_to_give(key: Key, section: type[BaseModel] | None) -> str:
+    """What to write where a key should be, in a file and on the command line."""
+    if section is None:
+        return f"add it, or give --{'.'.join(map(str, _singular(key)))} on the command line"
+    first = next((name for name, field in section.model_fields.items() if field.is_required()), "")
+    first = first or next(iter(section.model_fields))
+    table = "[[environments]]" if key == ("environments",) else f"[{dotted(key)}]"
+    return f"write a table {table} with {first} = ..., or give --{dotted((*_singular(key), first))} on the command line"
+
+
+def _singular(key: Key) -> Key:
+    if key[:1] == ("environments",):
+        return ("environment", *key[2:])
+    return key
 
 
 def _section(model: type[BaseModel], path: Key) -> type[BaseModel] | None:
@@ -63,16 +128,16 @@ def _section(model: type[BaseModel], path: Key) -> type[BaseModel] | None:
         if isinstance(part, int) or current is None:
             continue
         field = current.model_fields.get(part)
-        current = _model_in(field.annotation) if field else None
+        current = model_in(field.annotation) if field else None
     return current
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
     """The settings class inside an annotation such as `X`, `X | None` or `tuple[X, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in {Union, UnionType, tuple, list}:
-        return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
+        return next((found for part in get_args(annotation) if (found := model_in(part))), None)
     return None
 
 
@@ -80,7 +145,7 @@ def _find_elsewhere(name: str, model: type[BaseModel]) -> list[str]:
     """Settings of that name in other sections: `learning_rate` at the top level is `trainer.learning_rate`."""
     found = [name] if name in model.model_fields else []
     for section, field in model.model_fields.items():
-        inner = _model_in(field.annotation)
+        inner = model_in(field.annotation)
         if inner and name in inner.model_fields:
             found.append(f"{'environment' if section == 'environments' else section}.{name}")
     return found

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tailrace.config.problems import _model_in
+from tailrace.config.problems import model_in
 from tailrace.config.settings import RunSettings
 
 _INTRODUCTION = """\
@@ -20,21 +20,21 @@ command line the same names are dotted: `--trainer.learning_rate 1e-4`. `[[envir
 
 def settings_reference() -> str:
     """Markdown with one table per section."""
-    top = {name: field for name, field in RunSettings.model_fields.items() if not _model_in(field.annotation)}
+    top = {name: field for name, field in RunSettings.model_fields.items() if not model_in(field.annotation)}
     sections = [_section("Top level", "", top)]
     for name, field in RunSettings.model_fields.items():
-        if model := _model_in(field.annotation):
+        if model := model_in(field.annotation):
             sections += _sections(name, model)
     return "\n".join([_INTRODUCTION, *sections])
 
 
 def _sections(name: str, model: type[BaseModel]) -> list[str]:
-    plain = {key: field for key, field in model.model_fields.items() if not _model_in(field.annotation)}
+    plain = {key: field for key, field in model.model_fields.items() if not model_in(field.annotation)}
     doc = (model.__doc__ or "").strip().splitlines()[0]
     nested = [
         section
         for key, field in model.model_fields.items()
-        if (inner := _model_in(field.annotation))
+        if (inner := model_in(field.annotation))
         for section in _sections(f"{name}.{key}", inner)
     ]
     return [_section(f"`{name}`", doc, plain), *nested]

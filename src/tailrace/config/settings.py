@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tailrace.config.contradictions import Contradictions, find_contradictions
 from tailrace.environments import EnvironmentSettings
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.observability.settings import ObservabilitySettings
@@ -21,7 +22,11 @@ class RunSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field("run", pattern=r"^[\w.-]+$", description="Its folder's name under runs/.")
+    name: str = Field(
+        "run",
+        pattern=r"^\w[\w.-]*$",
+        description="Its folder's name under runs/: letters, digits, `_`, `-` and `.`; unset: the recipe's or file's.",
+    )
     seed: int = Field(0, ge=0, description="Of the task order, the sampling and the training.")
     placement: Placement = Field(
         "local",
@@ -67,59 +72,6 @@ class RunSettings(BaseModel):
 
     @model_validator(mode="after")
     def _require_consistent(self) -> RunSettings:
-        for problem in _contradictions(self):
-            raise ValueError(problem)
+        if found := find_contradictions(self):
+            raise Contradictions(found)
         return self
-
-
-def _contradictions(settings: RunSettings) -> list[str]:
-    """What no single section can see: each a sentence that names the keys and what to write instead."""
-    return [*_of_the_end(settings), *_of_the_schedule(settings), *_of_groups(settings), *_of_lengths(settings)]
-
-
-def _of_the_end(settings: RunSettings) -> list[str]:
-    if settings.max_steps is None and settings.max_epochs is None:
-        return ["this run would never end: set max_steps or max_epochs"]
-    return []
-
-
-def _of_the_schedule(settings: RunSettings) -> list[str]:
-    implied, chosen = MAX_STALENESS[settings.schedule], settings.scheduling.max_staleness
-    if settings.schedule != "stream" and chosen not in {None, implied}:
-        return [
-            f"schedule = {settings.schedule!r} means scheduling.max_staleness = {implied}, but it is {chosen}: "
-            'leave it out, or write schedule = "stream"'
-        ]
-    return []
-
-
-def _of_groups(settings: RunSettings) -> list[str]:
-    problems = []
-    for environment in settings.environments:
-        size = settings.group_size(environment)
-        if settings.scheduling.batch_size % size:
-            fitting = max(size, settings.scheduling.batch_size // size * size)
-            problems.append(
-                f"scheduling.batch_size is {settings.scheduling.batch_size}, no multiple of the group size {size} of "
-                f"environment {environment.name!r}: write {fitting}, for example"
-            )
-        if size == 1:
-            problems.append(
-                f"the group size of environment {environment.name!r} is 1: advantages compare the rollouts of a group, "
-                "so write rollouts.group_size = 2 or more"
-            )
-    ids = [environment.id or environment.name for environment in settings.environments]
-    if twice := sorted({one for one in ids if ids.count(one) > 1}):
-        problems.append(f"two environments are called {twice[0]!r}: give each its own environments.id")
-    return problems
-
-
-def _of_lengths(settings: RunSettings) -> list[str]:
-    longest = min(settings.rollouts.max_rollout_tokens or settings.max_model_tokens, settings.max_model_tokens)
-    if longest > settings.scheduling.row_tokens:
-        return [
-            f"a rollout's branch may have {longest} tokens (the least of rollouts.max_rollout_tokens, "
-            "model.max_model_tokens and generator.max_cache_tokens) and would not fit a row of "
-            f"scheduling.row_tokens = {settings.scheduling.row_tokens}: write scheduling.row_tokens = {longest}"
-        ]
-    return []

@@ -34,6 +34,10 @@ class SettingsFile:
                 return f"{self.path}, line {self.lines[key[:length]]}"
         return self.path
 
+    def holds(self, key: Key) -> bool:
+        """Whether this very key stands in the file."""
+        return key in self.lines
+
 
 def recipe_folder() -> Path:
     """The folder of the packaged recipes."""
@@ -63,7 +67,7 @@ def read_settings_file(recipe: str) -> SettingsFile:
         return SettingsFile(recipe if path.suffix != ".toml" else str(path), tomllib.loads(text), find_lines(text))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
 
 
@@ -102,5 +106,5 @@ def _split(dotted: str, counts: dict[str, int]) -> Key:
 def _unknown_recipe(recipe: str) -> str:
     names = list(list_recipes())
     close = get_close_matches(recipe, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"there is no recipe {recipe!r}; {hint}Recipes: {', '.join(names)}. A file of your own ends in .toml"
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"there is no recipe {recipe!r}{hint} Recipes: {', '.join(names)}. A file of your own ends in .toml"

@@ -45,8 +45,8 @@ def check_arguments(
 def unknown_argument(name: str, known: list[str], *, owner: str) -> SettingsError:
     """The error for an argument that nobody takes, naming the nearest one that exists."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return SettingsError(f"environment.args.{name}: {owner} takes no such argument; {hint}It takes: {_listed(known)}")
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return SettingsError(f"environment.args.{name}: {owner} takes no such argument{hint} It takes: {_listed(known)}")
 
 
 def convert_argument(name: str, value: Json, annotation: Any, *, owner: str) -> Any:

@@ -105,9 +105,9 @@ def _find(name: str) -> object:
         return _import_attribute(entry_point.value, name)
     names = environment_names()
     close = get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else "."
     raise SettingsError(
-        f"environment.name is {name!r}, which is no environment; {hint}"
+        f"environment.name is {name!r}, which is no environment{hint} "
         f"Known ones: {', '.join(names)}; or write your own as `module:attribute`"
     )
 

@@ -1,0 +1,93 @@
+"""Settings that are each fine and cannot hold together: what no single section can see."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.config.sources import Key
+from tailrace.scheduling.settings import MAX_STALENESS
+
+if TYPE_CHECKING:
+    from tailrace.config.settings import RunSettings
+
+
+class Contradiction(ValueError):
+    """A sentence that names the keys and what to write instead; `keys` are those keys."""
+
+    def __init__(self, message: str, *keys: str) -> None:
+        super().__init__(message)
+        self.keys: tuple[Key, ...] = tuple(tuple(key.split(".")) for key in keys)
+
+
+class Contradictions(ValueError):
+    """All that were found."""
+
+    def __init__(self, found: list[Contradiction]) -> None:
+        super().__init__("\n".join(map(str, found)))
+        self.found = found
+
+
+def find_contradictions(settings: RunSettings) -> list[Contradiction]:
+    """Between the sections of a run's settings."""
+    return [*_of_the_end(settings), *_of_the_schedule(settings), *_of_groups(settings), *_of_lengths(settings)]
+
+
+def _of_the_end(settings: RunSettings) -> list[Contradiction]:
+    if settings.max_steps is None and settings.max_epochs is None:
+        return [Contradiction("this run would never end: set max_steps or max_epochs", "max_steps", "max_epochs")]
+    return []
+
+
+def _of_the_schedule(settings: RunSettings) -> list[Contradiction]:
+    implied, chosen = MAX_STALENESS[settings.schedule], settings.scheduling.max_staleness
+    if settings.schedule == "stream" or chosen in {None, implied}:
+        return []
+    return [
+        Contradiction(
+            f"schedule = {settings.schedule!r} means scheduling.max_staleness = {implied}, but it is {chosen}: "
+            'leave it out, or write schedule = "stream"',
+            *("scheduling.max_staleness", "schedule"),
+        )
+    ]
+
+
+def _of_groups(settings: RunSettings) -> list[Contradiction]:
+    problems = []
+    for environment in settings.environments:
+        size = settings.group_size(environment)
+        if settings.scheduling.batch_size % size:
+            fitting = max(size, settings.scheduling.batch_size // size * size)
+            problems.append(
+                Contradiction(
+                    f"scheduling.batch_size is {settings.scheduling.batch_size}, no multiple of the group size {size} "
+                    f"of environment {environment.name!r}: write {fitting}, for example",
+                    *("scheduling.batch_size", "rollouts.group_size"),
+                )
+            )
+        if size == 1:
+            problems.append(
+                Contradiction(
+                    f"the group size of environment {environment.name!r} is 1: advantages compare the rollouts of a "
+                    "group, so write rollouts.group_size = 2 or more",
+                    "rollouts.group_size",
+                )
+            )
+    ids = [environment.id or environment.name for environment in settings.environments]
+    if twice := sorted({one for one in ids if ids.count(one) > 1}):
+        message = f"two environments are called {twice[0]!r}: give each its own environments.id"
+        problems.append(Contradiction(message, "environments"))
+    return problems
+
+
+def _of_lengths(settings: RunSettings) -> list[Contradiction]:
+    longest = min(settings.rollouts.max_rollout_tokens or settings.max_model_tokens, settings.max_model_tokens)
+    if longest <= settings.scheduling.row_tokens:
+        return []
+    return [
+        Contradiction(
+            f"a rollout's branch may have {longest} tokens (the least of rollouts.max_rollout_tokens, "
+            "model.max_model_tokens and generator.max_cache_tokens) and would not fit a row of "
+            f"scheduling.row_tokens = {settings.scheduling.row_tokens}: write scheduling.row_tokens = {longest}",
+            *("scheduling.row_tokens", "generator.max_cache_tokens", "model.max_model_tokens"),
+        )
+    ]

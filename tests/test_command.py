@@ -1,0 +1,71 @@
+"""The `tailrace` command, but for training itself: what it prints, and the exit status that it ends with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.config import list_recipes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian", "quickstart"], "there is no command 'trian'; did you mean 'train'?"),
+        (["train", "quikstart"], "did you mean 'quickstart'?"),
+        (["train", "nowhere.toml"], "cannot read the settings file nowhere.toml"),
+        (["train", "quickstart", "extra"], "unexpected argument 'extra'"),
+        (["train", "quickstart", "--dry-run", "--environment.args.max_name", "3"], "did you mean 'max_names'?"),
+        (["recipes", "extra"], "this command takes no 'extra'"),
+        (["eval", "quickstart", "--limit", "0"], "--limit is 0"),
+        (["eval", "quickstart", "--environment.eval_tasks", "0", "--environment.name", "reverse-text"], "no held-out"),
+        (["eval", "quickstart", "--model.name", "./nowhere"], "is no folder"),
+    ],
+)
+def test_what_is_wrong_is_told_with_exit_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in list_recipes())
+
+
+def test_a_dry_run_shows_settings_and_budgets_and_makes_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "quickstart", "--dry-run", "--max_steps", "7"]) == 0
+    shown = capsys.readouterr().out
+    assert "max_steps = 7" in shown
+    assert "rollouts run at once" in shown
+    assert "The run finishes after about 7 steps." in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_measures_and_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = tmp_path / "rollouts.jsonl"
+    assert main(["eval", "quickstart", "--limit", "3", "--json", "--save", str(saved)]) == 0
+    found = json.loads(capsys.readouterr().out)["alphabet-sort"]
+    assert found["tasks"] == 3
+    assert 0.0 <= found["reward_mean"] <= 1.0
+    rewards = [json.loads(line)["reward"] for line in saved.read_text().splitlines()]
+    assert sum(rewards) / 3 == pytest.approx(found["reward_mean"])
+
+
+@pytest.mark.parametrize("module", ["tailrace", "tailrace.cli", "tailrace.run.training"])
+def test_nothing_heavy_is_imported_where_the_orchestrator_starts(module: str) -> None:
+    script = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
