@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.environments.rows import LazyRows, Row
 from tailrace.errors import AccountingError, DataError
 from tailrace.records import Outcome, RolloutId, TerminalState
 from tailrace.scheduling import Ledger, StalenessBudget, TaskSource, TaskStream
@@ -47,17 +53,17 @@ def test_a_budget_slot_is_given_back_exactly_once() -> None:
 
 def test_each_epoch_walks_every_task_once_in_its_own_order() -> None:
     stream = TaskStream([TaskSource(environment(rows=20))], seed=1, max_epochs=2)
-    drawn = [key.index for key, _ in iter(stream.next, None)]
+    drawn = [key.index for key in iter(stream.draw, None)]
     first, second = drawn[:20], drawn[20:]
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
-    assert stream.is_exhausted
+    assert stream.draw() is None
 
 
 def test_environments_are_mixed_by_weight() -> None:
     sources = [TaskSource(environment("a"), weight=3), TaskSource(environment("b"), weight=1)]
     stream = TaskStream(sources, seed=0)
-    drawn = [key.environment for key, _ in (stream.next() or pytest.fail("endless") for _ in range(40))]
+    drawn = [(stream.draw() or pytest.fail("endless")).environment for _ in range(40)]
     assert drawn.count("a") == 30
 
 
@@ -67,14 +73,56 @@ def test_a_resumed_stream_goes_on_where_it_was(drawn: int, outstanding: set[int]
         return TaskStream([TaskSource(environment(rows=7))], seed=3)
 
     stream = fresh()
-    keys = [key for key, _ in (stream.next() or pytest.fail("endless") for _ in range(drawn))]
+    keys = [stream.draw() or pytest.fail("endless") for _ in range(drawn)]
     again = [key for number, key in enumerate(keys) if number in outstanding]
     resumed = fresh()
     resumed.restore(stream.state(again))
-    for expected in [*again, *(key for key, _ in (stream.next() or pytest.fail("endless") for _ in range(10)))]:
-        drawn_again = resumed.next()
-        assert drawn_again is not None
-        assert drawn_again[0] == expected
+    for expected in [*again, *(stream.draw() or pytest.fail("endless") for _ in range(10))]:
+        assert resumed.draw() == expected
+
+
+@given(st.integers(0, 40), st.integers(0, 5))
+def test_a_resumed_mix_keeps_its_shares(drawn: int, outstanding: int) -> None:
+    def fresh() -> TaskStream:
+        return TaskStream(
+            [TaskSource(environment("a", rows=5), weight=3), TaskSource(environment("b", rows=7), weight=2)], seed=3
+        )
+
+    stream = fresh()
+    keys = [stream.draw() for _ in range(drawn)]
+    again = [key for key in keys[len(keys) - outstanding :] if key is not None]
+    resumed = fresh()
+    resumed.restore(stream.state(again))
+    assert [resumed.draw() for _ in range(len(again) + 20)] == [*again, *(stream.draw() for _ in range(20))]
+
+
+class SlowRows(LazyRows):
+    """Remembers in which threads its rows were made, and whether two were made at once."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.overlapped = False
+        self._free = threading.Lock()
+
+    def __len__(self) -> int:
+        return 100
+
+    def _row(self, position: int) -> Row:
+        self.overlapped |= not self._free.acquire(blocking=False)
+        self.threads.add(threading.get_ident())
+        time.sleep(0.001)
+        self._free.release()
+        return {"n": position}
+
+
+async def test_rows_that_must_be_generated_are_made_off_the_loop_one_at_a_time() -> None:
+    rows = SlowRows()
+    stream = TaskStream([TaskSource(replace(environment(), train_tasks=rows))], seed=0)
+    keys = [stream.draw() or pytest.fail("endless") for _ in range(10)]
+    tasks = await asyncio.gather(*(stream.make(key) for key in keys))
+    assert [(task.index, task["n"]) for task in tasks] == [(key.index, key.index) for key in keys]
+    assert threading.get_ident() not in rows.threads
+    assert not rows.overlapped
 
 
 def test_a_checkpoint_of_other_environments_is_refused() -> None:

@@ -150,14 +150,17 @@ class EnvironmentSpec:
 
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""
-        return self._task("train", self.train_tasks, index, seed)
+        return self._task(self.train_task_id(index), self.train_tasks, index, seed)
+
+    def train_task_id(self, index: int) -> TaskId:
+        """What the task of a training row is called."""
+        return TaskId(f"{self.name}/train/{index}")
 
     def eval_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a held-out row. Raises `DataError` for a row without a required column."""
-        return self._task("eval", self.eval_tasks, index, seed)
+        return self._task(TaskId(f"{self.name}/eval/{index}"), self.eval_tasks, index, seed)
 
-    def _task(self, split: str, rows: TaskRows, index: int, seed: int) -> Task:
-        task_id = TaskId(f"{self.name}/{split}/{index}")
+    def _task(self, task_id: TaskId, rows: TaskRows, index: int, seed: int) -> Task:
         row = rows[index]
         if not isinstance(row, Mapping):
             raise DataError(f"task {task_id} is a {type(row).__name__}; a task row maps column names to values")

@@ -35,11 +35,25 @@ class RowView(LazyRows):
         self._rows = rows
         self._indices = indices
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether taking a row is free."""
+        return is_in_memory(self._rows)
+
     def __len__(self) -> int:
         return len(self._indices)
 
     def _row(self, position: int) -> Row:
         return self._rows[self._indices[position]]
+
+
+def is_in_memory(rows: Sequence[Row]) -> bool:
+    """Whether the rows are there already; others are generated or read when somebody asks, which takes time.
+
+    >>> is_in_memory(RowView([{"word": "sun"}], [0]))
+    True
+    """
+    return rows.is_in_memory if isinstance(rows, RowView) else isinstance(rows, list | tuple)
 
 
 class AllBut(Sequence[int]):

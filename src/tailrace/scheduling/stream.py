@@ -172,12 +172,12 @@ class StreamScheduler:
             if verdict is not Verdict.ADMIT:
                 await self._wait_for_room(verdict)
                 continue
-            drawn = self._tasks.next()
-            if drawn is None:
+            key = self._tasks.draw()
+            if key is None:
                 self._exhausted = True
                 self._wake()
                 return
-            self._start_group(running, *drawn)
+            self._start_group(running, key)
 
     async def _wait_for_room(self, verdict: Verdict) -> None:
         clock = asyncio.get_running_loop().time
@@ -206,25 +206,26 @@ class StreamScheduler:
             return None
         return (self._max_steps - self._step - len(self._sent)) * self._settings.batch_size
 
-    def _start_group(self, running: asyncio.TaskGroup, key: TaskKey, task: Task) -> None:
+    def _start_group(self, running: asyncio.TaskGroup, key: TaskKey) -> None:
         self._groups_started += 1
-        group_id = GroupId(f"{task.task_id}#{self._groups_started}")
-        places = [f"{group_id}.{place}" for place in range(self._group_sizes[task.environment])]
+        group_id = GroupId(f"{self._tasks.task_id(key)}#{self._groups_started}")
+        places = [f"{group_id}.{place}" for place in range(self._group_sizes[key.environment])]
         self._open[group_id] = key
         self._budget.acquire(places)
         self._running += len(places)
-        running.create_task(self._run_group(task, group_id, places), name=group_id)
+        running.create_task(self._run_group(key, group_id, places), name=group_id)
 
     # --- one group -----------------------------------------------------------------------------------------------
 
-    async def _run_group(self, task: Task, group_id: GroupId, places: list[str]) -> None:
-        """Run, score and hand over one group. Waits for its own rollouts and its own scoring, nothing else."""
+    async def _run_group(self, key: TaskKey, group_id: GroupId, places: list[str]) -> None:
+        """Run, score and hand over one group. Waits for its task, its own rollouts and its own scoring, no more."""
+        task = await self._tasks.make(key)
         async with asyncio.TaskGroup() as attempts:
             started = [attempts.create_task(self._run_place(task, group_id, place)) for place in places]
         rollouts = [rollout for rollout in (attempt.result() for attempt in started) if rollout is not None]
         scored = await self._score(Group(group_id=group_id, task=task, rollouts=rollouts), len(places))
         trainable = [group for group in scored if self._keep(group)]
-        key = self._open.pop(group_id)
+        self._open.pop(group_id)
         self._open.update((group.group_id, key) for group in trainable)
         self._ready.extend(trainable)
         self._count_barren(0 if trainable else len(places))

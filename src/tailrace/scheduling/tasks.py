@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -11,8 +12,9 @@ import msgspec
 import numpy as np
 
 from tailrace.environments import EnvironmentSpec
+from tailrace.environments.rows import is_in_memory
 from tailrace.errors import DataError
-from tailrace.records import Task
+from tailrace.records import Task, TaskId
 
 
 class TaskKey(msgspec.Struct, frozen=True, array_like=True):
@@ -94,9 +96,10 @@ class TaskStream:
         self._max_epochs = max_epochs
         self._again: deque[TaskKey] = deque()
         self._handed_out = dict.fromkeys(self._sources, 0)
+        self._making = asyncio.Lock()
 
-    def next(self) -> tuple[TaskKey, Task] | None:
-        """The next task, or None when every data set was walked `max_epochs` times."""
+    def draw(self) -> TaskKey | None:
+        """Hand out the next task, or None when every data set was walked `max_epochs` times."""
         if self._again:
             key = self._again.popleft()
         else:
@@ -106,12 +109,23 @@ class TaskStream:
             source = min(open_sources, key=lambda source: self._handed_out[source.environment] / source.weight)
             key = source.draw(self._seed)
         self._handed_out[key.environment] += 1
-        return key, self._sources[key.environment].task(key, self._seed)
+        return key
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether `next` would return None."""
-        return not self._again and all(source.is_exhausted(self._max_epochs) for source in self._sources.values())
+    async def make(self, key: TaskKey) -> Task:
+        """The task handed out as `key`, of its row alone: the same whenever it is made.
+
+        Off the event loop unless its row is in memory: generating one may take a second. One at a time, since rows
+        are sequences that need to know no threads. Raises `DataError` when its row lacks a required column.
+        """
+        source = self._sources[key.environment]
+        if is_in_memory(source.spec.train_tasks):
+            return source.task(key, self._seed)
+        async with self._making:
+            return await asyncio.to_thread(source.task, key, self._seed)
+
+    def task_id(self, key: TaskKey) -> TaskId:
+        """What the task of `key` is called."""
+        return self._sources[key.environment].spec.train_task_id(key.index)
 
     def state(self, outstanding: Sequence[TaskKey]) -> bytes:
         """Encode the position; `outstanding` names the tasks handed out and not trained, to be started over."""
@@ -127,7 +141,10 @@ class TaskStream:
                 f"this run has {sorted(self._sources)}: resume with the same environments"
             )
         for name, position in decoded.positions.items():
-            self._sources[name].epoch, self._sources[name].drawn = position.epoch, position.drawn
+            source = self._sources[name]
+            source.epoch, source.drawn = position.epoch, position.drawn
+            again = sum(key.environment == name for key in decoded.outstanding)
+            self._handed_out[name] = position.epoch * len(source.spec.train_tasks) + position.drawn - again
         self._again = deque(decoded.outstanding)
 
 
