@@ -11,7 +11,10 @@ NAMES = ["Ada", "Ben", "Eva", "Ian", "Leo", "Max", "Tom", "Zoe"]
 
 
 class GuessTheName:
-    """Made anew for every rollout, so its state is plain attributes."""
+    """Made anew for every rollout, so its state is plain attributes.
+
+    Every step has a reward, so that a rollout whose turns run out (`rollouts.max_turns`) is scored too.
+    """
 
     def reset(self, task: Task) -> Observation:
         """Open the conversation."""
@@ -23,7 +26,7 @@ class GuessTheName:
         guess, self.guesses = reply["content"].strip(), self.guesses + 1
         if guess == self.name or self.guesses == 4:
             return Observation.end(reward=(guess == self.name) / self.guesses)
-        return Observation.user("earlier" if guess > self.name else "later")
+        return Observation.user("earlier" if guess > self.name else "later", reward=0.0)
 
 
 guess_the_name = EnvironmentSpec(

@@ -28,6 +28,8 @@ TINY = (
     *("--scheduling.row_tokens", "512", "--generator.max_cache_tokens", "512", "--generator.slots", "8"),
 )
 PATIENCE_S = 120.0
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+"""So that a command runs this very tree, and finds the tests' environments."""
 
 
 def environment(name: str) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ def command(parent: Path, *overrides: str, name: str = "run") -> Iterator[Comman
     process = subprocess.Popen(
         [Path(sys.executable).with_name("tailrace"), *arguments],
         cwd=parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **IMPORTS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

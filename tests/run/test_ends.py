@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.records import RunStatus
+from tailrace.run import orchestrator
 from tests.run.runs import environment, records, run_inline, trained_tasks
+from tests.support.run_environments import released
 
 
 async def test_exhausted_data_finishes_the_run_with_a_last_partial_batch(tmp_path: Path) -> None:
@@ -47,3 +50,14 @@ async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: 
     assert Path(summary.checkpoint_path).is_dir()
     assert (tmp_path / "run" / "summary.json").is_file()
     assert summary.ledger.balances
+
+
+async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orchestrator, "SHUTDOWN", ShutdownSettings(cancel_rollouts_s=0.1))
+    summary = await run_inline(tmp_path, *environment("stubborn"), "--max_steps", "1")
+    released.set()
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 1)
+    assert summary.ledger.balances
+    assert "cancel_rollouts took longer" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.run.runs import Command, command, records, rollouts, run_inline
+from tests.run.runs import IMPORTS, Command, command, records, rollouts, run_inline
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
@@ -110,7 +110,7 @@ def test_a_full_disk_ends_the_run_honestly(tmp_path: Path) -> None:
     done = subprocess.run(
         ["unshare", "--mount", "--map-root-user", "sh", "-c", script, str(Path(sys.executable).with_name("tailrace"))],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, **IMPORTS},
         capture_output=True,
         text=True,
         check=False,

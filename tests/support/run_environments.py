@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -95,3 +97,22 @@ def signalling(number: int = signal.SIGINT, after: str = "") -> EnvironmentSpec:
 
     rows = [{"word": f"word {index}"} for index in range(64)]
     return EnvironmentSpec(name="signalling", agent=agent, train_tasks=rows, trusted=True)
+
+
+released = asyncio.Event()
+"""Lets the agents of `stubborn` go."""
+
+
+def stubborn(after: int = 4) -> EnvironmentSpec:
+    """After so many rollouts, all others refuse to be cancelled until `released`."""
+    numbers = itertools.count()
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        refuses = next(numbers) >= after
+        while refuses and not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await released.wait()
+        return await answer(task, policy)
+
+    rows = [{"word": f"word {index}"} for index in range(64)]
+    return EnvironmentSpec(name="stubborn", agent=agent, train_tasks=rows, trusted=True)

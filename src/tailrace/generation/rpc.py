@@ -12,6 +12,7 @@ tells, and every outstanding and every later call fails with `EngineFailed`, at 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -197,13 +198,11 @@ class GeneratorClient:
             if not future.done():
                 future.set_exception(self._failed())
 
-    async def close(self, *, deadline_s: float = 10.0) -> None:
-        """End the server and this client. A server that is gone, or silent for `deadline_s`, is left to its owner."""
+    async def close(self) -> None:
+        """End the server, for as long as that takes, and this client; when cancelled, this client alone."""
         try:
-            async with asyncio.timeout(deadline_s):
+            with contextlib.suppress(EngineFailed):
                 await self._call(CloseCall(call_id=next(self._ids)))
-        except (EngineFailed, TimeoutError):
-            pass
         finally:
             self.fail(EngineFailed("the client is closed"))
             for task in self._tasks:

@@ -1,6 +1,6 @@
-"""Shutdown in order: each stage with a deadline, every stage tried, and the one that overran named.
+"""Shutdown in order: each stage with a deadline, every stage tried, and the one that overran or failed named.
 
-`plan_shutdown` decides, `run_stages` acts.
+Whoever owns a part runs its stage on the way out; the order is that in which an exit stack unwinds.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from tailrace.lifecycle.settings import ShutdownSettings
@@ -23,14 +22,14 @@ Action: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class ShutdownStage(enum.StrEnum):
-    """What a shutdown does, in this order."""
+    """What a shutdown does, in this order; the trainer's last save comes after the first."""
 
-    STOP_ADMISSION = "stop_admission"
     CANCEL_ROLLOUTS = "cancel_rollouts"
-    LAST_SAVE = "last_save"
+    """Admission stops with it."""
     CLOSE_TRANSPORTS = "close_transports"
     STOP_GENERATORS = "stop_generators"
     CLOSE_EVENT_LOG = "close_event_log"
+    """The trainer leaves with its end."""
 
 
 class StageOutcome(enum.StrEnum):
@@ -41,55 +40,15 @@ class StageOutcome(enum.StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStage:
-    """One stage, what it does, and how long it may."""
+async def run_stage(stage: ShutdownStage, settings: ShutdownSettings, action: Action) -> StageOutcome:
+    """Wait for one stage until its deadline. Whatever becomes of it, the shutdown goes on; the log names it.
 
-    stage: ShutdownStage
-    deadline_s: float
-    action: Action
-
-
-@dataclass(frozen=True, slots=True)
-class StageReport:
-    """What became of one stage."""
-
-    stage: ShutdownStage
-    outcome: StageOutcome
-    wall_s: float
-    error: Exception | None = None
-
-    def __str__(self) -> str:
-        reason = f": {self.error}" if self.error else ""
-        return f"shutdown stage {self.stage} {self.outcome} after {self.wall_s:.1f} s{reason}"
-
-
-def plan_shutdown(settings: ShutdownSettings, actions: Mapping[ShutdownStage, Action]) -> list[PlannedStage]:
-    """The stages that have an action, in order, each with its deadline."""
-    deadlines = settings.model_dump()
-    return [PlannedStage(stage, deadlines[f"{stage}_s"], actions[stage]) for stage in ShutdownStage if stage in actions]
-
-
-async def run_stages(stages: Sequence[PlannedStage]) -> list[StageReport]:
-    """Run every stage, whatever became of those before it. Waits for each until its deadline, then goes on.
-
-    A stage's error is in its report and in the log. Cancelling this cancels the stage it is in.
+    Cancelling this cancels the stage.
     """
-    reports = []
-    for planned in stages:
-        report = await _run_stage(planned)
-        if report.outcome is not StageOutcome.DONE:
-            _logger.error("%s", report, exc_info=report.error)
-        reports.append(report)
-    return reports
-
-
-async def _run_stage(planned: PlannedStage) -> StageReport:
-    clock = asyncio.get_running_loop().time
-    start_s = clock()
-    task = asyncio.ensure_future(planned.action())
+    deadline_s = settings.deadline_s(stage)
+    task = asyncio.ensure_future(action())
     try:
-        await asyncio.wait({task}, timeout=planned.deadline_s)
+        await asyncio.wait({task}, timeout=deadline_s)
         overran = not task.done()
         if overran:
             task.cancel()
@@ -97,12 +56,13 @@ async def _run_stage(planned: PlannedStage) -> StageReport:
     except asyncio.CancelledError:
         task.cancel()
         raise
-    wall_s = clock() - start_s
     if overran or task.cancelled():
-        return StageReport(planned.stage, StageOutcome.OVERRAN, wall_s)
+        _logger.error("stopping: %s took longer than its %g s and was given up", stage, deadline_s)
+        return StageOutcome.OVERRAN
     error = task.exception()
     if error is None:
-        return StageReport(planned.stage, StageOutcome.DONE, wall_s)
+        return StageOutcome.DONE
     if not isinstance(error, Exception):
         raise error
-    return StageReport(planned.stage, StageOutcome.FAILED, wall_s, error)
+    _logger.error("stopping: %s failed: %s", stage, error, exc_info=error)
+    return StageOutcome.FAILED

@@ -47,6 +47,8 @@ _REWARD = (
     ("reward/min", "1", _MIN, "Lowest of those rewards."),
     ("reward/max", "1", _MAX, "Highest of those rewards."),
     ("reward/{environment}/mean", "1", _MEAN, "Reward of one environment's rollouts."),
+    ("reward/{environment}/std", "1", _STD, "Standard deviation of one environment's rewards."),
+    ("reward/{environment}/zero_spread_share", "1", _MEAN, "Share of one environment's groups that teach nothing."),
     (
         "reward_component/{component}",
         "1",
@@ -96,15 +98,11 @@ _BATCH = (
 
 _GENERATION = (
     ("generation/tokens_per_s", "tokens/s", _LAST, "Tokens sampled per second since the last step."),
-    ("generation/running", "requests", _LAST, "Requests that the engines advance."),
-    ("generation/waiting", "requests", _LAST, "Requests that wait for a slot of an engine."),
     ("generation/queue_s", "s", _MEAN, "Time from a request's arrival to its first forward pass."),
     ("generation/time_to_first_token_s", "s", _MEAN, "Time from a request's arrival to its first token."),
     ("generation/decode_s", "s", _MEAN, "Time from a completion's first token to its last."),
     ("generation/cached_prompt_tokens", "tokens", _SUM, "Prompt tokens that the engines' caches held already."),
-    ("generation/prompt_tokens", "tokens", _SUM, "Prompt tokens of the requests that ended."),
     ("generation/completion_tokens", "tokens", _SUM, "Tokens sampled by the requests that ended."),
-    ("generation/cache_use", "1", _LAST, "Share of the engines' key-value cache in use."),
     (
         "generation/load_model_state_dict_s",
         "s",
@@ -121,7 +119,6 @@ _TRAINING = (
     ("training/entropy", "nats", _MEAN, "Entropy of the trained policy, per token."),
     ("training/clip_share", "1", _MEAN, "Share of tokens whose ratio was clipped."),
     ("training/ratio_mean", "1", _MEAN, "Mean probability ratio of trainer to generator; 1 where both agree."),
-    ("training/ratio_max", "1", _MAX, "Highest of those ratios."),
     ("training/ratio_max", "1", _MAX, "Highest probability ratio of trainer to generator, before truncation."),
     ("training/logprob_difference", "nats", _MEAN, "Mean |difference| of trainer's and generator's log-probabilities."),
     (
@@ -146,8 +143,6 @@ _RUN = (
         _SUM,
         "Time in which admission waited: enough finished groups stood ready.",
     ),
-    ("scheduler/trainer_wait_s", "s", _SUM, "Time in which the trainer waited for a batch."),
-    ("scheduler/queue_wait_s", "s", _SUM, "Time in which a full batch waited for the trainer to take it."),
     ("scheduler/ready_groups", "groups", _LAST, "Scored groups that wait for their batch."),
     ("scheduler/queued_batches", "batches", _LAST, "Batches sent and not yet trained."),
     ("policy/version", "versions", _LAST, "Policy version after the step."),
@@ -155,7 +150,6 @@ _RUN = (
     ("lag/p90_s", "s", _MAX, "Event-loop lag: 90th percentile of a step."),
     ("lag/p99_s", "s", _MAX, "Event-loop lag: 99th percentile of a step."),
     ("lag/max_s", "s", _MAX, "Event-loop lag: longest of a step."),
-    ("phase/{name}_cpu_s", "s", _SUM, "CPU time of the owning thread while this phase of the pipeline was open."),
     ("phase/{name}_s", "s", _SUM, "Time spent in this phase of the pipeline; phases overlap."),
     ("memory/{role}_rss_bytes", "bytes", _MAX, "Resident memory of this role's process."),
     ("cpu/{role}_s", "s", _SUM, "User and system CPU time of this role's process."),
@@ -165,13 +159,6 @@ _RUN = (
         _LAST,
         "Records that no file took since the run began: queue full or disk failing.",
     ),
-    ("eval/reward_mean", "1", _LAST, "Mean reward on held-out tasks."),
-    ("eval/reward_std", "1", _LAST, "Standard deviation of the reward on held-out tasks."),
-    ("eval/{environment}/reward_mean", "1", _LAST, "Mean reward on one environment's held-out tasks."),
-    ("eval/tasks", "tasks", _LAST, "Held-out tasks evaluated."),
-    ("eval/completion_tokens", "tokens", _LAST, "Mean sampled tokens per held-out rollout."),
-    ("eval/failed_share", "1", _LAST, "Share of held-out rollouts that ended without a reward."),
-    ("eval/duration_s", "s", _LAST, "Time that the evaluation took."),
 )
 
 

@@ -131,8 +131,11 @@ class RunRecorder:
             return
         for name in ("reward/mean", "reward/std", "reward/min", "reward/max"):
             self._metrics.add_values(name, values)
-        self._metrics.add_values(f"reward/{group.task.environment}/mean", values)
-        self._metrics.add("group/zero_spread_share", float(min(values) == max(values)))
+        environment, zero_spread = group.task.environment, float(min(values) == max(values))
+        for name in ("mean", "std"):
+            self._metrics.add_values(f"reward/{environment}/{name}", values)
+        self._metrics.add(f"reward/{environment}/zero_spread_share", zero_spread)
+        self._metrics.add("group/zero_spread_share", zero_spread)
         self._metrics.add("group/size", len(group.rollouts))
         for reward in rewards:
             for component, value in reward.components.items():

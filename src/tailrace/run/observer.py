@@ -18,6 +18,7 @@ from tailrace.observability.recording import RunRecorder
 from tailrace.observability.rollout_records import RolloutEntry
 from tailrace.observability.sinks import JsonlSink, RolloutWriter
 from tailrace.records import (
+    Completion,
     Group,
     Outcome,
     Rollout,
@@ -32,7 +33,8 @@ from tailrace.scheduling.stream import SchedulerStatistics
 
 _logger = logging.getLogger(__name__)
 
-_PHASES = ("generate", "environment", "score")
+_ROLLOUT_PHASES = ("generate", "environment", "score")
+_TRAINER_PHASES = {"train": "training/step_s", "publish": "training/publish_s", "checkpoint": "training/checkpoint_s"}
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class RunObserver:
         self._clock = asyncio.get_running_loop().time
         self.started_s = self.last_step_s = self._clock()
         self._usage = meter.read()
-        self._cpu_before_s = self._cpu_after_s = total_cpu_s(self._usage)
+        self._cpu_before_s = total_cpu_s(self._usage)
         self._waited_s = dict.fromkeys(Verdict, 0.0)
         self._tokens_before = 0
         self._advantages: dict[RolloutId, float] = {}
@@ -93,19 +95,23 @@ class RunObserver:
     @property
     def cpu_s(self) -> float:
         """CPU time of all processes from the first rollout to the last step."""
-        return self._cpu_after_s - self._cpu_before_s
+        return total_cpu_s(self._usage) - self._cpu_before_s
 
     @property
     def wall_s(self) -> float:
         """From the first rollout to the last step."""
         return self.last_step_s - self.started_s
 
+    def completion_sampled(self, completion: Completion) -> None:
+        """A request of some rollout ended."""
+        self._recorder.completion(completion)
+
     def rollout_finished(self, rollout: Rollout) -> None:
         """See `SchedulerObserver`."""
         self.totals.tokens_generated += rollout.num_completion_tokens
         self._recorder.rollout_finished(rollout)
-        for phase in _PHASES:
-            self.phases.add(phase, wall_s=rollout.metrics.get(f"{phase}_s", 0.0))
+        for phase in _ROLLOUT_PHASES:
+            self.phases.add(phase, rollout.metrics.get(f"{phase}_s", 0.0))
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         """See `SchedulerObserver`."""
@@ -133,6 +139,8 @@ class RunObserver:
         self._recorder.batch_sent(summary)
         if isinstance(event, StepTrained):
             self._metrics.update(event.metrics)
+            for phase, name in _TRAINER_PHASES.items():
+                self.phases.add(phase, event.metrics.get(name, 0.0))
             totals.tokens_trained += summary.loss_tokens
             totals.staleness_sum += summary.staleness_mean * summary.loss_tokens
             totals.staleness_max = max(totals.staleness_max, summary.staleness_max)
@@ -153,7 +161,7 @@ class RunObserver:
     def weights_installed(self, duration_s: float) -> None:
         """The generator serves newer weights, `duration_s` after it was told of them."""
         self._metrics.add("generation/load_model_state_dict_s", duration_s)
-        self.phases.add("load_model_state_dict", wall_s=duration_s)
+        self.phases.add("load_model_state_dict", duration_s)
 
     def write_rest(self, step: int) -> None:
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""
@@ -173,10 +181,10 @@ class RunObserver:
         lag = self._lag.flush()
         self.totals.lag_max_s = max(self.totals.lag_max_s, lag.max_s)
         self._metrics.update(lag.metrics())
-        self._metrics.update(self.phases.flush_metrics())
+        self._metrics.update(self.phases.flush())
         usage = self._meter.read()
-        self._cpu_after_s = total_cpu_s(usage)
         for role, used in usage.items():
             add(f"memory/{role}_rss_bytes", used.rss_bytes)
             add(f"cpu/{role}_s", used.cpu_s - (self._usage[role].cpu_s if role in self._usage else 0.0))
         self._usage = usage
+        add("sinks/dropped_records", self._sink.statistics().dropped + self._sink.statistics().failed)

@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from tailrace.errors import EngineFailed, LifecycleError, TailraceError, TransportError
+from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
     ModelStateDictPublished,
@@ -60,22 +62,23 @@ class Orchestrator:
         self._published: ModelStateDictRef | None = None
         self._installed_version = 0
         self._stop_requested = False
+        self._stop_seen = asyncio.Event()
         self._scheduling: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
         follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
+        asked = asyncio.create_task(self._asked_to_stop())
         try:
-            await asyncio.wait({follower, worker}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({follower, worker, asked}, return_when=asyncio.FIRST_COMPLETED)
             if not follower.done():
-                await self._ask_to_stop(worker.exception())
+                if worker.done():
+                    await self._ask_to_stop(worker.exception())
                 await self._wait_for_record(follower)
             return follower.result()
         finally:
-            for task in (worker, follower):
-                task.cancel()
-            await asyncio.gather(worker, follower, return_exceptions=True)
+            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(worker, follower, asked))
             if self.scheduler:
                 self.scheduler.finish(RUN_ENDED)
 
@@ -117,6 +120,7 @@ class Orchestrator:
                     self.checkpoint = event.path
                 case StopRequested():
                     self._stop_requested = True
+                    self._stop_seen.set()
                     _logger.info("stopping: %s", event.reason)
                     if self._scheduling:
                         self._scheduling.cancel()
@@ -124,6 +128,10 @@ class Orchestrator:
                     return event
             self._changed.set()
         raise LifecycleError("the event log ended without the trainer's terminal record")
+
+    async def _asked_to_stop(self) -> None:
+        """Waits for a wish to end, whoever has it: from then on the trainer's answer has a deadline."""
+        await self._stop_seen.wait()
 
     async def _ask_to_stop(self, error: BaseException | None) -> None:
         if error is None:
@@ -150,10 +158,12 @@ class Orchestrator:
         """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""
         left = asyncio.ensure_future(self._placement.trainer_left())
         await asyncio.wait({follower, left}, timeout=SHUTDOWN.last_save_s, return_when=asyncio.FIRST_COMPLETED)
+        has_left = left.done() and not follower.done()
         left.cancel()
         if follower.done():
             return
-        why = str(self.error) if self.error else "the trainer did not answer a request to stop in time"
+        late = f"the trainer did not answer a request to stop within {SHUTDOWN.last_save_s:g} s"
+        why = str(self.error or ("the trainer left without telling how training ended" if has_left else late))
         record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
         with contextlib.suppress(TransportError):  # it came at the last moment
             await self._log.append(record)
@@ -199,6 +209,13 @@ class Orchestrator:
         else:
             if self.observer:
                 self.observer.weights_installed(clock() - since)
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel, and wait until all have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -22,6 +22,7 @@ from tailrace.generation.rpc import GeneratorClient
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
 from tailrace.records import Generate, ModelStateDictRef
 from tailrace.run.folder import RunPaths
@@ -107,18 +108,19 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
     with RunResources(log.epoch) as resources:
         async with contextlib.AsyncExitStack() as stack:
             supervisor = await stack.enter_async_context(Supervisor(paths.logs, SHUTDOWN))
-            stack.push_async_callback(_let_trainer_leave, supervisor)
             server = EventLogServer(log, resources.address("events"))
-            stack.push_async_callback(server.close)
-            batches = SharedMemoryBatchSender(
-                resources.address("batches"), resources.shared_memory, capacity=BATCH_QUEUE_CAPACITY
+            stack.push_async_callback(
+                _end, ShutdownStage.CLOSE_EVENT_LOG, lambda: _let_trainer_leave(supervisor, server)
             )
-            stack.push_async_callback(batches.close)
             role = RoleSettings.of(settings, paths, log.epoch, resources).encoded()
             generator = supervisor.start(RoleSpec("generator", GENERATOR, role, threads=settings.generator.threads))
             trainer = supervisor.start(RoleSpec("trainer", TRAINER, role, threads=settings.trainer.threads))
             client = GeneratorClient(resources.address("generator"))
-            stack.push_async_callback(client.close)
+            stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, client.close)
+            batches = SharedMemoryBatchSender(
+                resources.address("batches"), resources.shared_memory, capacity=BATCH_QUEUE_CAPACITY
+            )
+            stack.push_async_callback(_end, ShutdownStage.CLOSE_TRANSPORTS, batches.close)
             stack.callback(supervisor.expect_exit, "generator")
 
             async def watch() -> None:
@@ -150,9 +152,12 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
             )
 
 
-async def _let_trainer_leave(supervisor: Supervisor) -> None:
+async def _end(stage: ShutdownStage, action: Action) -> None:
+    await run_stage(stage, SHUTDOWN, action)
+
+
+async def _let_trainer_leave(supervisor: Supervisor, server: EventLogServer) -> None:
     """The event log has ended, and the trainer leaves by itself; the supervisor ends it if it doesn't in time."""
     supervisor.expect_exit("trainer")
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(SHUTDOWN.terminate_s):
-            await supervisor.wait("trainer")
+    await server.close()
+    await supervisor.wait("trainer")
