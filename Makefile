@@ -48,6 +48,7 @@ format: install-dev
 
 docs: install-dev  ## Write the pages that are generated from the code.
 	$(BIN)/tailrace settings > docs/settings.md
+	$(BIN)/python -m tailrace.observability.metric_docs docs/metrics.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

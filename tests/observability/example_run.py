@@ -87,7 +87,6 @@ def write_example_run(folder: Path, *, steps: int = 60, hostile: bool = False) -
     draw = random.Random(3)
     writer = BackgroundWriter(queue_records=1024)
     metrics, rollouts = JsonlSink(folder / "metrics.jsonl", writer), RolloutWriter(folder / "rollouts", writer)
-    metrics.write({"step": 0, "wall_s": 3.0, "eval/reward_mean": 0.212, "eval/tasks": 200})
     for step in range(1, steps + 1):
         reward = 0.2 + 0.74 * (1 - math.exp(-step / 16)) + draw.gauss(0, 0.03)
         metrics.write(_row(step, reward, draw))
@@ -96,7 +95,6 @@ def write_example_run(folder: Path, *, steps: int = 60, hostile: bool = False) -
             messages = [*messages, a_message(HOSTILE, HOSTILE)]
         spread = [min(1.0, max(0.0, reward + draw.gauss(0, 0.15))) for _ in range(8)]
         rollouts.write(step, [a_rollout(step, place, value, messages) for place, value in enumerate(spread)])
-    metrics.write({"step": steps, "wall_s": 118.0, "eval/reward_mean": 0.938, "eval/tasks": 200})
     assert writer.close()
     name = HOSTILE if hostile else "quickstart"
     (folder / "config.toml").write_text(f'name = "quickstart"\nmax_steps = {steps}\n[trainer]\nlearning_rate = 1e-3\n')
@@ -126,7 +124,6 @@ def _row(step: int, reward: float, draw: random.Random) -> dict[str, float]:
         "policy/version": step,
         "phase/generate_s": 1.5 + draw.gauss(0, 0.1),
         "phase/train_s": 0.9 + draw.gauss(0, 0.05),
-        "phase/train_cpu_s": 0.8,
         "phase/score_s": 0.02,
         "phase/pack_s": 0.004,
         "phase/publish_s": 0.05,
@@ -156,8 +153,6 @@ def _summary(name: str, steps: int) -> RunSummary:
         reward_first=0.24,
         reward_last=0.93,
         reward_best=0.95,
-        heldout_reward_before=0.212,
-        heldout_reward_after=0.938,
         tokens_generated=420_000,
         tokens_trained=398_000,
         training_tokens_per_s=3_600.0,

@@ -54,16 +54,10 @@ async def test_stopping_leaves_no_task_behind_and_starting_twice_is_refused() ->
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_phases_add_up_also_when_they_raise() -> None:
+def test_phases_add_up_and_start_over() -> None:
     timer = PhaseTimer()
-    with pytest.raises(ValueError, match="boom"), timer.phase("score"):
-        raise ValueError("boom")
-    with timer.phase("score"):
-        time.sleep(0.01)
-    timer.add("pack", wall_s=2.0, cpu_s=1.0)
-    metrics = timer.flush_metrics()
-    assert metrics["phase/score_s"] >= 0.01
-    assert metrics["phase/score_cpu_s"] >= 0.0
-    assert metrics["phase/pack_s"] == 2.0
-    assert metrics["phase/pack_cpu_s"] == 1.0
+    timer.add("score", 0.5)
+    timer.add("score", 0.25)
+    timer.add("pack", 2.0)
+    assert timer.flush() == {"phase/score_s": 0.75, "phase/pack_s": 2.0}
     assert timer.flush() == {}

@@ -32,7 +32,6 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         ("reward/mean", "reward/mean"),
         ("reward/alphabet-sort/mean", "reward/{environment}/mean"),
         ("phase/score_s", "phase/{name}_s"),
-        ("phase/score_cpu_s", "phase/{name}_cpu_s"),
         ("rollout/failed/timeout", "rollout/failed/{reason}"),
         ("memory/trainer_rss_bytes", "memory/{role}_rss_bytes"),
         ("reward/my/own:sort/mean", "reward/{environment}/mean"),

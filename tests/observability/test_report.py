@@ -154,6 +154,4 @@ def test_the_examples_metrics_are_in_the_table(run_folder: Path) -> None:
 
 def test_docs_metrics_md_is_in_step_with_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == metrics_page(), (
-        "run: python -m tailrace.observability.metric_docs docs/metrics.md"
-    )
+    assert page.read_text(encoding="utf-8") == metrics_page(), "run `make docs`"

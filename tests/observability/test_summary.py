@@ -25,8 +25,6 @@ def a_summary() -> RunSummary:
         ledger=ledger,
         reward_first=0.21,
         reward_last=0.93,
-        heldout_reward_before=0.2,
-        heldout_reward_after=0.94,
         tokens_generated=1_200_000,
         tokens_trained=1_100_000,
         length_ratio=0.98,
@@ -46,7 +44,6 @@ def test_the_text_names_every_state_and_reason_and_the_invariant() -> None:
     text = summary_text(a_summary())
     assert "admitted 2,600 = terminal 2,560 + in flight 40" in text
     assert "2,432 trained, 120 filtered (zero_spread 112, stale 8), 8 failed (timeout 8)" in text
-    assert "0.200 before, 0.940 after" in text
     assert "finished" in text
 
 

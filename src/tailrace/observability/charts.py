@@ -94,27 +94,25 @@ def line_chart(
     return Chart(title, unit, svg, legend)
 
 
-def reward_chart(reward: Series, spread: Series, heldout: Series) -> Chart | None:
-    """The reward per step, its smoothed course, its spread, and the held-out evaluations; None without a point."""
-    if not reward.values and not heldout.values:
+def reward_chart(reward: Series, spread: Series) -> Chart | None:
+    """The reward per step, its smoothed course and its spread; None without a point."""
+    if not reward.values:
         return None
     with _style(_PAGE):
         figure, axes = _figure(10.2, 3.1)
-        _draw_reward(axes, _PAGE, reward, spread, heldout)
+        _draw_reward(axes, _PAGE, reward, spread)
         svg = _svg(figure, "reward")
-    legend = [LegendEntry("training", "series-1", _reward(reward.values[-1]))] if reward.values else []
-    if heldout.values:
-        legend.append(LegendEntry("held out", "series-2", _reward(heldout.values[-1])))
+    legend = [LegendEntry("training", "series-1", _reward(reward.values[-1]))]
     return Chart("Reward", "dots: mean per step; line: smoothed; band: standard deviation", svg, legend)
 
 
-def reward_png(reward: Series, spread: Series, heldout: Series, title: str) -> bytes | None:
+def reward_png(reward: Series, spread: Series, title: str) -> bytes | None:
     """The reward curve as a picture; None without a point."""
-    if not reward.values and not heldout.values:
+    if not reward.values:
         return None
     with _style(_PRINT):
         figure, axes = _figure(8.0, 4.0)
-        _draw_reward(axes, _PRINT, reward, spread, heldout)
+        _draw_reward(axes, _PRINT, reward, spread)
         axes.set_title(title, loc="left", color=_PRINT.ink, fontsize=11, pad=12, parse_math=False)
         axes.set_xlabel("step", color=_PRINT.muted)
         axes.set_ylabel("mean reward", color=_PRINT.muted)
@@ -123,29 +121,14 @@ def reward_png(reward: Series, spread: Series, heldout: Series, title: str) -> b
     return buffer.getvalue()
 
 
-def _draw_reward(axes: Axes, palette: _Palette, reward: Series, spread: Series, heldout: Series) -> None:
-    if reward.values:
-        smoothed = _smoothed(reward.values)
-        by_step = dict(zip(spread.steps, spread.values, strict=True))
-        low = [value - by_step.get(step, 0.0) for step, value in zip(reward.steps, smoothed, strict=True)]
-        high = [value + by_step.get(step, 0.0) for step, value in zip(reward.steps, smoothed, strict=True)]
-        axes.fill_between(reward.steps, low, high, color=palette.series[0], alpha=0.12, linewidth=0)
-        axes.plot(reward.steps, reward.values, ".", color=palette.series[0], alpha=0.45, markersize=4)
-        axes.plot(reward.steps, smoothed, color=palette.series[0], linewidth=2.2)
-    if heldout.values:
-        axes.plot(
-            heldout.steps,
-            heldout.values,
-            "D" if len(heldout.values) < 3 else "--D",
-            color=palette.series[1],
-            linewidth=1.0,
-            markersize=5,
-        )
-        for index, (step, value) in enumerate(zip(heldout.steps, heldout.values, strict=True)):
-            offset = (0, -14) if index == 0 and reward.values else (0, 8)
-            axes.annotate(
-                _reward(value), (step, value), offset, textcoords="offset points", ha="center", color=palette.ink
-            )
+def _draw_reward(axes: Axes, palette: _Palette, reward: Series, spread: Series) -> None:
+    smoothed = _smoothed(reward.values)
+    by_step = dict(zip(spread.steps, spread.values, strict=True))
+    low = [value - by_step.get(step, 0.0) for step, value in zip(reward.steps, smoothed, strict=True)]
+    high = [value + by_step.get(step, 0.0) for step, value in zip(reward.steps, smoothed, strict=True)]
+    axes.fill_between(reward.steps, low, high, color=palette.series[0], alpha=0.12, linewidth=0)
+    axes.plot(reward.steps, reward.values, ".", color=palette.series[0], alpha=0.45, markersize=4)
+    axes.plot(reward.steps, smoothed, color=palette.series[0], linewidth=2.2)
     _finish(axes, palette, lambda value: f"{value:g}")
 
 

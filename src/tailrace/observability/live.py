@@ -159,7 +159,7 @@ class Watchdog:
         """The warning for this snapshot, or None."""
         seen = (
             *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
-            *(view.in_flight, view.running_requests, view.ready_groups, view.queued_batches),
+            *(view.in_flight, view.running_rollouts, view.ready_groups, view.queued_batches),
             sum(view.failures.values()),
         )
         if seen != self._seen:

@@ -87,7 +87,7 @@ def _flow(view: RunView, width: int) -> RenderableType:
     grid.add_row(
         "queued", _number(view.queued_batches, "batch" if view.queued_batches == 1 else "batches"), _memory(view)
     )
-    grid.add_row("engine", _number(view.running_requests, "running"), _number(view.waiting_requests, "waiting"))
+    grid.add_row("running", _number(view.running_rollouts, "rollout" if view.running_rollouts == 1 else "rollouts"))
     grid.add_row("phases", *_phases(view))
     grid.add_row("loop lag", *_lag(view))
     grid.add_row("rollouts", *_outcomes(view))
@@ -121,8 +121,6 @@ def _reward(view: RunView) -> Text:
 
 def _reward_detail(view: RunView) -> tuple[Text, Text]:
     first = Text(f"first {view.rewards[0]:.3f}" if view.rewards else "", style=_LABEL)
-    if view.heldout_reward is not None:
-        return first, Text.assemble(("held-out ", _LABEL), f"{view.heldout_reward:.3f}")
     if view.zero_spread_share is not None:
         return first, Text(f"{share(view.zero_spread_share)} of groups without spread", style=_LABEL)
     return first, Text()

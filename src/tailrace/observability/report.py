@@ -42,7 +42,7 @@ def write_report(run_folder: Path) -> None:
     without a run and `OSError` where the files cannot be written.
     """
     run = read_run_folder(run_folder)
-    rewards = (run.series("reward/mean"), run.series("reward/std"), run.series("eval/reward_mean"))
+    rewards = (run.series("reward/mean"), run.series("reward/std"))
     _replace(run_folder / REPORT_FILE, _page(run, reward_chart(*rewards)).encode("utf-8", "replace"))
     if (picture := reward_png(*rewards, f"{readable(run.name)}: reward")) is not None:
         _replace(run_folder / REWARD_FILE, picture)
@@ -88,7 +88,6 @@ def _tiles(run: RunFolder) -> list[Tile]:
     steps = len(reward.steps) if summary is None else summary.steps
     tiles = [
         Tile("Reward", _fixed(reward.last), f"from {_fixed(reward.values[0])}" if reward.values else ""),
-        _heldout_tile(run),
         Tile("Steps", compact(steps), f"policy version {compact(version.last or 0)}"),
         Tile("Generated", _average(generated.values), "tokens/s, mean"),
         Tile("Trained", _average(trained.values), "tokens/s of compute"),
@@ -101,16 +100,6 @@ def _tiles(run: RunFolder) -> list[Tile]:
     if summary is not None and summary.peak_rss_bytes:
         tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), "peak, all processes"))
     return [tile for tile in tiles if tile.value != NOTHING]
-
-
-def _heldout_tile(run: RunFolder) -> Tile:
-    heldout = run.series("eval/reward_mean").values
-    before = heldout[0] if len(heldout) > 1 else None
-    after = heldout[-1] if heldout else None
-    if run.summary is not None:
-        before = before if run.summary.heldout_reward_before is None else run.summary.heldout_reward_before
-        after = after if run.summary.heldout_reward_after is None else run.summary.heldout_reward_after
-    return Tile("Held out", _fixed(after), "" if before is None else f"from {_fixed(before)}")
 
 
 def _fixed(value: float | None) -> str:
@@ -176,9 +165,10 @@ _AGREEMENT = _ChartSpec(
 
 def _charts(run: RunFolder) -> list[Chart]:
     phases = line_chart("Phases", "per step; they overlap", _phase_lines(run), show=seconds)
+    rewards = line_chart("Reward by environment", "mean per step", _environment_lines(run), show=_short)
     before = [_chart(run, spec) for spec in (_LENGTH, _TURNS, _THROUGHPUT, _STALENESS)]
     after = [_chart(run, spec) for spec in (_LAG, _SHARES, _AGREEMENT)]
-    return [chart for chart in (*before, phases, *after) if chart is not None]
+    return [chart for chart in (rewards, *before, phases, *after) if chart is not None]
 
 
 def _chart(run: RunFolder, spec: _ChartSpec) -> Chart | None:
@@ -186,9 +176,16 @@ def _chart(run: RunFolder, spec: _ChartSpec) -> Chart | None:
     return line_chart(spec.title, spec.unit, lines, show=spec.show, logarithmic=spec.logarithmic)
 
 
+def _environment_lines(run: RunFolder) -> list[Line]:
+    """None where there is one environment: the big chart is its own."""
+    names = [name for name in run.names("reward/", "/mean") if name != "reward/mean"]
+    lines = [Line(name.removeprefix("reward/").removesuffix("/mean"), run.series(name)) for name in names]
+    return lines if len(lines) > 1 else []
+
+
 def _phase_lines(run: RunFolder) -> list[Line]:
     """The longest phases first."""
-    names = [name for name in run.names("phase/", "_s") if not name.endswith("_cpu_s")]
+    names = run.names("phase/", "_s")
     lines = [Line(name.removeprefix("phase/").removesuffix("_s"), run.series(name)) for name in names]
     return sorted(lines, key=lambda line: -sum(line.series.values))[:_PHASES]
 

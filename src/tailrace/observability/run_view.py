@@ -28,8 +28,6 @@ class RunView:
     """Mean reward of each step so far, in order."""
     reward_std: float | None = None
     """Of the newest step."""
-    heldout_reward: float | None = None
-    """Newest evaluation, if there was one."""
     zero_spread_share: float | None = None
     completion_tokens: float | None = None
     """Mean sampled tokens per rollout, newest step."""
@@ -49,8 +47,8 @@ class RunView:
     ready_groups: int = 0
     groups_per_batch: int | None = None
     queued_batches: int = 0
-    running_requests: int = 0
-    waiting_requests: int = 0
+    running_rollouts: int = 0
+    """Rollouts whose agents run."""
 
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Wall seconds per phase of the newest step."""

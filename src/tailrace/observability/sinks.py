@@ -102,6 +102,12 @@ class JsonlSink:
         self._path = path
         self._writer = writer
 
+    @property
+    def lost_records(self) -> int:
+        """Records of all files of its writer that were dropped, or that a disk refused."""
+        statistics = self._writer.statistics()
+        return statistics.dropped + statistics.failed
+
     def write(self, record: Mapping[str, Json]) -> bool:
         """Append one record. Never waits and never raises: False, and counted, when it was dropped."""
         line = dict(record)

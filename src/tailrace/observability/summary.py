@@ -67,8 +67,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of the first step; `reward_last` of the last."""
     reward_last: float | None = None
     reward_best: float | None = None
-    heldout_reward_before: float | None = None
-    heldout_reward_after: float | None = None
 
     tokens_generated: int = 0
     """Completion tokens sampled for training rollouts."""
@@ -136,7 +134,6 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("run", f"{summary.name}, {summary.status}{reason}"),
         ("steps", f"{summary.steps:,} in {clock(summary.wall_s)}, policy version {summary.policy_version:,}"),
         ("reward", _rewards(summary)),
-        ("held-out", _heldout(summary)),
         ("rollouts", _rollouts(summary.ledger)),
         ("ledger", summary.ledger.invariant_line()),
         ("tokens", _tokens(summary)),
@@ -154,14 +151,6 @@ def _rewards(summary: RunSummary) -> str:
         return ""
     best = "" if summary.reward_best is None else f" (best {summary.reward_best:.3f})"
     return f"{summary.reward_first:.3f} at first, {summary.reward_last:.3f} at last{best}"
-
-
-def _heldout(summary: RunSummary) -> str:
-    before, after = summary.heldout_reward_before, summary.heldout_reward_after
-    if before is not None and after is not None:
-        return f"{before:.3f} before, {after:.3f} after"
-    known = before if after is None else after
-    return "" if known is None else f"{known:.3f} {'before' if after is None else 'after'}"
 
 
 def _rollouts(ledger: LedgerSummary) -> str:

@@ -187,4 +187,4 @@ class RunObserver:
             add(f"memory/{role}_rss_bytes", used.rss_bytes)
             add(f"cpu/{role}_s", used.cpu_s - (self._usage[role].cpu_s if role in self._usage else 0.0))
         self._usage = usage
-        add("sinks/dropped_records", self._sink.statistics().dropped + self._sink.statistics().failed)
+        add("sinks/dropped_records", self._sink.lost_records)

@@ -23,7 +23,7 @@ from tailrace.observability.report import write_report
 from tailrace.observability.run_view import RunView
 from tailrace.observability.sinks import BackgroundWriter, JsonlSink, RolloutWriter
 from tailrace.observability.summary import RunSummary, write_summary
-from tailrace.records import RunStatus, TrainerEnded, TrainerStarted
+from tailrace.records import Completion, RunStatus, TrainerEnded, TrainerStarted
 from tailrace.rollouts import ChatRenderer
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
@@ -37,6 +37,7 @@ from tailrace.run.parts import (
     task_stream,
 )
 from tailrace.run.placement import Placement, open_placement
+from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.summary import Figures, figures
 from tailrace.run.usage import ProcessMeter
 from tailrace.run.view import run_view
@@ -111,7 +112,7 @@ class _Training:
                     self._settings,
                     self._environments,
                     renderer=self._renderer,
-                    generate=placement.generate,
+                    generate=RecordedGenerate(placement.generate, self._count_completion),
                     log_folder=self._paths.logs,
                 )
             )
@@ -122,6 +123,10 @@ class _Training:
             signals = stack.enter_context(self._signals(orchestrator, placement, live))
             ended = await orchestrator.run()
         return await self._sum_up(orchestrator, ended, meter, signals)
+
+    def _count_completion(self, completion: Completion) -> None:
+        if self._orchestrator and self._orchestrator.observer:
+            self._orchestrator.observer.completion_sampled(completion)
 
     def _start(
         self, started: TrainerStarted, placement: Placement, runner: EnvironmentRunner, meter: ProcessMeter

@@ -58,11 +58,11 @@ def run_view(
         ready_groups=statistics.waiting_groups,
         groups_per_batch=settings.scheduling.batch_size // settings.rollouts.group_size,
         queued_batches=statistics.batches_ahead,
-        running_requests=statistics.running,
+        running_rollouts=statistics.running,
         phases_s={
             name.removeprefix("phase/").removesuffix("_s"): value
             for name, value in latest.items()
-            if name.startswith("phase/") and not name.endswith("_cpu_s")
+            if name.startswith("phase/")
         },
         lag=lag.snapshot(),
         failures=dict(observer.totals.failures),

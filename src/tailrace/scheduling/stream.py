@@ -27,6 +27,7 @@ from tailrace.records import (
     StepSkipped,
     StepTrained,
     Task,
+    TerminalState,
 )
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.budget import StalenessBudget
@@ -289,10 +290,10 @@ class StreamScheduler:
         limit = self._settings.max_barren_batches * self._settings.batch_size
         if self._barren_rollouts >= limit:
             raise TrainingError(
-                f"the last {self._barren_rollouts} rollouts held nothing to train on "
-                f"(failed: {self.ledger.reasons(Outcome.failed('').state)}, "
-                f"filtered: {self.ledger.reasons(Outcome.filtered('').state)}); "
-                "when rewards never differ inside a group the task is too hard or too easy for this model"
+                f"the last {self._barren_rollouts} rollouts held nothing to train on; so far failed: "
+                f"{_counted(self.ledger.reasons(TerminalState.FAILED))}; filtered: "
+                f"{_counted(self.ledger.reasons(TerminalState.FILTERED))}. The log tells the first failure of each "
+                "kind; where rewards never differ inside a group, the task is too hard or too easy for this model"
             )
 
     # --- batches -------------------------------------------------------------------------------------------------
@@ -358,3 +359,7 @@ class StreamScheduler:
     def _wake(self) -> None:
         self._admission_wake.set()
         self._batches_wake.set()
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"

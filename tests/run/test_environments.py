@@ -1,0 +1,70 @@
+"""Several environments in one run, the examples among them: each through the whole pipeline, with its own metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tailrace.config import load_settings
+from tailrace.observability.summary import RunSummary
+from tailrace.records import RunStatus
+from tailrace.run.training import train
+from tests.run.runs import ROOT, records
+
+SETTINGS = """
+max_steps = 2
+placement = "inline"
+schedule = "sync"  # with one group of each environment in a batch
+model.name = "bundled:quickstart"
+rollouts = {{ group_size = 2, max_tokens = 12, max_turns = 3 }}
+scheduling = {{ batch_size = 10, row_tokens = 1024, filter_zero_spread = false }}
+generator = {{ max_cache_tokens = 1024, slots = 16 }}
+observability = {{ live = "off" }}
+environments = [
+    {{ name = "examples.own_agent:first_names" }},
+    {{ name = "examples.own_environment:guess_the_name" }},
+    {{ name = "examples.own_dataset:shout", data = "{root}/examples/words.jsonl", eval_tasks = 4 }},
+    {{ name = "examples.own_tool:shopping" }},
+    {{ name = "calculator" }},
+]
+"""
+NAMES = {"first-names", "guess-the-name", "shout", "shopping", "calculator"}
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def summary(parent: Path) -> RunSummary:
+    settings = parent / "mixed.toml"
+    settings.write_text(SETTINGS.format(root=ROOT))
+    return asyncio.run(train(load_settings(str(settings)), parent))
+
+
+def test_every_example_and_the_calculator_is_trained_on(parent: Path, summary: RunSummary) -> None:
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 2)
+    assert summary.ledger.by_reason["failed"] == {}
+    for step in (1, 2):
+        written = records(parent / "mixed" / "rollouts" / f"step_{step:06d}.jsonl")
+        assert {record["environment"] for record in written if record["outcome"]["state"] == "trained"} == NAMES
+
+
+def test_each_environment_has_reward_metrics_of_its_own(parent: Path, summary: RunSummary) -> None:
+    for line in records(parent / "mixed" / "metrics.jsonl"):
+        written = records(parent / "mixed" / "rollouts" / f"step_{line['step']:06d}.jsonl")
+        for name in NAMES:
+            rewards = [record["reward"] for record in written if record["environment"] == name]
+            assert line[f"reward/{name}/mean"] == pytest.approx(statistics.fmean(rewards))
+            assert line[f"reward/{name}/std"] == pytest.approx(statistics.pstdev(rewards))
+            assert line[f"reward/{name}/zero_spread_share"] == float(len(set(rewards)) == 1)
+
+
+def test_the_report_draws_the_environments_apart(parent: Path, summary: RunSummary) -> None:
+    page = (parent / "mixed" / "report.html").read_text()
+    assert "Reward by environment" in page
+    assert "guess-the-name" in page
