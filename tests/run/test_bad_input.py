@@ -68,6 +68,7 @@ async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_r
         (environment("empty"), DataError, "has no task to train on"),
         (environment("nowhere"), SettingsError, "has no 'nowhere'"),
         (environment("without_column"), DataError, "has no column 'word'"),
+        ((*environment("never_returning"), "--rollouts.workers", "0"), SettingsError, "rollouts.workers is 0"),
         (("--environment.name", "alfabet-sort"), SettingsError, "did you mean 'alphabet-sort'"),
         (("--model.name", "bundled:slowstart"), ModelError, "no such bundled model; bundled are: quickstart"),
         (("--model.name", "./nowhere"), ModelError, "is no folder"),
@@ -79,6 +80,12 @@ async def test_what_can_be_known_before_is_told_before_anything_is_made(
     with pytest.raises(error, match=message):
         await run_inline(tmp_path, "--max_steps", "1", *overrides)
     assert not list(tmp_path.iterdir())
+
+
+async def test_an_environment_that_no_worker_can_load_fails_the_run_once(tmp_path: Path) -> None:
+    summary = await run_inline(tmp_path, *environment("loading_only_here"), "--max_steps", "1")
+    assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 1, 0)
+    assert "not in a worker" in summary.reason
 
 
 async def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ def never_returning() -> EnvironmentSpec:
     return EnvironmentSpec(name="never-returning", agent=answer, reward=endless, train_tasks=rows)
 
 
+_IN_TESTS = "pytest" in sys.modules
+
+
+def loading_only_here() -> EnvironmentSpec:
+    """Cannot be loaded in a worker process."""
+    if not _IN_TESTS:
+        raise RuntimeError("not in a worker")
+    return never_returning()
+
+
 def without_column() -> EnvironmentSpec:
     rows = [{"word": "a"}, {"word": "b"}, {"wrod": "c"}]
     return EnvironmentSpec(

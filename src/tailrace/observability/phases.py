@@ -19,8 +19,9 @@ class PhaseTimer:
         self._totals: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, duration_s: float) -> None:
-        """Count a duration under `name`."""
-        self._totals[name] += duration_s
+        """Count a duration under `name`; a phase that took no time did not take place."""
+        if duration_s > 0:
+            self._totals[name] += duration_s
 
     def flush(self) -> dict[str, float]:
         """Metrics `phase/{name}_s` since the last flush; starts over."""

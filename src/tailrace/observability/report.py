@@ -164,7 +164,9 @@ _AGREEMENT = _ChartSpec(
 
 
 def _charts(run: RunFolder) -> list[Chart]:
-    phases = line_chart("Phases", "per step; they overlap", _phase_lines(run), show=seconds)
+    phases = line_chart(
+        "Phases", "per step, logarithmic; rollouts overlap", _phase_lines(run), show=seconds, logarithmic=True
+    )
     rewards = line_chart("Reward by environment", "mean per step", _environment_lines(run), show=_short)
     before = [_chart(run, spec) for spec in (_LENGTH, _TURNS, _THROUGHPUT, _STALENESS)]
     after = [_chart(run, spec) for spec in (_LAG, _SHARES, _AGREEMENT)]

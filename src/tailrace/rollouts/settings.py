@@ -44,7 +44,7 @@ class RolloutSettings(BaseModel):
     workers: int = Field(
         default=1,
         ge=0,
-        description="Processes for users' synchronous code that is not trusted; started when first needed.",
+        description="Processes for users' synchronous code that is not trusted; none is started for other code.",
     )
     worker_timeout_s: float = Field(
         default=60.0, gt=0, description="Seconds one call into a worker may take before the worker is killed."

@@ -28,7 +28,7 @@ from tailrace.records import (
     TrainerStarted,
 )
 from tailrace.run.observer import RunObserver
-from tailrace.run.placement import SHUTDOWN, Placement
+from tailrace.run.placement import SHUTDOWN, Placement, Wait
 from tailrace.scheduling import StreamScheduler
 from tailrace.transport.channels import wait_until
 from tailrace.transport.event_log import MemoryEventLog
@@ -46,9 +46,11 @@ StartScheduler = Callable[[TrainerStarted], tuple[StreamScheduler, RunObserver]]
 
 
 class Orchestrator:
-    """Runs until the trainer's terminal record. `start_scheduler` is called once trainer and weights are there."""
+    """Runs until the trainer's terminal record. Once trainer and weights are there it starts workers and scheduler."""
 
-    def __init__(self, placement: Placement, log: MemoryEventLog, start_scheduler: StartScheduler) -> None:
+    def __init__(
+        self, placement: Placement, log: MemoryEventLog, start_workers: Wait, start_scheduler: StartScheduler
+    ) -> None:
         self.scheduler: StreamScheduler | None = None
         self.observer: RunObserver | None = None
         self.checkpoint = ""
@@ -57,7 +59,8 @@ class Orchestrator:
         self.version = 0
         self.error: BaseException | None = None
         """What ended the run, where it was no wish."""
-        self._placement, self._log, self._start_scheduler = placement, log, start_scheduler
+        self._placement, self._log = placement, log
+        self._start_workers, self._start_scheduler = start_workers, start_scheduler
         self._started: TrainerStarted | None = None
         self._published: ModelStateDictRef | None = None
         self._installed_version = 0
@@ -184,7 +187,9 @@ class Orchestrator:
         await wait_until(self._changed, lambda: self._started is not None)
         assert self._started is not None
         await wait_until(self._changed, lambda: self._installed_version >= self.version)
-        await self._placement.ready()
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(self._placement.ready())
+            starting.create_task(self._start_workers())
         self.scheduler, self.observer = self._start_scheduler(self._started)
         await self.scheduler.run()
 

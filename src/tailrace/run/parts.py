@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
+from tailrace.errors import SettingsError
 from tailrace.generation.engines.loading import require_weights, tokenizer_folder
 from tailrace.generation.engines.protocol import Engine
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
 from tailrace.scheduling import TaskSource, TaskStream
 
 if TYPE_CHECKING:
@@ -82,6 +83,11 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
     loaded = {}
     for chosen in settings.environments:
         spec = load_environment(chosen)
+        if settings.rollouts.workers == 0 and needs_workers(spec):
+            raise SettingsError(
+                f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "
+                "runs in a worker process: raise it, or write environment.trusted = true if that code returns soon"
+            )
         loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), _sampling(settings, chosen))
     return loaded
 

@@ -118,7 +118,10 @@ class _Training:
             )
             runner = EnvironmentRunner(rollouter, self._environments, self._settings)
             orchestrator = self._orchestrator = Orchestrator(
-                placement, log, lambda started: self._start(started, placement, runner, meter)
+                placement,
+                log,
+                lambda: rollouter.start(loaded.spec for loaded in self._environments.values()),
+                lambda started: self._start(started, placement, runner, meter),
             )
             signals = stack.enter_context(self._signals(orchestrator, placement, live))
             ended = await orchestrator.run()
