@@ -58,6 +58,6 @@ async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadl
     monkeypatch.setattr(orchestrator, "SHUTDOWN", ShutdownSettings(cancel_rollouts_s=0.1))
     summary = await run_inline(tmp_path, *environment("stubborn"), "--max_steps", "1")
     released.set()
-    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 1)
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.CANCELLED, 130, 0)
     assert summary.ledger.balances
     assert "cancel_rollouts took longer" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()

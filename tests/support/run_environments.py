@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import sys
@@ -113,13 +112,15 @@ released = asyncio.Event()
 """Lets the agents of `stubborn` go."""
 
 
-def stubborn(after: int = 4) -> EnvironmentSpec:
-    """After so many rollouts, all others refuse to be cancelled until `released`."""
-    numbers = itertools.count()
+def stubborn() -> EnvironmentSpec:
+    """Agents that refuse to be cancelled until `released`; the first of them asks for an end by Ctrl-C."""
+    asked = []
 
     async def agent(task: Task, policy: Policy) -> Reward:
-        refuses = next(numbers) >= after
-        while refuses and not released.is_set():
+        if not asked:
+            asked.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+        while not released.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await released.wait()
         return await answer(task, policy)
