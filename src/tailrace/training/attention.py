@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tailrace.errors import ModelError
+from tailrace.training.shared_prefixes import SharedPrefixes
 
 PACKED_ATTENTION = "tailrace_packed"
 """Name of this attention in transformers' interface (`model.set_attn_implementation`)."""
@@ -54,9 +55,13 @@ class SegmentGroup:
     gather: Tensor
     """[num_segments * max_len]: position in the row; padding repeats a segment's last token."""
     scatter: Tensor
-    """[tokens of the group]: where each real token lies in the padded group."""
+    """[tokens of the group]: where each token that is the group's own lies in the padded group."""
     positions: Tensor
-    """[tokens of the group]: where each real token lies in the row."""
+    """[tokens of the group]: where each of them lies in the row."""
+    borrowed_scatter: Tensor
+    """[borrowed tokens]: where each token that other segments computed lies in the padded group."""
+    borrowed_positions: Tensor
+    """[borrowed tokens]: where each of them lies in the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +71,29 @@ class Segments:
     lengths: tuple[int, ...]
     groups: tuple[SegmentGroup, ...]
     position_ids: Tensor
-    """[1, num_tokens], from 0 in every segment."""
+    """[1, num_tokens], from 0 in every segment; of tokens in the row, so that a borrowed beginning is left out."""
     offsets: Tensor
     """[num_segments + 1], int32."""
     restore: Tensor
     """[num_tokens]: where each token of the row lies among the groups' real tokens, one group after the other."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Segments:
-        """Divide a row into segments of these lengths, each 1 or more."""
+    def of(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", shared: SharedPrefixes | None = None
+    ) -> Segments:
+        """Divide a row into segments of these lengths, each 1 or more; with `shared`, the row holds computed tokens."""
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + int(length))
         position_ids = torch.cat([torch.arange(int(length)) for length in lengths])
-        groups = tuple(_group(members, lengths, starts) for members in _by_length(lengths))
+        computed = torch.ones(starts[-1], dtype=torch.bool) if shared is None else torch.from_numpy(shared.computed)
+        place = torch.arange(starts[-1]) if shared is None else torch.from_numpy(shared.place)
+        groups = tuple(_group(members, lengths, starts, computed, place) for members in _by_length(lengths))
         order = torch.cat([group.positions for group in groups])
         segments = cls(
             lengths=tuple(int(length) for length in lengths),
             groups=groups,
-            position_ids=position_ids[None],
+            position_ids=position_ids[computed][None],
             offsets=torch.tensor(starts, dtype=torch.int32),
             restore=torch.empty_like(order).scatter_(0, order, torch.arange(len(order))),
         )
@@ -98,6 +107,8 @@ class Segments:
                 group.gather.to(device),
                 group.scatter.to(device),
                 group.positions.to(device),
+                group.borrowed_scatter.to(device),
+                group.borrowed_positions.to(device),
             )
             for group in self.groups
         )
@@ -189,7 +200,10 @@ def _causal_bias(length: int, rule: _Rule, like: Tensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows into a padded group. Its gradient reads real tokens only, where indexing's own would add up padding."""
+    """Rows into a padded group. Its gradient reads real tokens only, where indexing's own would add up padding.
+
+    A token that several segments begin with gets the sum over all of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: SegmentGroup) -> Tensor:
@@ -198,8 +212,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        gradient = grads[0].new_zeros(ctx.shape)
-        gradient[ctx.group.positions] = grads[0].index_select(0, ctx.group.scatter)
+        group, gradient = ctx.group, grads[0].new_zeros(ctx.shape)
+        gradient[group.positions] = grads[0].index_select(0, group.scatter)
+        if len(group.borrowed_scatter):
+            gradient.index_add_(0, group.borrowed_positions, grads[0].index_select(0, group.borrowed_scatter))
         return gradient, None
 
 
@@ -304,14 +320,17 @@ def _by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _group(members: list[int], lengths: Sequence[int], starts: list[int]) -> SegmentGroup:
+def _group(
+    members: list[int], lengths: Sequence[int], starts: list[int], computed: Tensor, place: Tensor
+) -> SegmentGroup:
     longest = int(lengths[members[0]])
     columns = torch.arange(longest)[None]
     member_lengths = torch.tensor([int(lengths[member]) for member in members])[:, None]
     firsts = torch.tensor([starts[member] for member in members])[:, None]
-    gather = (firsts + torch.minimum(columns, member_lengths - 1)).flatten()
-    scatter = (columns < member_lengths).flatten().nonzero().squeeze(1)
-    return SegmentGroup(len(members), longest, gather, scatter, gather[scatter])
+    tokens = (firsts + torch.minimum(columns, member_lengths - 1)).flatten()
+    real, gather = (columns < member_lengths).flatten(), place[tokens]
+    own, borrowed = ((real & kind).nonzero().squeeze(1) for kind in (computed[tokens], ~computed[tokens]))
+    return SegmentGroup(len(members), longest, gather, own, gather[own], borrowed, gather[borrowed])
 
 
 def _find_varlen_attention() -> Any:

@@ -14,6 +14,7 @@ from tailrace.errors import TrainingError
 from tailrace.records import BatchRow
 from tailrace.training.attention import Segments
 from tailrace.training.losses import LossTokens
+from tailrace.training.shared_prefixes import share_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +22,18 @@ class MicroBatch:
     """A packed row. The token at a position is predicted by the hidden state before it."""
 
     input_ids: Tensor
-    """[1, num_tokens], int64."""
+    """[1, num_tokens], int64: every token of the row, those that samples share once."""
     segments: Segments
     predictors: Tensor
-    """[num_loss_tokens]: positions whose hidden states predict the tokens that bear loss."""
+    """[num_loss_tokens]: places in `input_ids` whose hidden states predict the tokens that bear loss."""
     tokens: LossTokens
     fresh: Tensor
     """[num_loss_tokens]: True where the token was sampled by the version that trains on it."""
 
     @classmethod
     def of(cls, row: BatchRow, version: int, device: torch.device | str = "cpu") -> MicroBatch:
-        """Prepare a row for a trainer that holds policy `version`.
+        """Prepare a row for a trainer that holds policy `version`. On a CPU samples share the beginnings they share;
+        elsewhere attention's own packing leaves no room for that.
 
         Raises `TrainingError` for a sample whose first token bears loss: nothing predicts it.
         """
@@ -47,10 +49,13 @@ class MicroBatch:
             advantages=_tensor(row.advantages[positions], device),
             inverse_temperatures=_tensor((1.0 / temperatures).astype(np.float32), device),
         )
+        shared = share_prefixes(row.token_ids, lengths.tolist()) if torch.device(device).type == "cpu" else None
+        token_ids = row.token_ids if shared is None else row.token_ids[shared.computed]
+        predictors = positions - 1 if shared is None else shared.place[positions - 1]
         return cls(
-            input_ids=_tensor(row.token_ids.astype(np.int64), device)[None],
-            segments=Segments.of(lengths.tolist(), device),
-            predictors=_tensor(positions - 1, device),
+            input_ids=_tensor(token_ids.astype(np.int64), device)[None],
+            segments=Segments.of(lengths.tolist(), device, shared),
+            predictors=_tensor(predictors, device),
             tokens=tokens,
             fresh=_tensor(row.policy_versions[positions] == version, device),
         )
