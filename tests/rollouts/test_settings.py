@@ -8,7 +8,7 @@ from tailrace.rollouts import RolloutSettings
 
 def test_training_samples_the_full_distribution_at_a_temperature() -> None:
     sampling = RolloutSettings(temperature=0.7, max_tokens=9).training_sampling()
-    assert sampling.is_full_distribution
+    assert (sampling.top_p, sampling.top_k) == (1.0, 0)
     assert (sampling.temperature, sampling.max_tokens) == (0.7, 9)
 
 

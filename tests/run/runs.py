@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -101,13 +102,16 @@ def command(parent: Path, *overrides: str, name: str = "run") -> Iterator[Comman
         stderr=subprocess.STDOUT,
         text=True,
     )
+    run = Command(process, parent.resolve() / "runs" / name)
     try:
-        yield Command(process, parent.resolve() / "runs" / name)
+        yield run
     finally:
         for left in [*psutil.Process().children(recursive=True)]:
             if left.pid == process.pid or process.pid in [parent.pid for parent in left.parents()]:
                 left.kill()
         process.wait()
+        for folder in run.leftovers():  # of a test that kills the command, which then removes nothing itself
+            shutil.rmtree(folder)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -23,11 +23,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Seed of this request's own random stream; None draws from the engine's."""
 
-    @property
-    def is_full_distribution(self) -> bool:
-        """Whether every token keeps a probability: what a training rollout needs."""
-        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0
-
     def require_valid(self) -> None:
         """Raise `SettingsError` for a value outside its range, naming the field."""
         if not self.temperature >= 0:

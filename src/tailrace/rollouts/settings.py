@@ -73,9 +73,12 @@ class RolloutSettings(BaseModel):
             )
         return self
 
-    def training_sampling(self) -> SamplingParams:
-        """Of a training rollout: the full distribution at `temperature`, so that every token keeps a probability."""
-        return SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+    def training_sampling(self, *, temperature: float | None = None, max_tokens: int | None = None) -> SamplingParams:
+        """Of a training rollout: the full distribution, so that every token keeps a probability.
+
+        The arguments override the settings'.
+        """
+        return SamplingParams(temperature=temperature or self.temperature, max_tokens=max_tokens or self.max_tokens)
 
     def evaluation_sampling(self, *, seed: int | None = None, max_tokens: int | None = None) -> SamplingParams:
         """Of a rollout that is measured and never trained on. `max_tokens` overrides the settings'."""

@@ -88,7 +88,8 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
                 f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "
                 "runs in a worker process: raise it, or write environment.trusted = true if that code returns soon"
             )
-        loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), _sampling(settings, chosen))
+        sampling = settings.rollouts.training_sampling(temperature=chosen.temperature, max_tokens=chosen.max_tokens)
+        loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), sampling)
     return loaded
 
 
@@ -149,11 +150,4 @@ def make_trainer(settings: RunSettings) -> Trainer:
         max_steps=settings.max_steps or _ENDLESS,
         max_staleness=settings.max_staleness,
         seed=settings.seed,
-    )
-
-
-def _sampling(settings: RunSettings, environment: EnvironmentSettings) -> SamplingParams:
-    return SamplingParams(
-        temperature=environment.temperature or settings.rollouts.temperature,
-        max_tokens=environment.max_tokens or settings.rollouts.max_tokens,
     )

@@ -15,10 +15,10 @@ class StalenessBudget:
 
     >>> budget = StalenessBudget(ceiling=3)
     >>> budget.acquire(["a", "b"]); budget.acquire(["c", "d"])
-    >>> budget.free, budget.has_room
-    (-1, False)
-    >>> budget.release("a"); budget.release("b"); budget.has_room
-    True
+    >>> budget.free
+    -1
+    >>> budget.release("a"); budget.release("b"); budget.free
+    1
     """
 
     def __init__(self, ceiling: int) -> None:
@@ -27,13 +27,8 @@ class StalenessBudget:
 
     @property
     def free(self) -> int:
-        """Slots left; below 0 while overdrawn."""
+        """Slots left; below 0 while overdrawn. Above 0, a group may be admitted."""
         return self.ceiling - len(self._held)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a group may be admitted."""
-        return self.free > 0
 
     def acquire(self, slots: Iterable[str]) -> None:
         """Hold one slot per name. Raises `AccountingError` for a name that holds one already."""

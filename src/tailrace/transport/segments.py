@@ -76,11 +76,6 @@ class Segment:
     metadata: Mapping[str, str]
     sequence: int
 
-    def bytes_of(self, name: str) -> memoryview:
-        """A tensor's bytes, not copied."""
-        start, end = self.tensors[name].data_offsets
-        return memoryview(self.mapping)[start:end]
-
 
 class SegmentFile:
     """A file that is written again and again; it grows to the largest content and never shrinks.
