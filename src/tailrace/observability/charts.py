@@ -182,7 +182,7 @@ def _finish(axes: Axes, palette: _Palette, show: Callable[[float], str], *, loga
         if low > 0 and low < 0.5 * high:
             axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.grid(axis="y", color=palette.grid, linewidth=0.8)
