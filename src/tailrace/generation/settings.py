@@ -17,7 +17,10 @@ class ModelSettings(BaseModel):
     name: str = Field(
         description="Hugging Face id, local folder in Hugging Face layout, .gguf file, or bundled:quickstart"
     )
-    dtype: Dtype = Field(default="float32", description="Type of the weights that generate")
+    dtype: Dtype = Field(
+        default="float32",
+        description="Type of the weights that generate; with bfloat16, residual stream and logits stay in float32",
+    )
     max_model_tokens: int | None = Field(
         default=None, ge=2, description="Prompt and completion together, in tokens; unset: what the model was made for"
     )

@@ -121,6 +121,7 @@ def slot_attention(
             raise ModelError(f"two attentions of {type(module).__name__} call themselves layer {layer}")
         slot_step.layers[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         return attend(query, key, value, None, causal=True, scale=scale, softcap=softcap).transpose(1, 2), None
+    query, key, value = (states.to(slot_step.dtype) for states in (query, key, value))
     slot_step.cache.write(layer, slot_step.write_index(key.shape[1]), key, value)
     kind = _Kind(layer, scale, sliding_window, softcap)
     parts = [_prefill(slot_step, index, query, kind) for index in range(len(slot_step.segments))]
