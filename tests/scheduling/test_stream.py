@@ -45,6 +45,18 @@ async def test_no_more_is_generated_than_the_last_step_takes() -> None:
     assert world.scheduler.ledger.admitted == world.scheduler.ledger.total(TerminalState.TRAINED) == 24
 
 
+async def test_a_full_buffer_holds_idle_engines_while_the_trainer_is_fed() -> None:
+    world = make_world(spread, rows=64, max_staleness=4, max_running=16)
+    running = asyncio.create_task(world.scheduler.run())
+    for _ in range(200):  # no trainer takes anything
+        await asyncio.sleep(0)
+    statistics = world.scheduler.statistics
+    assert statistics.running == 0
+    assert statistics.batches_ahead == 2
+    assert statistics.admitted <= 8 + 8 + 16 + 3
+    running.cancel()
+
+
 async def test_what_is_filtered_near_the_last_step_is_replaced() -> None:
     # every other group has the same reward everywhere, and is filtered
     world = make_world(lambda number: float(number % 2 and number // 4 % 2), rows=64, max_staleness=4, max_steps=3)

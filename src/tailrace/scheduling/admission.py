@@ -30,6 +30,8 @@ class AdmissionState:
     waiting_for_trainer: int
     """Rollouts of finished groups that no batch took yet."""
     max_waiting: int
+    is_trainer_fed: bool
+    """Whether a batch is on its way or being trained on."""
     budget_free: int
     untaken: int
     """Rollouts of groups that were started and that no batch took yet."""
@@ -40,8 +42,12 @@ class AdmissionState:
 def may_admit(state: AdmissionState) -> Verdict:
     """Just in time: enough running to keep every slot busy and a small buffer ahead of the trainer, no more.
 
+    A full buffer holds even idle engines while the trainer is fed: a group that ran alone meanwhile would cost nearly
+    as many engine steps as a full house does.
+
     >>> state = AdmissionState(
-    ...     running=8, max_running=64, waiting_for_trainer=0, max_waiting=64, budget_free=10, untaken=8, wanted=16
+    ...     running=8, max_running=64, waiting_for_trainer=0, max_waiting=64, is_trainer_fed=True, budget_free=10,
+    ...     untaken=8, wanted=16,
     ... )
     >>> may_admit(state)
     <Verdict.ADMIT: 'admit'>
@@ -52,6 +58,6 @@ def may_admit(state: AdmissionState) -> Verdict:
         return Verdict.BUDGET_SPENT
     if state.running >= state.max_running:
         return Verdict.ENGINES_FULL
-    if state.waiting_for_trainer >= state.max_waiting and state.running > 0:
+    if state.waiting_for_trainer >= state.max_waiting and (state.running > 0 or state.is_trainer_fed):
         return Verdict.BUFFER_FULL
     return Verdict.ADMIT

@@ -196,6 +196,7 @@ class StreamScheduler:
                 max_running=self._max_running,
                 waiting_for_trainer=waiting,
                 max_waiting=int(self._settings.buffer_batches * self._settings.batch_size),
+                is_trainer_fed=bool(self._sent),
                 budget_free=self._budget.free,
                 untaken=sum(self._group_sizes[key.environment] for key in self._open.values()),
                 wanted=self._wanted(),
