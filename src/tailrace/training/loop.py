@@ -33,6 +33,7 @@ from tailrace.records import (
     TrainerEnded,
     TrainerStarted,
 )
+from tailrace.training.memory import keep_freed_memory
 from tailrace.training.trainer import Trainer
 from tailrace.transport.batch_queue import BatchReceiver
 from tailrace.transport.event_log import EventLog
@@ -85,6 +86,7 @@ async def run_trainer(
 class _TrainerLoop:
     def __init__(self, batches: BatchReceiver, store: ModelStateDictStore, events: EventLog, plan: TrainerPlan) -> None:
         self._batches, self._store, self._events, self._plan = batches, store, events, plan
+        keep_freed_memory()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
         self._step = 0
