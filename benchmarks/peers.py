@@ -79,7 +79,7 @@ def run_tailrace(job: Job, folder: Path, name: str) -> Outcome:
         cpu_s=summary["cpu_s"],
         wall_s=steps[-1]["wall_s"],
         mean_tokens=summary["tokens_trained"] / summary["ledger"]["by_state"]["trained"],
-        model=run / "checkpoints" / "latest",
+        model=max((run / "checkpoints").glob("step_*")),
     )
 
 
@@ -141,7 +141,7 @@ max_tokens = {job.max_tokens_per_completion}
 [scheduling]
 batch_size = {job.batch_size}
 [generator]
-slots = 64
+slots = {2 * job.batch_size}
 [trainer]
 dtype = "{job.precision}"
 learning_rate = {job.learning_rate}
