@@ -14,6 +14,7 @@ from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.generator import Generator
 from tailrace.generation.inbox import Action, next_action
 from tailrace.records import Completion, FinishReason, SamplingParams
+from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
 from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
 
 
@@ -73,6 +74,29 @@ async def test_a_prefix_is_part_of_the_completion(model) -> None:
         )
         assert continued.token_ids.tolist() == whole.token_ids.tolist()
         assert continued.policy_versions.tolist() == [-3] * 5 + [0] * 7
+
+
+async def test_chunks_are_told_before_the_completion_that_holds_them(model) -> None:
+    async with Generator(lambda: make_engine(model, chunk_tokens=4)) as generator:
+        heard: list[int] = []
+        done = await generator.generate(
+            np.asarray([1, 2, 3]),
+            sampling=SamplingParams(temperature=0, max_tokens=11),
+            request_id="r",
+            session_id="s",
+            group_id="g",
+            on_chunk=lambda chunk: heard.extend(chunk.token_ids.tolist()),
+        )
+        assert heard == done.token_ids.tolist()[:8]
+
+
+async def test_tokens_of_newer_weights_than_were_asked_for_carry_the_newer_version(model) -> None:
+    store = MemoryModelStateDictStore()
+    ref = store.publish(model.state_dict(), 1)
+    store.publish(model.state_dict(), 2)
+    async with Generator(lambda: make_engine(model)) as generator:
+        assert await generator.load_model_state_dict(lambda: store.open(ref), ref.version) == 2
+        assert (await ask(generator, "r", [1], max_tokens=2)).policy_versions.tolist() == [2, 2]
 
 
 async def test_weights_are_swapped_while_requests_go_on(model) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from tailrace.errors import EngineFailed, RequestRefused
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
-from tailrace.generation.inbox import Action, Call, Inbox, Load, TensorsOpener
+from tailrace.generation.inbox import Action, Call, ChunkListener, Inbox, Load, TensorsOpener
 from tailrace.records import (
     Completion,
     FinishReason,
@@ -33,6 +33,7 @@ from tailrace.records import (
     SessionId,
     as_token_ids,
 )
+from tailrace.transport.model_state_dicts import ModelStateDict
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +76,11 @@ class Generator:
         session_id: str,
         group_id: str,
         prefix: Completion | None = None,
+        on_chunk: ChunkListener | None = None,
     ) -> Completion:
         """Sample one completion, `prefix` included where one is given.
 
+        `on_chunk` hears of tokens while the request goes on (those of the last chunk come with the completion alone).
         Raises `RequestRefused` for an impossible request and `EngineFailed` once the engine is gone. Cancelling the
         awaiting task aborts the request.
         """
@@ -90,7 +93,7 @@ class Generator:
             sampling=sampling,
             prefix=prefix,
         )
-        call = Call(request, loop, loop.create_future())
+        call = Call(request, loop, loop.create_future(), on_chunk)
         self._inbox.put_call(call)
         try:
             return await call.future
@@ -189,11 +192,13 @@ class _Worker:
             load = loads.pop()
             try:
                 with load.opener() as tensors:
-                    engine.load_model_state_dict(tensors, load.version)
+                    # a store may lend newer weights than those asked for: their tokens are of the newer policy
+                    version = tensors.version if isinstance(tensors, ModelStateDict) else load.version
+                    engine.load_model_state_dict(tensors, version)
             except Exception as error:  # noqa: BLE001 - told to its caller; the old weights are whole
                 _post(load.loop, _set_error, load.future, error)
             else:
-                installed = load.version
+                installed = version
                 loads.append(load)
                 break
         self.statistics = engine.statistics()
@@ -201,16 +206,18 @@ class _Worker:
             _post(load.loop, _set_result, load.future, installed)
 
     def _resolve(self, chunks: list[SampledTokens]) -> None:
-        """Hand finished completions to their event loops: one wake-up per loop, however many finished."""
-        finished: dict[asyncio.AbstractEventLoop, list[tuple[Call, Completion]]] = defaultdict(list)
+        """Hand chunks and completions to their event loops: one wake-up per loop, however many there are."""
+        results: dict[asyncio.AbstractEventLoop, list[tuple[Call, SampledTokens | Completion]]] = defaultdict(list)
         for chunk in chunks:
             call = self._calls[chunk.request_id]
             call.chunks.append(chunk)
             if chunk.finish_reason is not None:
                 del self._calls[chunk.request_id]
-                finished[call.loop].append((call, _completion(call, chunk.finish_reason)))
-        for loop, results in finished.items():
-            _post(loop, _set_completions, results)
+                results[call.loop].append((call, _completion(call, chunk.finish_reason)))
+            elif call.on_chunk is not None:
+                results[call.loop].append((call, chunk))
+        for loop, deliveries in results.items():
+            _post(loop, _deliver, deliveries)
 
     def _fail(self, error: Exception | None, what: str) -> None:
         reason = "" if error is None else f": {type(error).__name__}: {error}"
@@ -256,10 +263,14 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *argum
             raise
 
 
-def _set_completions(results: list[tuple[Call, Completion]]) -> None:
-    for call, completion in results:
-        if not call.future.done():
-            call.future.set_result(completion)
+def _deliver(results: list[tuple[Call, SampledTokens | Completion]]) -> None:
+    for call, result in results:
+        if call.future.done():
+            continue
+        if isinstance(result, Completion):
+            call.future.set_result(result)
+        elif call.on_chunk is not None:
+            call.on_chunk(result)
 
 
 def _set_result(future: asyncio.Future[int], result: int) -> None:

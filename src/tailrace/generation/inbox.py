@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 TensorsOpener: TypeAlias = "Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]"
 """Opens a published model state dict for reading, in the engine's thread."""
 
+ChunkListener: TypeAlias = "Callable[[SampledTokens], None]"
+"""Hears of the tokens of a request that goes on, on the event loop that asked for it."""
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -27,6 +30,7 @@ class Call:
     request: GenerationRequest
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
+    on_chunk: ChunkListener | None = None
     chunks: list[SampledTokens] = field(default_factory=list)
 
 

@@ -39,6 +39,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that hold a slot."""
     waiting: int
     """Requests accepted and without a slot."""
+    running_tokens: int = 0
+    """Tokens of the running requests, prompts included."""
     cached_sessions: int
     """Slots that keep the cache of a session between its turns."""
     kv_tokens: int

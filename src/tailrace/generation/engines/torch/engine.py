@@ -166,6 +166,7 @@ class TorchEngine:
             policy_version=self._version,
             running=running,
             waiting=len(self._waiting),
+            running_tokens=int(self._table.total[state >= RowState.PREFILL].sum()),
             cached_sessions=int(np.count_nonzero(state == RowState.IDLE)),
             kv_tokens=int(self._table.cached.sum()),
             kv_capacity_tokens=self._table.slots * self._table.capacity,
