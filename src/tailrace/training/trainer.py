@@ -112,10 +112,16 @@ class Trainer:
         return StepResult(self.step, self.version, metrics)
 
     def model_state_dict(self, dtype: Literal["float32", "bfloat16"] = "float32") -> dict[str, Tensor]:
-        """The weights by name, tied ones once, on the CPU. In float32 they may be the trainer's own: copy to keep."""
-        wanted = getattr(torch, dtype)
+        """The weights by name, tied ones once, on the CPU. In float32 they may be the trainer's own: copy to keep.
+
+        With bfloat16, what autocast would not round stays float32: vectors (norms, biases), embeddings and the head.
+        """
+        exact = {id(self._model.get_input_embeddings().weight), id(self._model.get_output_embeddings().weight)}
         return {
-            name: parameter.detach().to(device="cpu", dtype=wanted)
+            name: parameter.detach().to(
+                device="cpu",
+                dtype=torch.float32 if parameter.ndim == 1 or id(parameter) in exact else getattr(torch, dtype),
+            )
             for name, parameter in self._model.named_parameters()
         }
 

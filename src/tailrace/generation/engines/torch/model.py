@@ -17,8 +17,9 @@ from tailrace.generation.engines.torch.cache import LayerShape
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 16
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Largest difference in nats between a model's own attention and ours, on the probe."""
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.0}
+"""Largest difference in nats between a model's own attention and ours, on the probe: tokens that no text has, on which
+roundings in bfloat16 alone come to half a nat."""
 
 
 class SlotModel:
@@ -94,7 +95,7 @@ class SlotModel:
         comparable = min(PROBE_TOKENS, window) if window else PROBE_TOKENS
         own, ours = own[0, :comparable].float().log_softmax(-1), ours[0, :comparable].float().log_softmax(-1)
         difference = (own.exp() * (own - ours).abs()).sum(-1).max().item()
-        if not difference <= PROBE_TOLERANCE.get(self.dtype, 0.25):
+        if not difference <= PROBE_TOLERANCE.get(self.dtype, 1.0):
             raise ModelError(
                 f"{self.name} cannot run on the torch engine: its attention is more than scaled dot products over "
                 f"keys and values (log-probabilities differ by {difference:.3g} nats on a probe)"
@@ -103,11 +104,14 @@ class SlotModel:
 
 
 def _keep_precise(model: PreTrainedModel) -> None:
-    """Keep the residual stream and the logits in float32, as a trainer under autocast does.
+    """Keep embeddings, norms, the residual stream and logits in float32, as a trainer under autocast does.
 
     A logit of 15 in bfloat16 is off by up to 0.03 nats, and every layer adds what rounding the stream costs.
     """
     model.get_input_embeddings().float()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data = parameter.data.float()
     head = model.get_output_embeddings()
     if isinstance(head, torch.nn.Linear):
         head.float()
