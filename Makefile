@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo install install-dev test test-all test-system lint format docs clean
+.PHONY: demo install install-dev test test-all test-system lint format docs bench-trl-env clean
 
 demo: install  ## Watch a small model learn: held-out reward before, training, held-out reward after.
 	$(BIN)/tailrace eval quickstart
@@ -49,6 +49,14 @@ format: install-dev
 docs: install-dev  ## Write the pages that are generated from the code.
 	$(BIN)/tailrace settings > docs/settings.md
 	$(BIN)/python -m tailrace.observability.metric_docs docs/metrics.md
+
+bench-trl-env: .venv-trl/.installed  ## TRL in an environment of its own, for benchmarks/vs_trl.py.
+
+.venv-trl/.installed: benchmarks/requirements-trl.txt constraints.txt
+	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-trl/bin/python -m pip install --quiet -r benchmarks/requirements-trl.txt
+	touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -115,11 +115,15 @@ def run_peer(job: Job, folder: Path, name: str) -> Outcome:
     return Outcome(figures["tokens"], figures["cpu_s"], figures["wall_s"], figures["mean_tokens"], work / "model")
 
 
+def environment() -> dict[str, str]:
+    """Of every process that is measured: one thread, no network, and the code of the tree that this file lies in."""
+    variables = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), "TOKENIZERS_PARALLELISM": "false"}
+    return variables | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+
+
 def _run(command: list[str], folder: Path, name: str) -> str:
     """Standard output; exits with the end of the log when the command fails."""
-    environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name} failed with status {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout

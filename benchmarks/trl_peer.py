@@ -2,7 +2,7 @@
 
     .venv-trl/bin/python benchmarks/trl_peer.py job.json
 
-The job says what to train and where to leave the figures (see `PeerJob` in `vs_trl.py`). CPU and wall time run from the
+The job says what to train and where to leave the figures (see `run_peer` in `peers.py`). CPU and wall time run from the
 beginning of the first step to the end of the last; tokens are the completions', which all bear loss.
 """
 

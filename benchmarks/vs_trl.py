@@ -6,8 +6,11 @@
 Speed. A Qwen3 of 3.4 million parameters, 8 tasks x 8 rollouts per step, a reward that costs nothing, and a learning
 rate so low that lengths stay what they are. `fixed`: 64 tokens each, none ends earlier. `natural`: every token is the
 last one with the same probability (see `small_model.py`), mean 200, cut at 256. Figures are trained completion tokens
-over user and system CPU of all processes, from the first rollout to the last step; `wall_ratio` compares tokens per
-second of wall time, with Tailrace on two cores and TRL, which takes turns, on one.
+over user and system CPU of all processes, from the first rollout to the last step, start-up left out on both sides;
+`wall_ratio` compares tokens per second of wall time, with Tailrace on two cores and TRL, which takes turns, on one.
+TRL generates the 64 rollouts of a step together, with a cache, and trains on all of them in one pass, without a
+reference model; its bf16 is autocast over float32 weights. Tailrace decodes up to 128 rollouts at a time, two steps'
+worth, which its asynchronous schedule allows (tokens are at most 4 versions old), and generates with bf16 weights.
 
 Learning. A smaller Qwen3, schooled a little to write texts backwards, is trained by both at the same rate, with the
 same loss, on the same prompts and reward, for as many trained tokens; then `tailrace eval` measures both on held-out
