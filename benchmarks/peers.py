@@ -88,6 +88,7 @@ def tailrace_reward(model: Path, held_out: Path, folder: Path, name: str) -> flo
     settings = folder / f"eval-{name}.toml"
     settings.write_text(
         f"""name = "eval-{name}"
+max_steps = 1
 [model]
 name = "{model}"
 [[environments]]
