@@ -12,7 +12,6 @@ import torch
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.generator import Generator
-from tailrace.generation.inbox import Action, next_action
 from tailrace.records import Completion, FinishReason, SamplingParams
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
 from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
@@ -234,11 +233,3 @@ async def test_the_engine_is_built_and_stepped_in_one_thread_of_its_own(model) -
         await ask(generator, "r", [1], max_tokens=3)
     assert len(set(seen)) == 1
     assert seen[0] != threading.get_ident()
-
-
-def test_close_goes_before_load_before_step_before_waiting() -> None:
-    assert next_action(closing=True, loads=1, arrivals=1, engine_has_work=True) is Action.CLOSE
-    assert next_action(closing=False, loads=1, arrivals=1, engine_has_work=True) is Action.LOAD
-    assert next_action(closing=False, loads=0, arrivals=1, engine_has_work=False) is Action.STEP
-    assert next_action(closing=False, loads=0, arrivals=0, engine_has_work=True) is Action.STEP
-    assert next_action(closing=False, loads=0, arrivals=0, engine_has_work=False) is Action.WAIT

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -43,3 +45,47 @@ class GeneratorSettings(BaseModel):
     chunk_tokens: int = Field(default=64, ge=1, description="Tokens of a completion between two reports of the engine")
     threads: int = Field(default=1, ge=1, description="CPU threads of the engine")
     seed: int = Field(default=0, ge=0, description="Seed of the random streams of requests that bring none")
+    weight_update: WeightUpdate = Field(
+        default="hot_swap",
+        description="New weights take over between two steps, requests going on (hot_swap), or once none runs (drain)",
+    )
+    kv_cache: KvCache = Field(
+        default="keep",
+        description="At new weights: requests and sessions keep their cache (keep), running ones are computed again "
+        "and the rest is forgotten (recompute), or running ones keep theirs and the rest is forgotten (reset_prefix)",
+    )
+    share_prefix_across_versions: bool = Field(
+        default=False, description="Under kv_cache keep, requests may start from another's prefix of older weights"
+    )
+    batch_invariant: bool = Field(
+        default=False, description="The same tokens whatever runs beside a request, to the last bit; vLLM on GPUs only"
+    )
+    load_attempts: int = Field(default=4, ge=1, description="Times that a failing load of new weights is tried")
+    load_backoff_s: float = Field(
+        default=0.1, ge=0, description="Pause before its second attempt; every further one is twice as long"
+    )
+
+    @model_validator(mode="after")
+    def _weights_take_over_cleanly(self) -> GeneratorSettings:
+        reset = "set generator.kv_cache to recompute or reset_prefix"
+        if self.kv_cache == "keep" and self.weight_update == "drain":
+            raise ValueError(
+                "generator.weight_update is drain, so that no completion mixes weights, and generator.kv_cache is "
+                f"keep, so that the next ones start from what the old weights computed: {reset}"
+            )
+        if self.kv_cache == "keep" and self.batch_invariant:
+            raise ValueError(
+                "generator.batch_invariant promises tokens that do not depend on what ran before, and "
+                f"generator.kv_cache is keep, so that they depend on older weights' cache: {reset}"
+            )
+        if self.share_prefix_across_versions and self.kv_cache != "keep":
+            raise ValueError(
+                "generator.share_prefix_across_versions needs generator.kv_cache keep; "
+                f"{self.kv_cache} leaves no older prefix to share"
+            )
+        return self
+
+    @property
+    def weights(self) -> WeightPolicy:
+        """How the engine's loop installs new weights."""
+        return WeightPolicy(self.weight_update, self.kv_cache, self.load_attempts, self.load_backoff_s)

@@ -22,6 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled token among these ends the completion, and is its last token."""
     seed: int | None = None
     """Seed of this request's own random stream; None draws from the engine's."""
+    n: int = 1
+    """Sequences of one request; there is no other number than 1."""
 
     def require_valid(self) -> None:
         """Raise `SettingsError` for a value outside its range, naming the field."""
@@ -31,5 +33,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingsError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:
             raise SettingsError(f"sampling.top_k is {self.top_k}; it must be 0 (off) or above")
+        if self.n != 1:
+            raise SettingsError(
+                f"sampling.n is {self.n}; a request samples one sequence: ask once for each, they share their prompt's "
+                "cache as requests of one group"
+            )
         if self.max_tokens < 1:
             raise SettingsError(f"sampling.max_tokens is {self.max_tokens}; it must be 1 or above")

@@ -71,7 +71,7 @@ def open_placement(
 @asynccontextmanager
 async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[Placement]:
     store, batches = MemoryModelStateDictStore(), MemoryBatchQueue(BATCH_QUEUE_CAPACITY)
-    async with Generator(engine_factory(settings)) as generator:
+    async with Generator(engine_factory(settings), settings.generator.weights) as generator:
         role = RoleSettings.of(settings, paths, log.epoch)
         trainer = asyncio.create_task(run_trainer_role(role, batches, store, log), name="trainer")
 

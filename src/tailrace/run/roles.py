@@ -112,7 +112,7 @@ async def generator(encoded: bytes) -> None:
     setup_logging("generator", role.paths.logs, level=role.run.observability.log_level)
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
     try:
-        async with Generator(engine_factory(role.run)) as engine:
+        async with Generator(engine_factory(role.run), role.run.generator.weights) as engine:
             await GeneratorServer(engine, store.open, role.address("generator")).serve()
     finally:
         store.close()

@@ -27,7 +27,10 @@ class SampledTokens:
     finish_reason: FinishReason | None = None
     """Set on the request's last chunk."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """On the last chunk: `queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`."""
+    """On the last chunk: `queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, `preemptions`,
+    `mixed_cache_tokens` (sampled over keys and values that older weights had a part in) and `nonfinite_logprobs` (of
+    tokens that the engine left out).
+    """
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +58,22 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     evicted_sessions_total: int
     step_s_total: float
     """Wall time inside steps."""
+    preemptions_total: int = 0
+    """Running requests whose keys and values were taken away, to be computed again."""
+    mixed_cache_tokens_total: int = 0
+    """Tokens sampled over keys and values that older weights had a part in."""
+    nonfinite_logprobs_total: int = 0
+    """Log-probabilities that were NaN or infinite."""
+    in_flight: int = 0
+    """Requests accepted and not yet resolved; the generator counts them, as all that follows."""
+    loads_total: int = 0
+    """Model state dicts installed."""
+    failed_loads_total: int = 0
+    """Attempts to install one that failed; the old one went on serving."""
+    load_error: str = ""
+    """What the last attempt failed with; empty once one succeeded."""
+    load_stall_s_total: float = 0.0
+    """Wall time in which the engine did not step because weights were installed."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,12 +110,14 @@ class Engine(Protocol):
         ...
 
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Install new weights: copies, never aliases. Raises `ModelError`, and then the old ones are still whole."""
+        """Install new weights: copies, never aliases. Raises `ModelError`, and then the old ones are still whole;
+        where they are not, `EngineFailed`. What was cached before is reused as `may_reuse` says.
+        """
         ...
 
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """Forget every cached key and value. Running requests are computed again, or, if not `preempt_running`,
-        make this raise `GenerationError`.
+        """Forget every cached key and value. Running requests are computed again from their tokens, by the weights of
+        the next step (a load may come in between), or, if not `preempt_running`, make this raise `GenerationError`.
         """
         ...
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from tailrace.errors import GenerationError, RequestRefused
+from tailrace.errors import GenerationError, RequestRefused, SettingsError
+from tailrace.generation.decisions import KvCache
 from tailrace.generation.engines.loading import load_causal_lm
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, SampledTokens
 from tailrace.generation.engines.torch.attention import Segment, SlotStep
@@ -22,6 +24,7 @@ from tailrace.generation.engines.torch.sampler import sample, uniforms
 from tailrace.generation.engines.torch.slots import (
     Move,
     Placement,
+    Reuse,
     RowState,
     SlotTable,
     front_moves,
@@ -35,7 +38,15 @@ from tailrace.records import FinishReason, Float32Array, GenerationRequest, Requ
 
 
 def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], TorchEngine]:
-    """What the engine's thread calls to build its engine. The model is loaded there, and may raise `ModelError`."""
+    """What the engine's thread calls to build its engine. The model is loaded there, and may raise `ModelError`.
+
+    Raises `SettingsError` for what this engine can't do.
+    """
+    if generator.batch_invariant:
+        raise SettingsError(
+            "generator.batch_invariant: the torch engine's sums depend, in their last bits, on what runs beside a "
+            "request; leave it off"
+        )
 
     def build() -> TorchEngine:
         torch.set_num_threads(generator.threads)
@@ -47,6 +58,8 @@ def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> 
             prefill_chunk_tokens=generator.prefill_chunk_tokens,
             chunk_tokens=generator.chunk_tokens,
             seed=generator.seed,
+            kv_cache=generator.kv_cache,
+            share_prefix_across_versions=generator.share_prefix_across_versions,
         )
 
     return build
@@ -68,6 +81,8 @@ class TorchEngine:
         chunk_tokens: int = 64,
         seed: int = 0,
         version: int = 0,
+        kv_cache: KvCache = "keep",
+        share_prefix_across_versions: bool = False,
     ):
         self._model = SlotModel(model)
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
@@ -77,12 +92,13 @@ class TorchEngine:
             self._model.layers, slots=slots, capacity=capacity, dtype=self._model.dtype, device=self._model.device
         )
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._version = version
+        self._reuse = Reuse(version, kv_cache, share_prefix_across_versions)
         self._seeds = np.random.default_rng(seed)
         self._waiting: deque[GenerationRequest] = deque()
         self._added_s: dict[RequestId, float] = {}
         self._outbox: list[SampledTokens] = []
         self._steps = self._sampled = self._prefilled = self._cached = self._evicted = 0
+        self._mixed = self._preempted = self._nonfinite = 0
         self._step_s = 0.0
 
     @property
@@ -129,8 +145,10 @@ class TorchEngine:
         shares = prefill_shares(self._table, self._prefill_chunk_tokens)
         if count or shares:
             logits = self._forward(shares, count)
-            for row, _, end in shares:
+            for row, start, end in shares:
                 self._table.cached[row] = end
+                if start == 0:
+                    self._table.cache_version[row] = self._version
             self._prefilled += sum(end - start for _, start, end in shares)
             if count:
                 chunks += self._record(*self._sample(logits, count))
@@ -141,7 +159,7 @@ class TorchEngine:
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights; running requests and cached sessions go on over their old cache."""
         install_model_state_dict(self._model.model, tensors)
-        self._version = version
+        self._reuse = replace(self._reuse, version=version)
 
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
         """Forget every cached key and value; running requests are computed again from their tokens."""
@@ -155,8 +173,9 @@ class TorchEngine:
         for row in np.flatnonzero(table.state == RowState.IDLE).tolist():
             table.forget(row)
         table.cached[running] = 0
-        table.cache_version[running] = self._version
+        table.preempted[running] += 1
         table.state[running] = RowState.PREFILL
+        self._preempted += len(running)
 
     def statistics(self) -> EngineStatistics:
         """A snapshot."""
@@ -176,11 +195,18 @@ class TorchEngine:
             cached_prompt_tokens_total=self._cached,
             evicted_sessions_total=self._evicted,
             step_s_total=self._step_s,
+            preemptions_total=self._preempted,
+            mixed_cache_tokens_total=self._mixed,
+            nonfinite_logprobs_total=self._nonfinite,
         )
 
     def close(self) -> None:
         """Let go of the model and the cache."""
         del self._model, self._cache
+
+    @property
+    def _version(self) -> int:
+        return self._reuse.version
 
     def _place_waiting(self, now_s: float) -> None:
         """Oldest first; one that waits for its group's prompt lets others pass."""
@@ -188,7 +214,7 @@ class TorchEngine:
         while self._waiting and np.any(self._table.state <= RowState.IDLE):
             request = self._waiting.popleft()
             context = context_of(request)
-            placement = place(self._table, request, context, version=self._version)
+            placement = place(self._table, request, context, self._reuse)
             if placement is None:
                 passed.append(request)
             else:
@@ -203,8 +229,10 @@ class TorchEngine:
         if placement.donor is not None:
             reused = placement.copied_tokens
             self._cache.copy_row(placement.donor, row, reused)
-        if placement.donor is not None or placement.kept_tokens == 0:
+            table.cache_version[row] = table.cache_version[placement.donor]
+        elif placement.kept_tokens == 0:
             table.cache_version[row] = self._version
+        table.mixed[row] = table.preempted[row] = 0
         prompt = len(request.prompt_token_ids)
         sampled = 0 if request.prefix is None else request.prefix.num_tokens
         table.requests[row] = request
@@ -294,6 +322,9 @@ class TorchEngine:
         fresh = table.first_token_s[:count] == 0
         table.first_token_s[:count][fresh] = now_s
         self._sampled += count
+        mixed = table.cache_version[:count] < self._version
+        table.mixed[:count] += mixed
+        self._mixed += int(np.count_nonzero(mixed))
         broken = ~np.isfinite(logprobs)
         stopped = (table.stop_ids[:count] == token_ids[:, None]).any(axis=1)
         long_enough = table.total[:count] >= table.limit[:count]
@@ -318,6 +349,7 @@ class TorchEngine:
         if reason is FinishReason.ERROR:  # the last token was drawn from logits that are not finite
             table.total[row] -= 1
             table.pending[row] -= 1
+            self._nonfinite += 1
         pending, total = int(table.pending[row]), int(table.total[row])
         chunk = SampledTokens(
             request_id=request.request_id,
@@ -325,7 +357,7 @@ class TorchEngine:
             logprobs=table.logprobs[row, :pending].copy(),
             policy_versions=table.versions[row, :pending].copy(),
             finish_reason=reason,
-            metrics={} if reason is None else self._metrics(row, now_s),
+            metrics={} if reason is None else self._metrics(row, now_s, broken=reason is FinishReason.ERROR),
         )
         table.pending[row] = 0
         if reason is not None:
@@ -336,7 +368,7 @@ class TorchEngine:
             table.forget(row)
         return chunk
 
-    def _metrics(self, row: int, now_s: float) -> dict[str, float]:
+    def _metrics(self, row: int, now_s: float, *, broken: bool) -> dict[str, float]:
         table = self._table
         first_token_s = float(table.first_token_s[row]) or now_s
         return {
@@ -344,6 +376,9 @@ class TorchEngine:
             "time_to_first_token_s": first_token_s - float(table.added_s[row]),
             "decode_s": now_s - first_token_s,
             "cached_prompt_tokens": float(table.reused[row]),
+            "preemptions": float(table.preempted[row]),
+            "mixed_cache_tokens": float(table.mixed[row]),
+            "nonfinite_logprobs": float(broken),
         }
 
 

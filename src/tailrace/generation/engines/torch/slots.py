@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.generation.decisions import KvCache, may_reuse
 from tailrace.records import GenerationRequest, Int32Array
 
 WORTH_COPYING_TOKENS = 8
@@ -46,6 +47,26 @@ class Placement:
     copied_tokens: int = 0
     evicts: bool = False
     """Whether another session's cache is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Which cached keys and values a request may start from."""
+
+    version: int
+    """That of the present weights."""
+    kv_cache: KvCache = "keep"
+    share_across_versions: bool = False
+
+    def allows(self, cache_version: int, *, own_session: bool) -> bool:
+        """Whether those of a row whose oldest are of `cache_version`."""
+        return may_reuse(
+            cache_version=cache_version,
+            version=self.version,
+            own_session=own_session,
+            kv_cache=self.kv_cache,
+            share_across_versions=self.share_across_versions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +100,10 @@ class SlotTable:
         self.stop_ids = np.full((slots, max_stop_ids), -1, np.int64)
         self.cache_version = np.zeros(slots, np.int64)
         """Oldest version that wrote keys and values of the row."""
+        self.mixed = np.zeros(slots, np.int64)
+        """Tokens of the completion sampled over keys and values that older weights had a part in."""
+        self.preempted = np.zeros(slots, np.int64)
+        """Times that the request lost its cache."""
         self.reused = np.zeros(slots, np.int64)
         """Context tokens that were cached when the request came."""
         self.used_at = np.zeros(slots, np.int64)
@@ -145,15 +170,15 @@ def common_prefix(first: Int32Array, second: Int32Array) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def place(table: SlotTable, request: GenerationRequest, context: Int32Array, *, version: int) -> Placement | None:
+def place(table: SlotTable, request: GenerationRequest, context: Int32Array, reuse: Reuse) -> Placement | None:
     """Where `request` goes now; None when it has to wait, for a row or for a prompt that its group is computing.
 
     Its own session's row first. Otherwise a free row, or the idle row used longest ago; and if a row of the same group
-    holds more of the context, under the present weights, the shared part is copied instead of computed.
+    holds more of the context, the shared part is copied instead of computed. Both only as far as `reuse` allows.
     """
     useful = len(context) - 1  # the last token always goes through the model
-    row, kept = _session_row(table, request, context[:useful])
-    donor, shared = _donor(table, request, context[:useful], version)
+    row, kept = _session_row(table, request, context[:useful], reuse)
+    donor, shared = _donor(table, request, context[:useful], reuse)
     if donor is not None and shared >= kept + WORTH_COPYING_TOKENS:
         if table.cached[donor] < shared:
             return None  # it is being computed: wait for it rather than computing it twice
@@ -189,23 +214,28 @@ def prefill_shares(table: SlotTable, budget: int) -> list[tuple[int, int, int]]:
     return shares
 
 
-def _session_row(table: SlotTable, request: GenerationRequest, context: Int32Array) -> tuple[int | None, int]:
+def _session_row(
+    table: SlotTable, request: GenerationRequest, context: Int32Array, reuse: Reuse
+) -> tuple[int | None, int]:
     """The idle row of the request's session that shares the longest prefix, and that length."""
     best, best_length = None, 0
     for row in np.flatnonzero(table.state == RowState.IDLE).tolist():
         held = table.requests[row]
-        if held is not None and held.session_id == request.session_id:
+        own_session = held is not None and held.session_id == request.session_id
+        if own_session and reuse.allows(int(table.cache_version[row]), own_session=True):
             length = common_prefix(table.tokens[row, : table.cached[row]], context)
             if length > best_length:
                 best, best_length = row, length
     return best, best_length
 
 
-def _donor(table: SlotTable, request: GenerationRequest, context: Int32Array, version: int) -> tuple[int | None, int]:
-    """The row of the request's group that holds, or is computing, the most of `context` under `version`."""
+def _donor(table: SlotTable, request: GenerationRequest, context: Int32Array, reuse: Reuse) -> tuple[int | None, int]:
+    """The row of the request's group that holds, or is computing, the most of `context`."""
     best, best_length = None, 0
     for row, held in enumerate(table.requests):
-        if held is not None and held.group_id == request.group_id and table.cache_version[row] == version:
+        if held is None or held.group_id != request.group_id:
+            continue
+        if reuse.allows(int(table.cache_version[row]), own_session=held.session_id == request.session_id):
             known = table.total[row] - 1 if table.state[row] == RowState.PREFILL else table.cached[row]
             length = common_prefix(table.tokens[row, :known], context)
             if length > best_length:
