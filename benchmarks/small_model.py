@@ -112,7 +112,7 @@ def school(
     tokenizer: PreTrainedTokenizerFast,
     lessons: Sequence[Mapping[str, str]],
     *,
-    steps: int = 300,
+    steps: int = 100,
     batch: int = 32,
     learning_rate: float = 2e-3,
 ) -> None:
