@@ -68,7 +68,7 @@ def make_model(architecture: str = "qwen3", seed: int = 0) -> PreTrainedModel:
     return ARCHITECTURES[architecture]().eval()
 
 
-def make_engine(model: PreTrainedModel, **options: int) -> TorchEngine:
+def make_engine(model: PreTrainedModel, **options: object) -> TorchEngine:
     """An engine over a copy of `model`, whose own attention stays as it is, to compare with."""
     return TorchEngine(copy.deepcopy(model), **{"slots": 4, **options})
 
@@ -142,3 +142,15 @@ def forward_logprobs(
     logits = model(torch.tensor([[*context, *token_ids.tolist()]])).logits[0].float() / temperature
     predicted = logits.log_softmax(-1)[len(context) - 1 : -1]
     return predicted[torch.arange(len(token_ids)), torch.tensor(token_ids.tolist())].numpy()
+
+
+@torch.no_grad()
+def over_old_cache(
+    old: PreTrainedModel, new: PreTrainedModel, prompt: list[int], done: Completion, boundary: int
+) -> np.ndarray:
+    """What `new` says of the tokens from `boundary` on, over keys and values that `old` made before."""
+    seen = [*prompt, *done.token_ids.tolist()[: boundary - 1]]
+    cache = old(torch.tensor([seen]), use_cache=True).past_key_values
+    rest = torch.tensor([done.token_ids.tolist()[boundary - 1 :]])
+    predicted = new(rest, past_key_values=cache).logits[0, :-1].log_softmax(-1)
+    return predicted[torch.arange(len(rest[0]) - 1), rest[0, 1:]].numpy()

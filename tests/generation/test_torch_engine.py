@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 
 from tailrace.errors import GenerationError, ModelError, RequestRefused
 from tailrace.generation.engines.torch import TorchEngine
-from tailrace.records import Completion, FinishReason
+from tailrace.records import FinishReason
 from tests.generation.engine_support import (
     ARCHITECTURES,
     VOCAB,
@@ -18,6 +18,7 @@ from tests.generation.engine_support import (
     greedy_reference,
     make_engine,
     make_model,
+    over_old_cache,
     prompts,
     request,
 )
@@ -141,18 +142,8 @@ def test_new_weights_take_over_mid_completion_over_the_old_cache(model) -> None:
     old = forward_logprobs(model, prompt, done.token_ids)
     np.testing.assert_allclose(done.logprobs[:boundary], old[:boundary], atol=1e-4)
     np.testing.assert_allclose(
-        done.logprobs[boundary:], _over_old_cache(model, newer, prompt, done, boundary), atol=1e-4
+        done.logprobs[boundary:], over_old_cache(model, newer, prompt, done, boundary), atol=1e-4
     )
-
-
-@torch.no_grad()
-def _over_old_cache(old, new, prompt: list[int], done: Completion, boundary: int) -> np.ndarray:
-    """What `new` says of the tokens from `boundary` on, over keys and values that `old` made before."""
-    seen = [*prompt, *done.token_ids.tolist()[: boundary - 1]]
-    cache = old(torch.tensor([seen]), use_cache=True).past_key_values
-    rest = torch.tensor([done.token_ids.tolist()[boundary - 1 :]])
-    predicted = new(rest, past_key_values=cache).logits[0, :-1].log_softmax(-1)
-    return predicted[torch.arange(len(rest[0]) - 1), rest[0, 1:]].numpy()
 
 
 def test_a_reset_cache_is_computed_again_by_the_present_weights(model) -> None:
