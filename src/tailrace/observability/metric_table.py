@@ -102,6 +102,20 @@ _GENERATION = (
     ("generation/time_to_first_token_s", "s", _MEAN, "Time from a request's arrival to its first token."),
     ("generation/decode_s", "s", _MEAN, "Time from a completion's first token to its last."),
     ("generation/cached_prompt_tokens", "tokens", _SUM, "Prompt tokens that the engines' caches held already."),
+    (
+        "generation/in_flight",
+        "requests",
+        _MEAN,
+        "Requests accepted by a generator and not resolved, as each ended.",
+    ),
+    ("generation/preemptions", "requests", _SUM, "Times that a running request was stopped and computed again."),
+    (
+        "generation/mixed_cache_tokens",
+        "tokens",
+        _SUM,
+        "Tokens sampled over keys and values that older weights had a part in.",
+    ),
+    ("generation/nonfinite_logprobs", "tokens", _SUM, "Sampled tokens whose log-probability was NaN or infinite."),
     ("generation/completion_tokens", "tokens", _SUM, "Tokens sampled by the requests that ended."),
     (
         "generation/load_model_state_dict_s",

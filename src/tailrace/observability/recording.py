@@ -10,7 +10,16 @@ from tailrace.records import BatchSummary, Completion, Group, Outcome, Rollout, 
 
 _SUMMED = ("drifted_turns", "realigned_turns", "rewritten_turns", "tool_calls", "malformed_tool_calls")
 _AVERAGED = ("generate_s", "score_s", "environment_s")
-_OF_COMPLETIONS = ("queue_s", "time_to_first_token_s", "decode_s", "cached_prompt_tokens")
+_OF_COMPLETIONS = (
+    "queue_s",
+    "time_to_first_token_s",
+    "decode_s",
+    "cached_prompt_tokens",
+    "in_flight",
+    "preemptions",
+    "mixed_cache_tokens",
+    "nonfinite_logprobs",
+)
 
 
 @dataclass(slots=True)
