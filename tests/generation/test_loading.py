@@ -61,6 +61,7 @@ def test_a_tokenizer_is_copied_beside_weights(model_folder: Path, tmp_path: Path
     ("name", "expected"),
     [
         ("./nowhere", "no folder and no .gguf file"),
+        ("src/nowhere", "no folder and no .gguf file"),
         ("/nowhere/at/all", "no folder and no .gguf file"),
         ("a/b/c", "Hugging Face id"),
         ("missing.gguf", "no such file"),

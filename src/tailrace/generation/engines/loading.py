@@ -92,9 +92,16 @@ def resolve_model(name: str) -> ModelSource:
         return _gguf_file(name, path)
     if path.is_dir():
         return _local_folder(name, path)
-    if path.is_absolute() or name.startswith((".", "~")) or path.exists() or not _HUGGING_FACE_ID.match(name):
+    if _looks_local(name, path):
         raise ModelError(f"model {name!r} is no folder and no .gguf file; {_WHAT_A_NAME_IS}")
     return ModelSource(name=name, location=name, is_local=False)
+
+
+def _looks_local(name: str, path: Path) -> bool:
+    """Whether a path was meant: `runs/missing` beside a folder `runs` is no one's model on a hub."""
+    if path.is_absolute() or name.startswith((".", "~")) or path.exists() or not _HUGGING_FACE_ID.match(name):
+        return True
+    return path.parent != Path() and path.parent.is_dir()
 
 
 def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
