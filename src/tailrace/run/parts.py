@@ -12,6 +12,8 @@ from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_env
 from tailrace.errors import SettingsError
 from tailrace.generation.engines.loading import require_weights, tokenizer_folder
 from tailrace.generation.engines.protocol import Engine
+from tailrace.generation.engines.vllm.options import require_vllm
+from tailrace.generation.settings import GeneratorSettings
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
 from tailrace.scheduling import TaskSource, TaskStream
@@ -129,10 +131,27 @@ def make_rollouter(
     )
 
 
+def require_engine(generator: GeneratorSettings) -> None:
+    """Raise `SettingsError` for an engine that is not installed or settings that it does not take; imports neither."""
+    if generator.engine == "vllm":
+        require_vllm(generator)
+    elif generator.vllm or generator.tensor_parallel > 1:
+        given = "generator.vllm" if generator.vllm else "generator.tensor_parallel"
+        raise SettingsError(f"{given} is for generator.engine = 'vllm', but the engine is {generator.engine!r}")
+
+
 def engine_factory(settings: RunSettings) -> Callable[[], Engine]:
-    """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there."""
+    """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there.
+
+    Raises `SettingsError` for an engine that is not installed or options that it does not take.
+    """
+    require_engine(settings.generator)
 
     def build() -> Engine:
+        if settings.generator.engine == "vllm":
+            from tailrace.generation.engines.vllm.engine import vllm_engine_factory
+
+            return vllm_engine_factory(settings.model, settings.generator)()
         from tailrace.generation.engines.torch.engine import torch_engine_factory
 
         return torch_engine_factory(settings.model, settings.generator)()

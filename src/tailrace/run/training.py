@@ -34,6 +34,7 @@ from tailrace.run.parts import (
     load_environments,
     make_renderer,
     make_rollouter,
+    require_engine,
     task_stream,
 )
 from tailrace.run.placement import Placement, open_placement
@@ -54,6 +55,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
 
     Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
     """
+    require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings)
     paths = find_run_folder(settings, parent)
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)

@@ -1,0 +1,184 @@
+"""Builds vLLM's engine core in this process and this thread, from our settings."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import psutil
+import torch
+from pydantic import ValidationError
+
+from tailrace.errors import ModelError, SettingsError
+from tailrace.generation.engines.loading import ModelSource, resolve_model
+from tailrace.generation.engines.vllm.options import require_vllm
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core_client import InprocClient
+
+Options: TypeAlias = dict[str, Any]
+"""Options of vLLM's engine by name."""
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process, so that the loop owns each step
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_DEFAULT_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+_CACHE_SHARE_OF_MEMORY = 0.25
+"""Of the memory that is free, on a CPU, for keys and values, where nothing else is chosen."""
+
+
+def build_core(
+    model: ModelSettings, generator: GeneratorSettings, *, asynchronous_scheduling: bool | None = None
+) -> InprocClient:
+    """The engine core, its model loaded. Call it in the thread that will step it.
+
+    Asynchronous scheduling keeps one step in flight; vLLM itself decides where it pays, unless told otherwise.
+
+    Raises `SettingsError` for a missing vLLM and for an option or value that it does not take, and `ModelError` for a
+    model that it cannot load.
+    """
+    require_vllm(generator)
+    source = resolve_model(model.name)
+    if source.gguf_file is not None:
+        raise ModelError(
+            f"model {model.name!r} is a GGUF file, which the vLLM engine does not read: save it as a folder first "
+            "(`tailrace fetch-smollm2 FOLDER` does so for SmolLM2), or choose generator.engine = 'torch'"
+        )
+    os.environ.update(_ENVIRONMENT)
+    for name, value in _DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(generator.threads)
+    with _contained():
+        config = make_config(source, model, generator)
+        if asynchronous_scheduling is not None:
+            config.scheduler_config.async_scheduling = asynchronous_scheduling
+        return start_core(config, source)
+
+
+def make_config(source: ModelSource, model: ModelSettings, generator: GeneratorSettings) -> VllmConfig:
+    """vLLM's whole configuration. Raises `SettingsError` and `ModelError`."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if generator.batch_invariant:
+        if not current_platform.is_cuda_alike():
+            raise SettingsError("generator.batch_invariant: vLLM keeps this promise on GPUs only; leave it off")
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    options = _options(source, model, generator)
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        options.setdefault("enforce_eager", True)  # compiling takes a minute and needs a compiler
+    try:
+        config = EngineArgs(**options).create_engine_config()
+    except ValidationError as error:
+        raise _of_option(error, generator) or _cannot_load(source, error) from error
+    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+        raise _cannot_load(source, error) from error
+    if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = _cpu_cache_bytes(config)
+    return config
+
+
+def start_core(config: VllmConfig, source: ModelSource) -> InprocClient:
+    """Load the model and make the cache. Raises `ModelError`."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    try:
+        return EngineCoreClient.make_client(
+            multiprocess_mode=False,
+            asyncio_mode=False,
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=True,
+        )
+    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError, AttributeError) as error:
+        raise _cannot_load(source, error) from error
+
+
+def _options(source: ModelSource, model: ModelSettings, generator: GeneratorSettings) -> Options:
+    """Ours in vLLM's terms, under what `generator.vllm` says."""
+    capacity = min(model.max_model_tokens or generator.max_cache_tokens, generator.max_cache_tokens)
+    return {
+        "max_num_seqs": generator.slots,
+        "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
+        **generator.vllm,
+        "model": source.location,
+        "dtype": model.dtype,
+        "max_model_len": min(capacity, _positions(source) or capacity),
+        "tensor_parallel_size": generator.tensor_parallel,
+        "seed": generator.seed,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+
+
+def _positions(source: ModelSource) -> int | None:
+    """Tokens that the model was made for. Raises `ModelError` for a config that cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source.location)
+    except (OSError, ValueError, KeyError) as error:
+        raise _cannot_load(source, error) from error
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+def _cpu_cache_bytes(config: VllmConfig) -> int:
+    """Room for every slot's longest context, and at most a share of the free memory.
+
+    vLLM's own default takes nearly all of it.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    per_token = (
+        2
+        * model.get_num_layers(parallel)
+        * model.get_num_kv_heads(parallel)
+        * model.get_head_size()
+        * torch.empty(0, dtype=model.dtype).element_size()
+    )
+    wanted = config.scheduler_config.max_num_seqs * (model.max_model_len + config.cache_config.block_size) * per_token
+    most = int(psutil.virtual_memory().available * _CACHE_SHARE_OF_MEMORY) // parallel.tensor_parallel_size
+    return int(min(wanted, most))
+
+
+def _of_option(error: ValidationError, generator: GeneratorSettings) -> SettingsError | None:
+    """When the value of one of the user's options is what is wrong."""
+    for problem in error.errors():
+        for name in generator.vllm:
+            if name in problem["loc"] or any(str(part).endswith(name) for part in problem["loc"]):
+                return SettingsError(f"generator.vllm.{name} = {generator.vllm[name]!r}: {problem['msg']}")
+    return None
+
+
+def _cannot_load(source: ModelSource, error: Exception) -> ModelError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = " ".join(lines[:3]) if lines else type(error).__name__
+    return ModelError(f"model {source.name!r} cannot be run by vLLM: {found}")
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Undo what building a worker does to the whole process: vLLM's CPU worker disables `torch.set_num_threads`."""
+    set_num_threads = torch.set_num_threads
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads

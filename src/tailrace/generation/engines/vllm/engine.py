@@ -1,0 +1,253 @@
+"""The engine: one step of vLLM's core per step, its outputs turned into chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from tailrace.errors import EngineFailed, GenerationError, RequestRefused
+from tailrace.generation.decisions import KvCache
+from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, SampledTokens
+from tailrace.generation.engines.vllm.core import build_core
+from tailrace.generation.engines.vllm.progress import Progress
+from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
+from tailrace.generation.engines.vllm.weights import WeightInstaller
+from tailrace.generation.requests import require_acceptable
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.records import FinishReason, GenerationRequest
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.metrics.stats import PrefillStats
+
+_REASONS = {
+    "STOP": FinishReason.STOP,
+    "LENGTH": FinishReason.LENGTH,
+    "ABORT": FinishReason.ABORTED,
+    "ERROR": FinishReason.ERROR,
+}
+"""Ours by the name of vLLM's."""
+
+
+def vllm_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], VllmEngine]:
+    """What the engine's thread calls to build its engine. May raise `SettingsError` and `ModelError`."""
+
+    def build() -> VllmEngine:
+        return VllmEngine(
+            build_core(model, generator),
+            chunk_tokens=generator.chunk_tokens,
+            kv_cache=generator.kv_cache,
+            share_prefix_across_versions=generator.share_prefix_across_versions,
+        )
+
+    return build
+
+
+class VllmEngine:
+    """vLLM, stepped by whoever owns this. Implements `Engine`.
+
+    Every token is stamped with the version under which its forward pass was launched: with asynchronous scheduling
+    vLLM keeps one step in flight, which is waited for before weights or caches change.
+    """
+
+    def __init__(
+        self,
+        core: InprocClient,
+        *,
+        chunk_tokens: int = 64,
+        version: int = 0,
+        kv_cache: KvCache = "keep",
+        share_prefix_across_versions: bool = False,
+    ) -> None:
+        config = core.engine_core.vllm_config
+        self._client = core
+        self._core = core.engine_core
+        self._limits = EngineLimits(
+            vocab_size=config.model_config.get_vocab_size(), max_model_tokens=config.model_config.max_model_len
+        )
+        workers = config.parallel_config.world_size
+        self._weights = WeightInstaller(core, config.model_config.hf_config, in_process=workers == 1)
+        self._kv_capacity_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        self._chunk_tokens = chunk_tokens
+        self._version = version
+        self._installed_s = 0.0
+        self._kv_cache = kv_cache
+        self._salts = PrefixSalts(kv_cache, share_across_versions=share_prefix_across_versions)
+        self._running: dict[str, Progress] = {}
+        self._core_ids: dict[str, str] = {}
+        self._outbox: list[SampledTokens] = []
+        self._failure: EngineFailed | None = None
+        self._accepted = self._steps = self._sampled = self._prefilled = self._cached = 0
+        self._mixed = self._preempted = self._nonfinite = 0
+        self._step_s = 0.0
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a request must respect."""
+        return self._limits
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or return anything."""
+        return bool(self._running or self._outbox)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""
+        require_acceptable(request, self._limits)
+        if request.request_id in self._core_ids:
+            raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
+        self._accepted += 1
+        core_id = f"{request.request_id}#{self._accepted}"
+        opens_session = not self._salts.knows(request.session_id)
+        salt = self._salts.salt(request.session_id, self._version)
+        progress = Progress(
+            request,
+            core_id,
+            salt=salt,
+            opens_session=opens_session,
+            chunk_tokens=self._chunk_tokens,
+            added_s=time.monotonic(),
+        )
+        self._client.add_request(core_request(request, core_id=core_id, salt=salt))
+        self._core_ids[request.request_id] = core_id
+        self._running[core_id] = progress
+
+    def abort(self, request_id: str) -> None:
+        """End a request; the next step returns its last chunk."""
+        core_id = self._core_ids.get(request_id)
+        if core_id is not None:
+            self._client.abort_requests([core_id])
+            self._outbox.append(self._end(self._running[core_id], FinishReason.ABORTED, time.monotonic()))
+
+    def step(self) -> list[SampledTokens]:
+        """One step of vLLM's core. Raises `EngineFailed` once weights were left half installed."""
+        if self._failure is not None:
+            raise self._failure
+        started_s = time.monotonic()
+        self._step_core()
+        chunks, self._outbox = self._outbox, []
+        self._steps += 1
+        self._step_s += time.monotonic() - started_s
+        return chunks
+
+    def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Install new weights. Running requests go on over their old cache; what has not begun to run begins anew."""
+        self._drain()
+        try:
+            self._weights.install(tensors)
+        except EngineFailed as error:
+            self._failure = error
+            raise
+        self._version = version
+        self._installed_s = time.monotonic()
+        self._salt_waiting_again()
+
+    def reset_prefix_cache(self, *, preempt_running: bool) -> None:
+        """Forget every cached key and value; running requests are computed again from their tokens."""
+        self._drain()
+        held = len(self._core.scheduler.running)
+        if held and not preempt_running:
+            raise GenerationError(
+                f"the prefix cache is in use by {held} running requests; "
+                "wait for them, or reset with preempt_running=True"
+            )
+        if not self._client.reset_prefix_cache(reset_running_requests=preempt_running):
+            raise GenerationError("vLLM refused to reset its prefix cache: blocks of it are still in use")
+        for progress in self._running.values():
+            progress.forget_cache()
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        scheduler = self._core.scheduler
+        return EngineStatistics(
+            policy_version=self._version,
+            running=len(scheduler.running),
+            waiting=len(self._running) - len(scheduler.running),
+            running_tokens=sum(request.num_tokens for request in scheduler.running),
+            cached_sessions=0,
+            kv_tokens=int(scheduler.kv_cache_manager.usage * self._kv_capacity_tokens),
+            kv_capacity_tokens=self._kv_capacity_tokens,
+            steps_total=self._steps,
+            sampled_tokens_total=self._sampled,
+            prefilled_tokens_total=self._prefilled,
+            cached_prompt_tokens_total=self._cached,
+            evicted_sessions_total=0,
+            step_s_total=self._step_s,
+            preemptions_total=self._preempted,
+            mixed_cache_tokens_total=self._mixed,
+            nonfinite_logprobs_total=self._nonfinite,
+        )
+
+    def close(self) -> None:
+        """Let go of the model, the cache and vLLM's workers."""
+        self._client.shutdown()
+
+    def _step_core(self) -> None:
+        """Step, and put what is to be reported into the outbox."""
+        outputs = self._client.get_output().outputs
+        now_s = time.monotonic()
+        for output in outputs:
+            progress = self._running.get(output.request_id)
+            if progress is not None:
+                self._take(progress, output, now_s)
+
+    def _take(self, progress: Progress, output: EngineCoreOutput, now_s: float) -> None:
+        preempted = progress.preemptions
+        sampled = progress.take(output, self._version, now_s)
+        self._preempted += progress.preemptions - preempted
+        self._sampled += sampled
+        if output.prefill_stats is not None:
+            self._note_prefill(progress, output.prefill_stats)
+        if progress.cache_s < self._installed_s:
+            progress.mixed_cache_tokens += sampled
+            self._mixed += sampled
+        if progress.nonfinite_logprobs:
+            self._nonfinite += progress.nonfinite_logprobs
+            self._client.abort_requests([progress.core_id])
+            self._salts.renew()  # what it cached are no numbers
+            self._outbox.append(self._end(progress, FinishReason.ERROR, now_s))
+        elif output.finish_reason is not None:
+            reason = _REASONS.get(output.finish_reason.name, FinishReason.ERROR)
+            self._outbox.append(self._end(progress, reason, now_s))
+        elif progress.pending >= self._chunk_tokens:
+            self._outbox.append(progress.report(None, now_s))
+
+    def _note_prefill(self, progress: Progress, prefill: PrefillStats) -> None:
+        self._prefilled += prefill.num_computed_tokens
+        self._cached += prefill.num_cached_tokens
+        if prefill.num_cached_tokens and self._salts.is_older(progress.salt, self._version):
+            progress.found_older_prefix()
+
+    def _end(self, progress: Progress, reason: FinishReason, now_s: float) -> SampledTokens:
+        del self._running[progress.core_id], self._core_ids[progress.request.request_id]
+        return progress.report(reason, now_s)
+
+    def _salt_waiting_again(self) -> None:
+        """Requests that hold no keys and values yet will compute them under the new weights, and find only such."""
+        scheduler = self._core.scheduler
+        running = {request.request_id for request in scheduler.running}
+        waiting = [progress for core_id, progress in self._running.items() if core_id not in running]
+        for progress in waiting:
+            session_id = progress.request.session_id
+            if self._kv_cache == "keep" and not progress.opens_session:
+                continue
+            self._salts.begin_again(session_id)
+            progress.salt = self._salts.salt(session_id, self._version)
+            request = scheduler.requests[progress.core_id]
+            request.cache_salt = progress.salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _drain(self) -> None:
+        """Take in the step that asynchronous scheduling keeps in flight; nothing new is launched."""
+        if not self._core.batch_queue:
+            return
+        self._core.pause_scheduler(mode="keep", clear_cache=False)
+        try:
+            while self._core.batch_queue:
+                self._step_core()
+        finally:
+            self._core.resume_scheduler()

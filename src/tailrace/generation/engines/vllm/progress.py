@@ -1,0 +1,137 @@
+"""One request on its way through vLLM: what it sampled and nobody was told yet, and when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.records import FinishReason, GenerationRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+
+_LONG_AGO_S = -1.0
+
+
+class Progress:
+    """The unreported tokens of one request, in arrays that grow to one chunk, and its times (monotonic, in s)."""
+
+    __slots__ = (
+        "_logprobs",
+        "_token_ids",
+        "_versions",
+        "added_s",
+        "cache_s",
+        "cached_prompt_tokens",
+        "core_id",
+        "first_token_s",
+        "mixed_cache_tokens",
+        "nonfinite_logprobs",
+        "opens_session",
+        "pending",
+        "preemptions",
+        "request",
+        "salt",
+        "started_s",
+    )
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        core_id: str,
+        *,
+        salt: str,
+        opens_session: bool,
+        chunk_tokens: int,
+        added_s: float,
+    ) -> None:
+        self.request = request
+        self.core_id = core_id
+        """Its name inside vLLM, used once only."""
+        self.salt = salt
+        """Under which vLLM looks for its prefix."""
+        self.opens_session = opens_session
+        """Whether no earlier request of its session left a prefix."""
+        self.added_s = added_s
+        self.started_s = self.first_token_s = 0.0
+        self.cache_s = 0.0
+        """When the oldest of the keys and values that it stands on were computed; 0 before any were."""
+        self.cached_prompt_tokens = self.preemptions = self.pending = 0
+        self.mixed_cache_tokens = self.nonfinite_logprobs = 0
+        self._token_ids = np.empty(chunk_tokens, np.int32)
+        self._logprobs = np.empty(chunk_tokens, np.float32)
+        self._versions = np.empty(chunk_tokens, np.int32)
+
+    def take(self, output: EngineCoreOutput, version: int, now_s: float) -> int:
+        """Note what one step sampled: the number of its tokens, without those from the first log-probability on that
+        is not finite. Speculative decoding apart, a step samples one token.
+        """
+        self._note_events(output)
+        sampled = len(output.new_token_ids)
+        if sampled == 0:
+            return 0
+        if self.first_token_s == 0.0:
+            self.first_token_s = now_s
+        logprobs = output.new_logprobs.logprobs[:sampled, 0]
+        finite = np.isfinite(logprobs)
+        if not finite.all():
+            self.nonfinite_logprobs = sampled - int(np.count_nonzero(finite))
+            sampled = int(np.argmin(finite))
+        end = self.pending + sampled
+        if end > len(self._token_ids):
+            self._grow(end)
+        self._token_ids[self.pending : end] = output.new_token_ids[:sampled]
+        self._logprobs[self.pending : end] = logprobs[:sampled]
+        self._versions[self.pending : end] = version
+        self.pending = end
+        return sampled
+
+    def found_older_prefix(self) -> None:
+        """Its first keys and values were computed by some older weights."""
+        self.cache_s = _LONG_AGO_S
+
+    def forget_cache(self) -> None:
+        """Its keys and values are gone, and will be computed again."""
+        self.cache_s = 0.0
+
+    def report(self, reason: FinishReason | None, now_s: float) -> SampledTokens:
+        """The unreported tokens, which are reported by this."""
+        end, self.pending = self.pending, 0
+        return SampledTokens(
+            request_id=self.request.request_id,
+            token_ids=self._token_ids[:end].copy(),
+            logprobs=self._logprobs[:end].copy(),
+            policy_versions=self._versions[:end].copy(),
+            finish_reason=reason,
+            metrics={} if reason is None else self._metrics(now_s),
+        )
+
+    def _note_events(self, output: EngineCoreOutput) -> None:
+        for event in output.events or ():
+            if event.type.name == "SCHEDULED":
+                self.started_s = self.started_s or event.timestamp
+                self.cache_s = self.cache_s or event.timestamp
+            elif event.type.name == "PREEMPTED":
+                self.preemptions += 1
+        if output.prefill_stats is not None and self.first_token_s == 0.0:
+            self.cached_prompt_tokens = output.prefill_stats.num_cached_tokens
+
+    def _grow(self, size: int) -> None:
+        self._token_ids = np.resize(self._token_ids, size)
+        self._logprobs = np.resize(self._logprobs, size)
+        self._versions = np.resize(self._versions, size)
+
+    def _metrics(self, now_s: float) -> dict[str, float]:
+        started_s = self.started_s or now_s
+        first_token_s = self.first_token_s or now_s
+        return {
+            "queue_s": started_s - self.added_s,
+            "time_to_first_token_s": first_token_s - self.added_s,
+            "decode_s": now_s - first_token_s,
+            "cached_prompt_tokens": float(self.cached_prompt_tokens),
+            "preemptions": float(self.preemptions),
+            "mixed_cache_tokens": float(self.mixed_cache_tokens),
+            "nonfinite_logprobs": float(self.nonfinite_logprobs),
+        }

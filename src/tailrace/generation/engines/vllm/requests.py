@@ -1,0 +1,108 @@
+"""Our requests in vLLM's terms."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tailrace.generation.decisions import KvCache
+from tailrace.generation.requests import context_of
+from tailrace.records import GenerationRequest, SessionId
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+_SESSIONS_REMEMBERED = 65_536
+
+
+class PrefixSalts:
+    """Which prefix cache a request may read: vLLM shares cached blocks only between requests of one salt.
+
+    Under `keep` a session keeps the salt of the version that it began with, so that its later turns find its own older
+    prefix; a new session never meets what older weights computed. Under the other rules nobody does (`may_reuse`).
+
+    >>> salts = PrefixSalts()
+    >>> salts.salt(SessionId("a"), version=0), salts.salt(SessionId("a"), version=1), salts.salt(SessionId("b"), 1)
+    ('0.0', '0.0', '0.1')
+    """
+
+    def __init__(self, kv_cache: KvCache = "keep", *, share_across_versions: bool = False) -> None:
+        self._kv_cache, self._share = kv_cache, share_across_versions
+        self._sessions: OrderedDict[SessionId, int] = OrderedDict()
+        self._epoch = 0
+
+    def salt(self, session_id: SessionId, version: int) -> str:
+        """The salt of the next request of a session."""
+        if self._share:
+            return f"{self._epoch}"
+        if self._kv_cache != "keep":
+            return f"{self._epoch}.{version}"
+        began = self._sessions.setdefault(session_id, version)
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > _SESSIONS_REMEMBERED:
+            self._sessions.popitem(last=False)
+        return f"{self._epoch}.{began}"
+
+    def is_older(self, salt: str, version: int) -> bool:
+        """Whether what lies under a salt may be of weights older than `version`."""
+        return version > 0 if self._share else salt != f"{self._epoch}.{version}"
+
+    def begin_again(self, session_id: SessionId) -> None:
+        """The first request of a session has not run yet, and will begin with newer weights."""
+        self._sessions.pop(session_id, None)
+
+    def knows(self, session_id: SessionId) -> bool:
+        """Whether an earlier request of the session left a prefix that is its own."""
+        return session_id in self._sessions
+
+    def renew(self) -> None:
+        """From now on nobody finds what was cached so far."""
+        self._epoch += 1
+        self._sessions.clear()
+
+
+def core_request(request: GenerationRequest, *, core_id: str, salt: str) -> EngineCoreRequest:
+    """What vLLM's engine core takes; an acceptable request is one that it accepts."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=core_id,
+        prompt_token_ids=context_of(request).tolist(),
+        mm_features=None,
+        sampling_params=sampling_params(request),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+
+
+def sampling_params(request: GenerationRequest) -> VllmSamplingParams:
+    """vLLM's sampling settings: the tokens that remain, the log-probability of the sampled token alone, no text."""
+    from vllm import SamplingParams as VllmSamplingParams
+
+    sampling = request.sampling
+    sampled = 0 if request.prefix is None else request.prefix.num_tokens
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens - sampled,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=None if sampling.seed is None else _continued_seed(sampling.seed, sampled),
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+
+def _continued_seed(seed: int, sampled: int) -> int:
+    """vLLM restarts a request's stream at its seed: one that goes on must not draw the same numbers again."""
+    if sampled == 0:
+        return seed % 2**63
+    return int(np.random.SeedSequence([seed % 2**64, sampled]).generate_state(1, np.uint64)[0] >> np.uint64(1))

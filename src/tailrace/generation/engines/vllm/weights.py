@@ -1,0 +1,105 @@
+"""Installs a model state dict in place: checked whole before vLLM sees the first tensor."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tailrace.errors import EngineFailed, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.worker.worker_base import WorkerBase as Worker
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class WeightInstaller:
+    """Knows what a model state dict of the model must hold, and how to hand one to vLLM's workers."""
+
+    def __init__(self, core: InprocClient, config: PretrainedConfig, *, in_process: bool) -> None:
+        self._core = core
+        self._config = config
+        self._in_process = in_process
+        """Whether the only worker lives in this process, and can be handed tensors."""
+        self._shapes: dict[str, torch.Size] = {}
+        self._alias: dict[str, str] = {}
+
+    def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy `tensors` into vLLM's own. Raises `ModelError` for what cannot be this model's; then nothing changed.
+
+        Weights that are tied may come under any or all of their names. Raises `EngineFailed` when vLLM itself fails in
+        the middle: then no one knows which weights it has.
+        """
+        named = self._checked(tensors)
+        try:
+            if self._in_process:
+                self._core.collective_rpc(_reload, kwargs={"weights_iterator": iter(named.items())})
+            else:
+                self._reload_from_file(named)
+        except Exception as error:
+            raise EngineFailed(f"vLLM failed while it took over a model state dict: {error}") from error
+
+    def _checked(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One tensor per weight, under the name that the model's own files have."""
+        if not self._shapes:
+            self._describe()
+        unknown = sorted(set(tensors) - set(self._shapes))
+        if unknown:
+            raise ModelError(f"the model state dict names weights that the model lacks: {_some(unknown)}")
+        for name, tensor in tensors.items():
+            if tensor.shape != self._shapes[name]:
+                raise ModelError(
+                    f"weight {name} has shape {list(tensor.shape)} in the model state dict and "
+                    f"{list(self._shapes[name])} in the model"
+                )
+        named = {self._alias[name]: tensor for name, tensor in tensors.items()}
+        missing = sorted(set(self._alias.values()) - set(named))
+        if missing:
+            raise ModelError(f"the model state dict lacks weights of the model: {_some(missing)}")
+        return named
+
+    def _describe(self) -> None:
+        """Names, shapes and ties, as transformers lays the model out, without memory for a single weight."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self._config)
+        model.tie_weights()
+        first: dict[int, str] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            self._shapes[name] = tensor.shape
+            self._alias[name] = first.setdefault(id(tensor), name)
+
+    def _reload_from_file(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Workers are other processes: they read the weights from shared memory, each its own part."""
+        from safetensors.torch import save_file
+
+        where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="tailrace-vllm-", dir=where) as folder:
+            contiguous = {name: tensor.contiguous() for name, tensor in named.items()}
+            save_file(contiguous, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            self._core.collective_rpc(_reload, kwargs={"weights_path": folder})
+
+
+def _reload(worker: Worker, **source: object) -> None:
+    """Runs on every worker of vLLM.
+
+    On a CPU vLLM keeps a packed copy of the head, and does not pack it again where the head is tied to the embeddings:
+    it would go on with the old head over the new body.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    worker.reload_weights(**source)
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")
