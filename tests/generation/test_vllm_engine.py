@@ -20,7 +20,7 @@ from tailrace.generation.generator import Generator
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import SamplingParams
 from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm
-from tests.generation.engine_support import forward_logprobs, greedy_reference
+from tests.generation.engine_support import Driver, forward_logprobs, greedy_reference, request
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
@@ -86,6 +86,22 @@ def test_batch_invariance_is_refused_without_a_gpu(tmp_path: Path) -> None:
     settings = GeneratorSettings(engine="vllm", batch_invariant=True, kv_cache="recompute")
     with pytest.raises(SettingsError, match=r"generator\.batch_invariant"):
         build_core(ModelSettings(name=str(tmp_path)), settings)
+
+
+@pytest.mark.long
+def test_two_processes_that_hold_half_a_model_each_take_over_new_weights(tmp_path: Path) -> None:
+    contract_model().save_pretrained(tmp_path)
+    settings = GeneratorSettings(engine="vllm", slots=4, tensor_parallel=2, vllm={"block_size": 32})
+    driver = Driver(VllmEngine(build_core(ModelSettings(name=str(tmp_path), max_model_tokens=128), settings)))
+    try:
+        for version, model in enumerate((contract_model(), contract_model(1))):
+            driver.engine.load_model_state_dict(model.state_dict(), version)
+            [done] = driver.run(request(f"r{version}", [4, 2, 3], max_tokens=12))
+            expected = forward_logprobs(model, [4, 2, 3], done.token_ids)
+            np.testing.assert_allclose(done.logprobs, expected, atol=1e-3)
+            assert set(done.policy_versions.tolist()) == {version}
+    finally:
+        driver.engine.close()
 
 
 async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -> None:

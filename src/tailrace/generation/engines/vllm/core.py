@@ -32,6 +32,7 @@ _ENVIRONMENT = {
 _DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker of tensor parallelism wants a memory node of its own
 }
 _CACHE_SHARE_OF_MEMORY = 0.25
 """Of the memory that is free, on a CPU, for keys and values, where nothing else is chosen."""
@@ -57,6 +58,7 @@ def build_core(
     os.environ.update(_ENVIRONMENT)
     for name, value in _DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault("OMP_NUM_THREADS", str(generator.threads))  # of worker processes
     torch.set_num_threads(generator.threads)
     with _contained():
         config = make_config(source, model, generator)
