@@ -1,0 +1,275 @@
+"""New weights from a trainer's process into a generator that goes on generating: what publishing and stalling cost.
+
+    python benchmarks/weight_sync.py [--json] [--quick] [--case float32-hot_swap-keep ...]
+
+A second process holds the weights and publishes them to shared memory, as a trainer does; this one generates, and
+installs each version between two steps. Weights are random ones of SmolLM2-135M's shape
+(`--quick`: of a third of its layers).
+
+`stall_s` is the time from the end of the last step under the old weights to the beginning of the first under the new
+ones, `publish_s` that of one `publish`. The first is held against one copy of the same bytes within warm memory
+(`memcpy_s`, nothing else running), the second against one plain write of the same bytes into a file of shared memory
+that was written before (`shm_write_s`, taken in turns with `publish`). Medians of all rounds but the first two, in
+which the store's files are new.
+"""
+
+from __future__ import annotations
+
+import kit  # isort: skip  - pins threads
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
+from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.torch import TorchEngine
+from tailrace.generation.generator import Generator
+from tailrace.records import Completion, SamplingParams
+from tailrace.transport.model_state_dicts import SharedMemoryModelStateDictStore
+
+TARGET_STALL_RATIO = 3.0
+TARGET_PUBLISH_RATIO = 1.5
+WARM_UP_ROUNDS = 2
+REQUESTS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One precision, one way in which new weights take over."""
+
+    precision: str
+    update: WeightUpdate
+    kv_cache: KvCache
+    rounds: int
+    layers: int = 30
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision}-{self.update}-{self.kv_cache}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one case."""
+
+    case: str
+    bytes: int
+    publish_s: float
+    stall_s: float
+    memcpy_s: float
+    shm_write_s: float
+    publish_ratio: float
+    stall_ratio: float
+    stall_max_s: float
+    load_s: float
+    """From the call of `load_model_state_dict` to its return: reading ahead included, during which tokens come."""
+    tokens_per_load: float
+    """Sampled between the call and the return."""
+    target_publish_ratio: float
+    target_stall_ratio: float
+    met: bool
+
+
+def cases(quick: bool) -> list[Case]:
+    """Quickly: once, with fewer layers."""
+    if quick:
+        return [Case("float32", "hot_swap", "keep", rounds=7, layers=10)]
+    return [
+        Case("float32", "hot_swap", "keep", 21),
+        Case("bfloat16", "hot_swap", "keep", 21),
+    ]
+
+
+def build(precision: str, layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).to(getattr(torch, precision)).eval()
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every weight once, tied ones under their first name."""
+    return dict(model.named_parameters())
+
+
+def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def trainer(connection: Connection, folder: str, precision: str, layers: int) -> None:
+    """The other process: publishes whenever it is told a version, and tells how long that took."""
+    torch.set_num_threads(1)
+    store = SharedMemoryModelStateDictStore(Path(folder))
+    with torch.inference_mode():
+        tensors = {name: tensor.clone() for name, tensor in weights_of(build(precision, layers)).items()}
+    flat = np.ones(num_bytes(tensors), np.uint8)
+    plain = os.open(f"{folder}/plain", os.O_RDWR | os.O_CREAT)
+    write_all(plain, flat)
+    connection.send(len(flat))
+    while (version := connection.recv()) is not None:
+        began_s = time.perf_counter()
+        ref = store.publish(tensors, version)
+        published_s = time.perf_counter()
+        write_all(plain, flat)
+        connection.send((ref, published_s - began_s, time.perf_counter() - published_s))
+    store.close()
+
+
+def write_all(file: int, flat: np.ndarray) -> None:
+    written = 0
+    while written < len(flat):
+        written += os.pwrite(file, flat[written:], written)
+
+
+class TimedEngine(TorchEngine):
+    """Notes how long no step ran around each load."""
+
+    def __init__(self, *arguments: object, **options: object):
+        super().__init__(*arguments, **options)
+        self.stalls_s: list[float] = []
+        self._ended_s, self._loaded = 0.0, False
+
+    def step(self) -> list[SampledTokens]:
+        if self._loaded:
+            self.stalls_s.append(time.perf_counter() - self._ended_s)
+            self._loaded = False
+        chunks = super().step()
+        self._ended_s = time.perf_counter()
+        return chunks
+
+    def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        super().load_model_state_dict(tensors, version)
+        self._loaded = True
+
+
+def memcpy_s(size: int) -> float:
+    """Seconds to copy so many bytes from warm memory to warm memory."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    times = []
+    for _ in range(7):
+        began_s = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times[2:])
+
+
+async def run_case(case: Case) -> Row:
+    folder = tempfile.mkdtemp(prefix="tailrace-weight-sync-", dir="/dev/shm")
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    arguments = (there, folder, case.precision, case.layers)
+    process = multiprocessing.get_context("spawn").Process(target=trainer, args=arguments)
+    process.start()
+    try:
+        return await measure(case, here, SharedMemoryModelStateDictStore(Path(folder)))
+    finally:
+        here.send(None)
+        await asyncio.to_thread(process.join, 30)
+        shutil.rmtree(folder)
+
+
+async def measure(case: Case, trainer_side: Connection, store: SharedMemoryModelStateDictStore) -> Row:
+    engines: list[TimedEngine] = []
+
+    def factory() -> TimedEngine:
+        torch.set_num_threads(1)
+        engines.append(TimedEngine(build(case.precision, case.layers), slots=REQUESTS, kv_cache=case.kv_cache))
+        return engines[0]
+
+    size = await asyncio.to_thread(trainer_side.recv)
+    copy_s = memcpy_s(size)
+    figures: list[tuple[float, float, float, int]] = []
+    async with Generator(factory, WeightPolicy(case.update, case.kv_cache)) as generator, busy(generator):
+        for version in range(1, case.rounds + WARM_UP_ROUNDS + 1):
+            trainer_side.send(version)
+            ref, publish_s, write_s = await asyncio.to_thread(trainer_side.recv)
+            began_s, before = time.perf_counter(), generator.statistics().sampled_tokens_total
+            await generator.load_model_state_dict(lambda ref=ref: store.open(ref), version)
+            load_s = time.perf_counter() - began_s
+            figures.append((publish_s, write_s, load_s, generator.statistics().sampled_tokens_total - before))
+            await asyncio.sleep(0.2)
+    publish_s, write_s, load_s, tokens = (
+        statistics.median(column) for column in zip(*figures[WARM_UP_ROUNDS:], strict=True)
+    )
+    stalls_s = engines[0].stalls_s[WARM_UP_ROUNDS:]
+    stall_s = statistics.median(stalls_s)
+    return Row(
+        case=case.name,
+        bytes=size,
+        publish_s=publish_s,
+        stall_s=stall_s,
+        memcpy_s=copy_s,
+        shm_write_s=write_s,
+        publish_ratio=publish_s / write_s,
+        stall_ratio=stall_s / copy_s,
+        stall_max_s=max(stalls_s),
+        load_s=load_s,
+        tokens_per_load=tokens,
+        target_publish_ratio=TARGET_PUBLISH_RATIO,
+        target_stall_ratio=TARGET_STALL_RATIO,
+        met=publish_s <= TARGET_PUBLISH_RATIO * write_s and stall_s <= TARGET_STALL_RATIO * copy_s,
+    )
+
+
+@asynccontextmanager
+async def busy(generator: Generator):
+    """Requests without end, until the block ends."""
+
+    async def session(name: str) -> Completion:
+        turn = 0
+        while True:
+            turn += 1
+            await generator(
+                np.arange(1, 17, dtype=np.int32),
+                sampling=SamplingParams(max_tokens=200),
+                request_id=f"{name}/{turn}",
+                session_id=f"{name}/{turn}",
+                group_id=f"{name}/{turn}",
+            )
+
+    tasks = [asyncio.create_task(session(f"s{i}")) for i in range(REQUESTS)]
+    while generator.statistics().sampled_tokens_total < REQUESTS:  # noqa: ASYNC110 - statistics have no event
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def main() -> None:
+    options = kit.parse_options(__doc__)
+    torch.set_num_threads(1)
+    available = {case.name: case for case in cases(options.quick)}
+    rows = []
+    for name in options.choose(list(available)):
+        rows.append(asyncio.run(run_case(available[name])))
+        kit.progress(f"{name}: stall {rows[-1].stall_ratio:.2f} copies, publish {rows[-1].publish_ratio:.2f} writes")
+    kit.report("New weights while generation runs", rows, options)
+
+
+if __name__ == "__main__":
+    main()
