@@ -1,0 +1,140 @@
+"""Two ranks of the torch engine, driven alike over gloo: this process is rank 0, a child is rank 1."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tailrace.errors import EngineFailed, ModelError
+from tailrace.generation.decisions import WeightPolicy
+from tailrace.generation.engines.lockstep import LockstepEngine, follow
+from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.torch import TorchEngine
+from tailrace.generation.generator import Generator
+from tailrace.records import Completion, SamplingParams
+from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
+
+FAILING_STEP = 6
+
+
+class FailingEngine(TorchEngine):
+    """Real until its sixth step."""
+
+    def step(self) -> list[SampledTokens]:
+        if self.statistics().steps_total == FAILING_STEP:
+            raise ZeroDivisionError("the wheel came off")
+        return super().step()
+
+
+def join(folder: str, rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = datetime.timedelta(days=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2, timeout=timeout)
+
+
+def other_rank(folder: str, fails: bool) -> None:
+    torch.set_num_threads(1)
+    join(folder, 1)
+    engine = FailingEngine(make_model(), slots=4) if fails else make_engine(make_model())
+    try:
+        follow(engine)
+    except EngineFailed as error:
+        Path(folder, "error").write_text(f"{error} / {error.__cause__!r}")
+        raise SystemExit(3) from error
+
+
+@contextmanager
+def two_ranks(folder: Path, *, fails: bool = False) -> Iterator[multiprocessing.process.BaseProcess]:
+    process = multiprocessing.get_context("spawn").Process(target=other_rank, args=(str(folder), fails))
+    process.start()
+    join(str(folder), 0)
+    try:
+        yield process
+    finally:
+        process.join(30)
+        dist.destroy_process_group()
+
+
+def ask(generator: Generator, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
+    return asyncio.create_task(
+        generator.generate(
+            np.asarray(prompt, np.int32),
+            sampling=SamplingParams(**sampling),
+            request_id=name,
+            session_id=name,
+            group_id=name,
+        )
+    )
+
+
+def lend(tensors: Mapping[str, torch.Tensor]):
+    @contextmanager
+    def open_tensors() -> Iterator[Mapping[str, torch.Tensor]]:
+        yield tensors
+
+    return open_tensors
+
+
+async def test_two_ranks_generate_load_and_close_in_lockstep(model, tmp_path: Path) -> None:
+    newer = make_model(seed=1)
+    with two_ranks(tmp_path) as process:
+        policy = WeightPolicy("hot_swap", "recompute", attempts=1)
+        async with Generator(lambda: LockstepEngine(make_engine(model, kv_cache="recompute")), policy) as generator:
+            done = await asyncio.gather(
+                *(ask(generator, str(i), [i + 1, 2], temperature=0, max_tokens=9) for i in range(6))
+            )
+            for i, completion in enumerate(done):
+                assert completion.token_ids.tolist() == greedy_reference(model, [i + 1, 2], 9)
+            cancelled = ask(generator, "cancelled", [5, 6], max_tokens=250)
+            await asyncio.sleep(0.05)
+            cancelled.cancel()
+            with pytest.raises(ModelError, match="stranger"):  # on every rank, which all live on
+                await generator.load_model_state_dict(lend({"stranger": torch.zeros(3)}), 1)
+            assert await generator.load_model_state_dict(lend(newer.state_dict()), 2) == 2
+            fresh = await ask(generator, "sampled", [4, 5], max_tokens=20)  # seeds are drawn alike
+            np.testing.assert_allclose(fresh.logprobs, forward_logprobs(newer, [4, 5], fresh.token_ids), atol=1e-4)
+    assert process.exitcode == 0
+
+
+async def test_a_rank_that_fails_ends_all_of_them_with_its_error(model, tmp_path: Path) -> None:
+    with two_ranks(tmp_path, fails=True) as process:
+        generator = Generator(lambda: LockstepEngine(make_engine(model)))
+        with pytest.raises(EngineFailed, match="rank 1 of the engine failed: ZeroDivisionError: the wheel came off"):
+            await ask(generator, "r", [1, 2], max_tokens=50)
+        await generator.close()
+    assert process.exitcode == 3
+    assert "ZeroDivisionError('the wheel came off')" in (tmp_path / "error").read_text()
+
+
+async def test_a_rank_that_is_killed_ends_the_others_at_once(model, tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as process:
+        generator = Generator(lambda: LockstepEngine(make_engine(model)))
+        assert (await ask(generator, "before", [1, 2], max_tokens=3)).num_tokens == 3
+        calls = [ask(generator, str(i), [1, 2], max_tokens=250) for i in range(3)]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            for result in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(result, EngineFailed)
+                assert "lost another rank" in str(result)
+        await generator.close()
+
+
+async def test_ranks_that_do_not_sample_the_same_are_found_out(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as process:
+        generator = Generator(lambda: LockstepEngine(make_engine(make_model(seed=5))))
+        with pytest.raises(EngineFailed, match="did not sample the same tokens"):
+            await ask(generator, "r", [1, 2], temperature=0, max_tokens=20)
+        await generator.close()
+    assert process.exitcode == 3
