@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from tailrace.errors import EngineFailed, ModelError
 from tailrace.generation.decisions import WeightPolicy
-from tailrace.generation.engines.lockstep import LockstepEngine, follow
+from tailrace.generation.engines.lockstep import LockstepEngine, RankGroup, follow, join_ranks
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.generator import Generator
@@ -37,33 +36,30 @@ class FailingEngine(TorchEngine):
         return super().step()
 
 
-def join(folder: str, rank: int) -> None:
+def join(folder: str, rank: int) -> RankGroup:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout = datetime.timedelta(days=1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2, timeout=timeout)
+    return join_ranks(dist.FileStore(f"{folder}/ranks", 2), rank, 2)
 
 
 def other_rank(folder: str, fails: bool) -> None:
     torch.set_num_threads(1)
-    join(folder, 1)
+    group = join(folder, 1)
     engine = FailingEngine(make_model(), slots=4) if fails else make_engine(make_model())
     try:
-        follow(engine)
+        follow(engine, group)
     except EngineFailed as error:
         Path(folder, "error").write_text(f"{error} / {error.__cause__!r}")
         raise SystemExit(3) from error
 
 
 @contextmanager
-def two_ranks(folder: Path, *, fails: bool = False) -> Iterator[multiprocessing.process.BaseProcess]:
+def two_ranks(folder: Path, *, fails: bool = False) -> Iterator[tuple[multiprocessing.process.BaseProcess, RankGroup]]:
     process = multiprocessing.get_context("spawn").Process(target=other_rank, args=(str(folder), fails))
     process.start()
-    join(str(folder), 0)
     try:
-        yield process
+        yield process, join(str(folder), 0)
     finally:
         process.join(30)
-        dist.destroy_process_group()
 
 
 def ask(generator: Generator, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
@@ -88,9 +84,11 @@ def lend(tensors: Mapping[str, torch.Tensor]):
 
 async def test_two_ranks_generate_load_and_close_in_lockstep(model, tmp_path: Path) -> None:
     newer = make_model(seed=1)
-    with two_ranks(tmp_path) as process:
+    with two_ranks(tmp_path) as (process, group):
         policy = WeightPolicy("hot_swap", "recompute", attempts=1)
-        async with Generator(lambda: LockstepEngine(make_engine(model, kv_cache="recompute")), policy) as generator:
+        async with Generator(
+            lambda: LockstepEngine(make_engine(model, kv_cache="recompute"), group), policy
+        ) as generator:
             done = await asyncio.gather(
                 *(ask(generator, str(i), [i + 1, 2], temperature=0, max_tokens=9) for i in range(6))
             )
@@ -108,8 +106,8 @@ async def test_two_ranks_generate_load_and_close_in_lockstep(model, tmp_path: Pa
 
 
 async def test_a_rank_that_fails_ends_all_of_them_with_its_error(model, tmp_path: Path) -> None:
-    with two_ranks(tmp_path, fails=True) as process:
-        generator = Generator(lambda: LockstepEngine(make_engine(model)))
+    with two_ranks(tmp_path, fails=True) as (process, group):
+        generator = Generator(lambda: LockstepEngine(make_engine(model), group))
         with pytest.raises(EngineFailed, match="rank 1 of the engine failed: ZeroDivisionError: the wheel came off"):
             await ask(generator, "r", [1, 2], max_tokens=50)
         await generator.close()
@@ -118,8 +116,8 @@ async def test_a_rank_that_fails_ends_all_of_them_with_its_error(model, tmp_path
 
 
 async def test_a_rank_that_is_killed_ends_the_others_at_once(model, tmp_path: Path) -> None:
-    with two_ranks(tmp_path) as process:
-        generator = Generator(lambda: LockstepEngine(make_engine(model)))
+    with two_ranks(tmp_path) as (process, group):
+        generator = Generator(lambda: LockstepEngine(make_engine(model), group))
         assert (await ask(generator, "before", [1, 2], max_tokens=3)).num_tokens == 3
         calls = [ask(generator, str(i), [1, 2], max_tokens=250) for i in range(3)]
         assert process.pid is not None
@@ -132,8 +130,8 @@ async def test_a_rank_that_is_killed_ends_the_others_at_once(model, tmp_path: Pa
 
 
 async def test_ranks_that_do_not_sample_the_same_are_found_out(tmp_path: Path) -> None:
-    with two_ranks(tmp_path) as process:
-        generator = Generator(lambda: LockstepEngine(make_engine(make_model(seed=5))))
+    with two_ranks(tmp_path) as (process, group):
+        generator = Generator(lambda: LockstepEngine(make_engine(make_model(seed=5)), group))
         with pytest.raises(EngineFailed, match="did not sample the same tokens"):
             await ask(generator, "r", [1, 2], temperature=0, max_tokens=20)
         await generator.close()

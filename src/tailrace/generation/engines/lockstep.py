@@ -4,18 +4,19 @@
                                        ←─ every rank to all: done or not, a digest of its tokens ──→
 
 For engines that split a model over ranks and expect each rank to be driven alike. Orders are broadcast over a gloo
-group, as msgpack. A rank that fails tells all others its error before it ends; one that dies closes its connections,
-which fails the exchange that the others are in. Either way every rank ends with `EngineFailed`. While nothing is to be
-done followers wait in the exchange, for as long as it takes: make the group with a timeout of days.
+group of their own (`join_ranks`), as msgpack. A rank that fails tells all others its error before it ends; one that
+dies closes its connections, which fails the exchange that the others are in. Either way every rank ends with
+`EngineFailed`. While nothing is to be done followers wait in the exchange, for as long as it takes.
 """
 
 from __future__ import annotations
 
+import datetime
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -34,12 +35,39 @@ from tailrace.records import (
     SessionId,
 )
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 _ERROR_BYTES = 2000
 
 
 def _is_survivable(error: Exception) -> bool:
     """Whether an engine may raise it of an order and go on, if every rank does: bad weights, a refused reset."""
     return isinstance(error, ModelError | GenerationError) and not isinstance(error, EngineFailed | RequestRefused)
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class RankGroup(Protocol):
+    """What is used of a process group of torch, whose own types leave it out."""
+
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int, /) -> _Work:
+        """Fill every rank's tensor with that of `root`."""
+        ...
+
+    def allgather(self, tensors: list[torch.Tensor], own: torch.Tensor, /) -> _Work:
+        """Fill every rank's list with all ranks' tensors."""
+        ...
 
 
 class _Add(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +114,7 @@ _ORDERS: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order)
 class _Ranks:
     """The exchange between ranks. Raises `EngineFailed` when one is gone."""
 
-    group: dist.ProcessGroup | None = None
+    group: RankGroup
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     """Where followers receive tensors; kept from load to load."""
 
@@ -144,11 +172,11 @@ class _Ranks:
             self._broadcast(tensor.reshape(-1).view(torch.uint8))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        self._exchange(lambda: dist.broadcast(tensor, src=0, group=self.group))
+        self._exchange(lambda: self.group.broadcast(tensor, 0).wait())
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        self._exchange(lambda: dist.all_gather(all_ranks, own, group=self.group))
+        all_ranks = [torch.empty_like(own) for _ in range(self.group.size())]
+        self._exchange(lambda: self.group.allgather(all_ranks, own).wait())
         return all_ranks
 
     def _exchange(self, exchange: Callable[[], object]) -> None:
@@ -156,15 +184,23 @@ class _Ranks:
             exchange()
         except RuntimeError as error:
             raise EngineFailed(
-                f"rank {dist.get_rank(self.group)} of the engine lost another rank, which died or was ended: "
+                f"rank {self.group.rank()} of the engine lost another rank, which died or was ended: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+
+
+def join_ranks(store: Store, rank: int, size: int) -> RankGroup:
+    """The group over which `size` ranks exchange orders; waits until all have joined.
+
+    Not the default group, which belongs to the engine. Exchanges wait for years: an idle follower is no failure.
+    """
+    return cast("RankGroup", dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(days=1000)))
 
 
 class LockstepEngine:
     """All ranks' engines as one, on rank 0. Implements `Engine`; every other rank runs `follow`."""
 
-    def __init__(self, engine: Engine, group: dist.ProcessGroup | None = None):
+    def __init__(self, engine: Engine, group: RankGroup):
         """`engine` is this rank's own, built alike on every rank (the same seed, too)."""
         self._engine, self._ranks = engine, _Ranks(group)
         self._arrivals: list[_Add | _Abort] = []
@@ -217,7 +253,7 @@ class LockstepEngine:
         self._engine.close()
 
 
-def follow(engine: Engine, group: dist.ProcessGroup | None = None) -> None:
+def follow(engine: Engine, group: RankGroup) -> None:
     """Do what rank 0 does, on every other rank; returns when it closes. Raises `EngineFailed` when any rank fails."""
     ranks = _Ranks(group)
     while True:
