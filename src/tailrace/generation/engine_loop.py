@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -52,6 +53,8 @@ class EngineLoop:
         self._engine, self._inbox, self._policy = engine, inbox, policy
         self._calls: dict[str, Call] = {}
         self._releasing: list[_Releasing] = []
+        self._to_tell: list[Callable[[], None]] = []
+        """What others learn once the statistics are those after this iteration."""
         self._is_reset = False
         self._nonfinite = 0
         self._load_stall_s = 0.0
@@ -79,6 +82,9 @@ class EngineLoop:
             case Load():
                 self._change_weights(self._load)
         self.statistics = self._snapshot()
+        told, self._to_tell = self._to_tell, []
+        for tell in told:
+            tell()
         return True
 
     def fail(self, failure: Callable[[], Exception]) -> None:
@@ -144,7 +150,7 @@ class EngineLoop:
                 results[call.loop].append((call, completion))
         self._inbox.put_back(held)
         for loop, deliveries in results.items():
-            post(loop, _deliver, deliveries)
+            self._to_tell.append(partial(post, loop, _deliver, deliveries))
 
     # --- interruption --------------------------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class EngineLoop:
         for releasing in self._releasing:
             releasing.left &= self._calls.keys()
             if not releasing.left:
-                releasing.release.done.resolve(releasing.count)
+                self._to_tell.append(partial(releasing.release.done.resolve, releasing.count))
         self._releasing = [releasing for releasing in self._releasing if releasing.left]
 
     # --- weights -------------------------------------------------------------------------------------------------
@@ -184,7 +190,7 @@ class EngineLoop:
         except Exception as error:  # noqa: BLE001 - told to whoever asked for the weights, who tries again
             staged = self._inbox.take_staged()
             if staged is not None:
-                staged.settle(error)
+                self._to_tell.append(partial(staged.settle, error))
         self._load_stall_s += time.perf_counter() - began_s
 
     def _reset(self) -> None:
@@ -200,9 +206,9 @@ class EngineLoop:
         except EngineFailed:
             raise
         except Exception as error:  # noqa: BLE001 - told to whoever asked for the weights, who tries again
-            staged.settle(error)
+            self._to_tell.append(partial(staged.settle, error))
         else:
-            staged.settle()
+            self._to_tell.append(staged.settle)
 
     def _snapshot(self) -> EngineStatistics:
         own = self._engine.statistics()
