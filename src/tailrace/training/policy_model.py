@@ -19,6 +19,7 @@ from tailrace.training.attention import PACKED_ATTENTION, Segments, register_pac
 from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
 from tailrace.training.micro_batch import MicroBatch
+from tailrace.training.onednn_linear import speed_up_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,6 +51,8 @@ class PolicyModel:
         self._head_dtype = torch.bfloat16 if self._autocast and head_dtype == "bfloat16" else torch.float32
         self._device = next(model.parameters()).device
         fuse_norms(self.model)
+        if not self._autocast:
+            speed_up_linears(self.model)
         self.packs, self.has_plain_head = self._probe()
 
     def loss(self, micro_batch: MicroBatch, pointwise_loss: PointwiseLoss) -> HeadOutput:
