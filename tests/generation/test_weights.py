@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tailrace.errors import TransportError
+from tailrace.errors import EngineFailed, GenerationError, TransportError
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.generator import Generator
@@ -128,6 +128,21 @@ async def test_a_load_that_keeps_failing_is_raised_and_the_old_version_goes_on_s
         assert "version 4: TransportError: gone" in statistics.load_error
         assert set((await generate(generator, "r", 5)).policy_versions.tolist()) == {0}
         assert await generator.load_model_state_dict(opener({}), 5) == 5
+
+
+class Unloadable(SimulatedEngine):
+    """Fails to load in a way of its own."""
+
+    def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        raise ZeroDivisionError("no scale")
+
+
+async def test_an_engine_that_fails_to_load_in_a_way_of_its_own_goes_on_too() -> None:
+    async with Generator(Unloadable, WeightPolicy(attempts=2, backoff_s=0.001)) as generator:
+        with pytest.raises(GenerationError, match="version 1 was not installed: ZeroDivisionError: no scale") as caught:
+            await generator.load_model_state_dict(opener({}), 1)
+        assert not isinstance(caught.value, EngineFailed)
+        assert (await generate(generator, "r", 5)).num_tokens == 5
 
 
 async def test_newer_weights_come_at_once_while_older_ones_wait_for_their_next_attempt() -> None:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from tailrace.errors import EngineFailed
+from tailrace.errors import EngineFailed, GenerationError, TailraceError
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.inbox import Inbox, Waiter
 from tailrace.transport.model_state_dicts import ModelStateDict
@@ -190,8 +190,9 @@ class Stager:
         with self._changed:
             told = [load for load in self._waiting if load.version == version]
             self._waiting = [load for load in self._waiting if load.version != version]
+        failure = error if isinstance(error, TailraceError) else _as_load_error(version, error)
         for load in told:
-            load.waiter.fail(error)
+            load.waiter.fail(failure)
 
     def _resolve(self) -> None:
         """Tell everyone who asked for no more than what is installed."""
@@ -200,3 +201,10 @@ class Stager:
             self._waiting = [load for load in self._waiting if load.version > self._installed]
         for load in told:
             load.waiter.resolve(self._installed)
+
+
+def _as_load_error(version: int, error: Exception) -> GenerationError:
+    """Of our own tree: elsewhere any other error would count as the engine's end."""
+    failure = GenerationError(f"version {version} was not installed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

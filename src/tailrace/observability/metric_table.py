@@ -123,6 +123,7 @@ _GENERATION = (
         _MEAN,
         "Time to install a new model state dict between two engine steps.",
     ),
+    ("generation/failed_loads", "loads", _SUM, "Versions that a generator could not install, however often it tried."),
 )
 
 _TRAINING = (

@@ -163,6 +163,10 @@ class RunObserver:
         self._metrics.add("generation/load_model_state_dict_s", duration_s)
         self.phases.add("load_model_state_dict", duration_s)
 
+    def weights_not_installed(self) -> None:
+        """The generator could not take newer weights, and goes on with the old ones."""
+        self._metrics.add("generation/failed_loads", 1)
+
     def write_rest(self, step: int) -> None:
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""
         self._rollouts.write(step + 1, self._entries)

@@ -211,6 +211,8 @@ class Orchestrator:
             raise
         except TailraceError as error:
             _logger.warning("version %d was not installed, the old weights go on serving: %s", ref.version, error)
+            if self.observer:
+                self.observer.weights_not_installed()
         else:
             if self.observer:
                 self.observer.weights_installed(clock() - since)
