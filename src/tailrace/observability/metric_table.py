@@ -140,7 +140,7 @@ _TRAINING = (
         "training/logprob_difference_fresh",
         "nats",
         _MEAN,
-        "The same over tokens of the trainer's own version: numerics only.",
+        "The same over tokens of the trainer's own version: numerics, and what kept caches of older weights cost.",
     ),
     ("training/tokens_per_s", "tokens/s", _LAST, "Tokens trained per second of the step's compute."),
     ("training/step_s", "s", _LAST, "Compute of the optimizer step: forward, backward, update."),
