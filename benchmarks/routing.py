@@ -3,8 +3,8 @@
     python benchmarks/routing.py [--json] [--quick] [--case sticky-64 ...]
 
 Requests are those of multi-turn work: groups of 8 sessions of 5 turns, 4,096 sessions at once, in random order. Loads
-change after every choice, so that some sessions find their replica overloaded. One thread; the fastest of several runs, reading the
-clock included.
+change after every choice, so that some sessions find their replica overloaded. One thread; the fastest of several
+runs, reading the clock included.
 """
 
 from __future__ import annotations

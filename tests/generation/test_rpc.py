@@ -13,7 +13,8 @@ import pytest
 
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
 from tailrace.generation.generator import Generator
-from tailrace.generation.rpc import GeneratorClient, GeneratorServer
+from tailrace.generation.rpc import GeneratorClient
+from tailrace.generation.rpc_server import GeneratorServer
 from tailrace.records import Completion, FinishReason, ModelStateDictRef, SamplingParams
 from tailrace.transport.channels import create_socket_folder, ipc_address
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.config.sources import Key
+from tailrace.errors import SettingsError
+from tailrace.generation.rpc_keys import require_safe_address
 from tailrace.scheduling.settings import MAX_STALENESS
 
 if TYPE_CHECKING:
@@ -29,7 +31,13 @@ class Contradictions(ValueError):
 
 def find_contradictions(settings: RunSettings) -> list[Contradiction]:
     """Between the sections of a run's settings."""
-    return [*_of_the_end(settings), *_of_the_schedule(settings), *_of_groups(settings), *_of_lengths(settings)]
+    return [
+        *_of_the_end(settings),
+        *_of_the_schedule(settings),
+        *_of_groups(settings),
+        *_of_lengths(settings),
+        *_of_the_replicas(settings),
+    ]
 
 
 def _of_the_end(settings: RunSettings) -> list[Contradiction]:
@@ -91,3 +99,32 @@ def _of_lengths(settings: RunSettings) -> list[Contradiction]:
             *("scheduling.row_tokens", "generator.max_cache_tokens", "model.max_model_tokens"),
         )
     ]
+
+
+def _of_the_replicas(settings: RunSettings) -> list[Contradiction]:
+    generator, problems = settings.generator, []
+    if settings.placement == "inline" and (generator.replicas > 1 or generator.connect):
+        key = "generator.connect" if generator.connect else "generator.replicas"
+        message = f'{key} needs generators in processes of their own: leave it out, or write placement = "local"'
+        problems.append(Contradiction(message, key, "placement"))
+    if generator.connect and generator.replicas > 1:
+        message = (
+            "generator.connect names generators that run already, generator.replicas starts new ones: leave one out"
+        )
+        problems.append(Contradiction(message, "generator.replicas", "generator.connect"))
+    if generator.connect_key and not generator.connect:
+        message = "generator.connect_key is for generator.connect, which is empty: leave it out, or name the generators"
+        problems.append(Contradiction(message, "generator.connect_key"))
+    for address in generator.connect:
+        try:
+            require_safe_address(
+                address,
+                has_keys=generator.connect_key is not None,
+                setting="generator.connect",
+                key_setting="generator.connect_key",
+            )
+        except SettingsError as error:
+            problems.append(Contradiction(str(error), "generator.connect"))
+    if twice := sorted({one for one in generator.connect if generator.connect.count(one) > 1}):
+        problems.append(Contradiction(f"generator.connect names {twice[0]} twice", "generator.connect"))
+    return problems

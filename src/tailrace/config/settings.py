@@ -58,7 +58,7 @@ class RunSettings(BaseModel):
     @property
     def max_running(self) -> int:
         """Rollouts whose agents run at once, at most."""
-        return self.scheduling.max_in_flight or self.generator.concurrency
+        return self.scheduling.max_in_flight or self.generator.concurrency * len(self.generator.replica_names)
 
     @property
     def max_model_tokens(self) -> int:

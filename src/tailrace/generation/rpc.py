@@ -2,11 +2,12 @@
 
     GeneratorClient ── DEALER ──→ ROUTER ── GeneratorServer ──→ Generator
       generate()       [call, prompt, ...]      one task per call
-                  ←── [reply, arrays...] ──
+                  ←── [reply, arrays...] ──     chunks, then the whole completion; reports every so often
 
 Every call has an id, every reply repeats it; replies come in any order. Cancelling an awaiting task sends an abort.
 Errors keep their type on the way. When the server's process dies the kernel closes its socket, the socket's monitor
-tells, and every outstanding and every later call fails with `EngineFailed`, at once.
+tells, and every outstanding and every later call fails with `EngineFailed`, at once; a server that lives and is stuck
+fails them by the deadline for progress.
 """
 
 from __future__ import annotations
@@ -14,138 +15,122 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from tailrace.errors import CorruptData, EngineFailed
+from tailrace.errors import CorruptData, EngineFailed, SettingsError
 from tailrace.generation.engines.protocol import EngineStatistics
-from tailrace.generation.generator import Generator
+from tailrace.generation.inbox import ChunkListener
+from tailrace.generation.progress import ProgressDeadline
+from tailrace.generation.rpc_keys import CurveKeys, keep_alive
 from tailrace.generation.rpc_messages import (
+    PROTOCOL,
+    TO_ALL,
     AbortCall,
     AnyCall,
     AnyReply,
+    ChunkReply,
     CloseCall,
-    ClosedReply,
     CompletionReply,
     ErrorReply,
     Frames,
     GenerateCall,
+    HelloCall,
+    LeaveCall,
     LoadCall,
     LoadedReply,
+    ReportReply,
     StatisticsCall,
     StatisticsReply,
+    UploadCall,
+    UploadedReply,
+    WelcomeReply,
     pack_array,
     pack_completion,
-    pack_error,
-    unpack_call,
+    unpack_chunk,
     unpack_completion,
     unpack_error,
     unpack_reply,
 )
+from tailrace.generation.rpc_uploads import PIECE_BYTES, PIECES_IN_FLIGHT
 from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams, as_token_ids
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
 
-if TYPE_CHECKING:
-    import torch
+LendFile: TypeAlias = Callable[[ModelStateDictRef], AbstractContextManager[tuple[ModelStateDictRef, memoryview]]]
+"""`SharedMemoryModelStateDictStore.lend_file`."""
 
-OpenModelStateDict: TypeAlias = "Callable[[ModelStateDictRef], AbstractContextManager[Mapping[str, torch.Tensor]]]"
-"""`ModelStateDictStore.open`."""
+ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
+"""Hears how busy the engine is, and how many requests of this client it had received by then."""
 
-
-class GeneratorServer:
-    """Lets clients at `address` (ipc://...) use a generator. `serve` is its life."""
-
-    def __init__(self, generator: Generator, open_model_state_dict: OpenModelStateDict, address: str):
-        self._generator = generator
-        self._open = open_model_state_dict
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
-        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
-
-    async def serve(self) -> None:
-        """Answer calls until a client asks to close; the generator is closed then, and every call answered."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                while True:
-                    client, header, *frames = await self._socket.recv_multipart()
-                    call = unpack_call(header)
-                    if isinstance(call, AbortCall):
-                        self._abort(client, call)
-                        continue
-                    task = group.create_task(self._answer(client, call, frames))
-                    self._tasks[client, call.call_id] = task
-                    task.add_done_callback(partial(self._forget, (client, call.call_id)))
-                    if isinstance(call, CloseCall):
-                        break
-        finally:
-            self._socket.close(linger=CLOSE_LINGER_MS)
-
-    def _abort(self, client: bytes, call: AbortCall) -> None:
-        task = self._tasks.get((client, call.call_id))
-        if task is not None:
-            task.cancel()
-
-    def _forget(self, key: tuple[bytes, int], _: asyncio.Task[None]) -> None:
-        del self._tasks[key]
-
-    async def _answer(self, client: bytes, call: AnyCall, frames: Frames) -> None:
-        try:
-            reply, arrays = await self._result(call, frames)
-        except Exception as error:  # noqa: BLE001 - told to the caller, with its type
-            reply, arrays = pack_error(call.call_id, error), []
-        await self._socket.send_multipart([client, encode(reply), *arrays])
-
-    async def _result(self, call: AnyCall, frames: Frames) -> tuple[AnyReply, list[bytes]]:
-        match call:
-            case GenerateCall():
-                header, arrays = pack_completion(await self._generate(call, frames))
-                return CompletionReply(call_id=call.call_id, completion=header), arrays
-            case LoadCall():
-                ref = call.ref
-                version = await self._generator.load_model_state_dict(lambda: self._open(ref), ref.version)
-                return LoadedReply(call_id=call.call_id, version=version), []
-            case StatisticsCall():
-                await self._generator.ready()
-                return StatisticsReply(call_id=call.call_id, statistics=self._generator.statistics()), []
-            case _:
-                await self._generator.close()
-                return ClosedReply(call_id=call.call_id), []
-
-    async def _generate(self, call: GenerateCall, frames: Frames) -> Completion:
-        return await self._generator.generate(
-            as_token_ids(memoryview(frames[0]).cast("i")),
-            sampling=call.sampling,
-            request_id=call.request_id,
-            session_id=call.session_id,
-            group_id=call.group_id,
-            prefix=None if call.prefix is None else unpack_completion(call.prefix, frames[1:]),
-        )
+_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
+_EVENTS |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 
 
 class GeneratorClient:
     """A generator of another process. Implements `records.Generate`. Make it on a running event loop."""
 
-    def __init__(self, address: str, *, name: str = "generator"):
-        """Connect to the server at `address`, which may come later. `name` is for messages."""
-        self._name = name
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "generator",
+        keys: CurveKeys | None = None,
+        progress_deadline_s: float | None = None,
+        on_report: ReportListener | None = None,
+        lend_file: LendFile | None = None,
+    ):
+        """Connect to the server at `address`, which may come later. `name` is for messages.
+
+        Without a `progress_deadline_s` a server that is alive and stuck is waited for. With `lend_file` weights are
+        sent over the socket: the server does not see the store that references mean.
+        """
+        self._name, self._address, self._on_report, self._lend_file = name, address, on_report, lend_file
         self._ids = itertools.count()
         self._replies: dict[int, asyncio.Future[tuple[AnyReply, Frames]]] = {}
+        self._listeners: dict[int, tuple[str, ChunkListener]] = {}
         self._failure: Exception | None = None
+        self._connected, self._failed = asyncio.Event(), asyncio.Event()
+        self._progress = ProgressDeadline(progress_deadline_s or float("inf"), lambda: self._stuck(progress_deadline_s))
+        self._last_seen = (-1, -1)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.set_hwm(0)
-        self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        if keys:
+            keys.apply_to_client(self._socket)
+        if address.startswith("tcp:"):
+            keep_alive(self._socket)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._socket.connect(address)
         self._tasks = [
             asyncio.create_task(self._receive(), name=f"replies of {name}"),
             asyncio.create_task(self._watch(), name=f"watch over {name}"),
         ]
+
+    async def connected(self) -> None:
+        """Wait until the server is there; a client that failed is waited for no longer, and `hello` tells why."""
+        await self._connected.wait()
+
+    async def hello(self, epoch: str = "") -> WelcomeReply:
+        """Introduce this client, and wait for the engine to be built. From then on the server reports.
+
+        Raises what building the engine raised, and `SettingsError` for a server that is none, or not for us.
+        """
+        call = HelloCall(call_id=next(self._ids), protocol=PROTOCOL, epoch=epoch)
+        try:
+            reply, _ = await self._call(call)
+        except CorruptData as error:
+            raise SettingsError(
+                f"generator.connect: what listens at {self._address} is no generator: {error}"
+            ) from error
+        except EngineFailed as error:
+            raise self._failure if isinstance(self._failure, SettingsError) else error from error
+        if not isinstance(reply, WelcomeReply):
+            raise self._unexpected(call, reply)
+        return reply
 
     async def generate(
         self,
@@ -156,6 +141,7 @@ class GeneratorClient:
         session_id: str,
         group_id: str,
         prefix: Completion | None = None,
+        on_chunk: ChunkListener | None = None,
     ) -> Completion:
         """Sample one completion; see `Generator.generate`."""
         header, arrays = (None, []) if prefix is None else pack_completion(prefix)
@@ -167,7 +153,13 @@ class GeneratorClient:
             sampling=sampling,
             prefix=header,
         )
-        reply, frames = await self._call(call, [pack_array(as_token_ids(prompt_token_ids)), *arrays])
+        if on_chunk is not None:
+            self._listeners[call.call_id] = (request_id, on_chunk)
+        try:
+            with self._watched():
+                reply, frames = await self._call(call, [pack_array(as_token_ids(prompt_token_ids)), *arrays])
+        finally:
+            self._listeners.pop(call.call_id, None)
         if not isinstance(reply, CompletionReply):
             raise self._unexpected(call, reply)
         return unpack_completion(reply.completion, frames)
@@ -176,11 +168,30 @@ class GeneratorClient:
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install a published model state dict; the version installed. See `Generator.load_model_state_dict`."""
+        if self._lend_file is not None:
+            ref = await self._send_file(ref, self._lend_file)
         call = LoadCall(call_id=next(self._ids), ref=ref)
-        reply, _ = await self._call(call)
+        with self._watched():
+            reply, _ = await self._call(call)
         if not isinstance(reply, LoadedReply):
             raise self._unexpected(call, reply)
         return reply.version
+
+    async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
+        """Where the server has the file then. A few pieces are on their way at once, never the whole file."""
+        with self._watched(), lend_file(ref) as (lent, content):
+            uri, pieces = "", range(0, len(content), PIECE_BYTES)
+            for first in range(0, len(pieces), PIECES_IN_FLIGHT):
+                window = pieces[first : first + PIECES_IN_FLIGHT]
+                uri = (await asyncio.gather(*(self._send_piece(lent, content, offset) for offset in window)))[0]
+            return ModelStateDictRef(version=lent.version, uri=uri, num_bytes=len(content))
+
+    async def _send_piece(self, ref: ModelStateDictRef, content: memoryview, offset: int) -> str:
+        call = UploadCall(call_id=next(self._ids), version=ref.version, num_bytes=len(content), offset=offset)
+        reply, _ = await self._call(call, [bytes(content[offset : offset + PIECE_BYTES])])
+        if not isinstance(reply, UploadedReply):
+            raise self._unexpected(call, reply)
+        return reply.uri
 
     async def statistics(self) -> EngineStatistics:
         """The engine's statistics, once it is built: also the way to wait for that. Raises what building it raised."""
@@ -190,13 +201,26 @@ class GeneratorClient:
             raise self._unexpected(call, reply)
         return reply.statistics
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why every call fails, once that is so."""
+        return self._failure
+
+    async def failed(self) -> Exception:
+        """Wait for the end of this client's use; what ended it."""
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
+
     def fail(self, failure: Exception) -> None:
         """Fail every outstanding and every later call with `EngineFailed` from `failure`. The first failure stays."""
         if self._failure is None:
             self._failure = failure
+            self._connected.set()
+            self._failed.set()
         for future in self._replies.values():
             if not future.done():
-                future.set_exception(self._failed())
+                future.set_exception(self._as_failed())
 
     async def close(self) -> None:
         """End the server, for as long as that takes, and this client; when cancelled, this client alone."""
@@ -204,18 +228,27 @@ class GeneratorClient:
             with contextlib.suppress(EngineFailed):
                 await self._call(CloseCall(call_id=next(self._ids)))
         finally:
-            self.fail(EngineFailed("the client is closed"))
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=CLOSE_LINGER_MS)
+            await self.leave()
+
+    async def leave(self) -> None:
+        """End this client; the server stays. Leaving twice does nothing."""
+        if self._socket.closed:
+            return
+        if self._failure is None:
+            self._socket.send_multipart([encode(LeaveCall(call_id=next(self._ids)))])
+        self.fail(EngineFailed("the client is closed"))
+        self._progress.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=CLOSE_LINGER_MS)
 
     async def _call(self, call: AnyCall, frames: Frames = ()) -> tuple[AnyReply, Frames]:
         """Send a call and wait for its reply; an error that came back is raised."""
         if self._failure is not None:
-            raise self._failed()
+            raise self._as_failed()
         future: asyncio.Future[tuple[AnyReply, Frames]] = asyncio.get_running_loop().create_future()
         self._replies[call.call_id] = future
         try:
@@ -229,24 +262,77 @@ class GeneratorClient:
             raise unpack_error(reply)
         return reply, arrays
 
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Work that must make progress."""
+        self._progress.begin()
+        try:
+            yield
+        finally:
+            self._progress.end()
+
     async def _receive(self) -> None:
         """Waits for replies; ends with the client."""
         try:
             while True:
                 header, *frames = await self._socket.recv_multipart()
-                reply = unpack_reply(header)
-                future = self._replies.get(reply.call_id)
-                if future is not None and not future.done():
-                    future.set_result((reply, frames))
+                self._handle(unpack_reply(header), frames)
         except CorruptData as error:
             self.fail(error)
 
-    async def _watch(self) -> None:
-        """Waits for the server to go away."""
-        await recv_monitor_message(self._monitor)
-        self.fail(EngineFailed(f"the process of {self._name} ended or closed its socket"))
+    def _handle(self, reply: AnyReply, frames: Frames) -> None:
+        if isinstance(reply, ReportReply):
+            self._heard(reply)
+            return
+        self._progress.progress()
+        if isinstance(reply, ChunkReply):
+            if (listening := self._listeners.get(reply.call_id)) is not None:
+                request_id, on_chunk = listening
+                on_chunk(unpack_chunk(request_id, frames))
+            return
+        if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
+            raise CorruptData(reply.message)
+        future = self._replies.get(reply.call_id)
+        if future is not None and not future.done():
+            future.set_result((reply, frames))
 
-    def _failed(self) -> EngineFailed:
+    def _heard(self, report: ReportReply) -> None:
+        """An engine that stepped or took weights makes progress, whether or not a chunk was full."""
+        seen = (report.statistics.steps_total, report.statistics.policy_version)
+        if seen != self._last_seen:
+            self._last_seen = seen
+            self._progress.progress()
+        if self._on_report is not None:
+            self._on_report(report.statistics, report.received)
+
+    async def _watch(self) -> None:
+        """Waits for the server to go away, or to refuse this client's keys."""
+        shaken = False
+        while True:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                shaken = True
+                self._connected.set()
+                continue
+            break
+        if shaken:
+            self.fail(EngineFailed(f"the process of {self._name} ended or closed its socket"))
+            return
+        self.fail(
+            SettingsError(
+                f"generator.connect_key: what listens at {self._address} (generator.connect) refuses the connection: "
+                "give the file that `tailrace serve --key` was given, or none where it was given none"
+            )
+        )
+
+    def _stuck(self, deadline_s: float | None) -> None:
+        self.fail(
+            EngineFailed(
+                f"{self._name} is stuck: no progress for {deadline_s:g} s (generator.router.progress_deadline_s)"
+            )
+        )
+
+    def _as_failed(self) -> EngineFailed:
         error = EngineFailed(str(self._failure))
         error.__cause__ = self._failure
         return error

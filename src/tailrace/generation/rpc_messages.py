@@ -1,4 +1,7 @@
-"""What a generator process and its client tell each other: a msgpack header, then arrays as raw bytes, one a frame."""
+"""What a generator process and its client tell each other: a msgpack header, then arrays as raw bytes, one a frame.
+
+A client begins with a hello that names its protocol version: whatever else changes, that message stays readable.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,22 @@ import numpy as np
 
 from tailrace import errors
 from tailrace.errors import CorruptData, EngineFailed, TailraceError
-from tailrace.generation.engines.protocol import EngineStatistics
-from tailrace.records import Array, Completion, FinishReason, ModelStateDictRef, PayloadRef, SamplingParams
+from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
+from tailrace.records import (
+    Array,
+    Completion,
+    FinishReason,
+    ModelStateDictRef,
+    PayloadRef,
+    RequestId,
+    SamplingParams,
+)
+
+PROTOCOL = 1
+"""Version of what both sides say; a hello of another one is refused."""
+
+TO_ALL = -1
+"""The call id of what answers no call: reports, and errors that concern the whole conversation."""
 
 Frames: TypeAlias = Sequence[bytes]
 
@@ -39,6 +56,27 @@ class GenerateCall(_Call, frozen=True, kw_only=True):
     prefix: CompletionHeader | None = None
 
 
+class HelloCall(_Call, frozen=True, kw_only=True):
+    """The first message of a client; from then on it is sent reports. Answered once the engine is built."""
+
+    protocol: int
+    epoch: str = ""
+    """Of the client's run. A stand-alone generator serves one run at a time, each with the engine's first weights."""
+
+
+class LeaveCall(_Call, frozen=True, kw_only=True):
+    """The client goes, the server stays. Has no reply."""
+
+
+class UploadCall(_Call, frozen=True, kw_only=True):
+    """A piece of a model state dict's file, for a server without shared memory. Frames: the bytes. Pieces in order."""
+
+    version: int
+    num_bytes: int
+    """Of the whole file."""
+    offset: int
+
+
 class AbortCall(_Call, frozen=True, kw_only=True):
     """Cancels the call of the same id, whose reply nobody waits for any more. Has no reply of its own."""
 
@@ -57,11 +95,40 @@ class CloseCall(_Call, frozen=True, kw_only=True):
     """End the generator and the server; answered when the engine is closed."""
 
 
-AnyCall: TypeAlias = GenerateCall | AbortCall | LoadCall | StatisticsCall | CloseCall
+AnyCall: TypeAlias = (
+    HelloCall | LeaveCall | GenerateCall | AbortCall | LoadCall | UploadCall | StatisticsCall | CloseCall
+)
+
+
+class WelcomeReply(_Call, frozen=True, kw_only=True):
+    """The engine is built and serves."""
+
+    protocol: int
+    model: str
+    """Name of the model that it was started with."""
+    statistics: EngineStatistics
+
+
+class ReportReply(_Call, frozen=True, kw_only=True):
+    """How busy the engine is; sent unasked, every so often."""
+
+    statistics: EngineStatistics
+    received: int
+    """Requests of this client that had arrived by then."""
+
+
+class UploadedReply(_Call, frozen=True, kw_only=True):
+    """The piece was written; a `LoadCall` may name `uri` once all of them were."""
+
+    uri: str
+
+
+class ChunkReply(_Call, frozen=True, kw_only=True):
+    """Tokens of a request that goes on. Frames: token ids, log-probabilities, policy versions."""
 
 
 class CompletionReply(_Call, frozen=True, kw_only=True):
-    """Frames: the completion's arrays."""
+    """The end of a request, whole. Frames: the completion's arrays."""
 
     completion: CompletionHeader
 
@@ -89,7 +156,17 @@ class ErrorReply(_Call, frozen=True, kw_only=True):
     message: str
 
 
-AnyReply: TypeAlias = CompletionReply | LoadedReply | StatisticsReply | ClosedReply | ErrorReply
+AnyReply: TypeAlias = (
+    WelcomeReply
+    | ReportReply
+    | ChunkReply
+    | CompletionReply
+    | LoadedReply
+    | UploadedReply
+    | StatisticsReply
+    | ClosedReply
+    | ErrorReply
+)
 
 
 _CALLS: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
@@ -116,6 +193,22 @@ def pack_completion(completion: Completion) -> tuple[CompletionHeader, list[byte
     """A completion as header and frames."""
     header = CompletionHeader(completion.finish_reason, completion.metrics, completion.routed_experts)
     return header, [pack_array(a) for a in (completion.token_ids, completion.logprobs, completion.policy_versions)]
+
+
+def pack_chunk(chunk: SampledTokens) -> list[bytes]:
+    """A chunk's frames."""
+    return [pack_array(a) for a in (chunk.token_ids, chunk.logprobs, chunk.policy_versions)]
+
+
+def unpack_chunk(request_id: str, frames: Frames) -> SampledTokens:
+    """The chunk that `pack_chunk` took apart; arrays are read-only views of the frames."""
+    token_ids, logprobs, policy_versions = frames
+    return SampledTokens(
+        request_id=RequestId(request_id),
+        token_ids=np.frombuffer(token_ids, np.int32),
+        logprobs=np.frombuffer(logprobs, np.float32),
+        policy_versions=np.frombuffer(policy_versions, np.int32),
+    )
 
 
 def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
+from tailrace.generation.router.settings import RouterSettings
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -50,7 +51,12 @@ class GeneratorSettings(BaseModel):
     prefill_chunk_tokens: int = Field(
         default=512, ge=1, description="Prompt tokens computed in one engine step beside the running completions"
     )
-    chunk_tokens: int = Field(default=64, ge=1, description="Tokens of a completion between two reports of the engine")
+    chunk_tokens: int = Field(
+        default=64,
+        ge=1,
+        le=64,
+        description="Tokens of a completion between two reports of the engine: what a generator that dies can lose",
+    )
     threads: int = Field(default=1, ge=1, description="CPU threads of the engine")
     seed: int = Field(default=0, ge=0, description="Seed of the random streams of requests that bring none")
     weight_update: WeightUpdate = Field(
@@ -72,6 +78,28 @@ class GeneratorSettings(BaseModel):
     load_backoff_s: float = Field(
         default=0.1, ge=0, description="Pause before its second attempt; every further one is twice as long"
     )
+    replicas: int = Field(
+        default=1, ge=1, description="Generators that a run starts, each a process with the whole model"
+    )
+    restart: Literal["on_failure", "never"] = Field(
+        default="on_failure",
+        description="Whether a generator that dies or gets stuck is replaced (or connected to again); its requests "
+        "go on elsewhere either way, and a run without any generator left fails",
+    )
+    connect: tuple[str, ...] = Field(
+        default=(),
+        description="Addresses of generators that run already (`tailrace serve`), to be used instead of starting any; "
+        "on the command line ADDRESS,ADDRESS",
+    )
+    connect_key: str | None = Field(
+        default=None, description="Key file of those generators, which `tailrace serve --key` wrote; unset: no keys"
+    )
+    router: RouterSettings = Field(default_factory=RouterSettings)
+
+    @field_validator("connect", mode="before")
+    @classmethod
+    def _split_addresses(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _weights_take_over_cleanly(self) -> GeneratorSettings:
@@ -92,6 +120,12 @@ class GeneratorSettings(BaseModel):
                 f"{self.kv_cache} leaves no older prefix to share"
             )
         return self
+
+    @property
+    def replica_names(self) -> tuple[str, ...]:
+        """Of every generator of a run: in logs, metrics and errors."""
+        count = len(self.connect) or self.replicas
+        return ("generator",) if count == 1 else tuple(f"generator-{index}" for index in range(count))
 
     @property
     def weights(self) -> WeightPolicy:

@@ -34,7 +34,15 @@ _TAIL_LINES = 30
 class RoleProcess:
     """One role's process. Its supervisor makes it, on a running event loop."""
 
-    def __init__(self, role: RoleSpec, log_path: Path, orphan_grace_s: float, on_exit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        role: RoleSpec,
+        log_path: Path,
+        orphan_grace_s: float,
+        on_exit: Callable[[], None],
+        *,
+        is_replaceable: bool = False,
+    ) -> None:
         self.name = role.name
         self.log_path = log_path
         self.returncode: int | None = None
@@ -43,6 +51,8 @@ class RoleProcess:
         """Its work is over: it may leave, with status 0."""
         self.is_stopping = False
         """It was told to leave."""
+        self.is_replaceable = is_replaceable
+        """Whoever started it looks after it: its early end fails nothing by itself."""
         self._on_exit = on_exit
         self._process = _spawn(role, log_path, orphan_grace_s)
         _call_on_exit(self._process, self._left)
@@ -103,13 +113,18 @@ class Supervisor:
         self._roles: dict[str, RoleProcess] = {}
         self._changed = asyncio.Event()
 
-    def start(self, role: RoleSpec) -> RoleProcess:
-        """Start a role's process. Raises `LifecycleError` when its name is taken or it cannot be started."""
+    def start(self, role: RoleSpec, *, is_replaceable: bool = False) -> RoleProcess:
+        """Start a role's process; again, once it left. Raises `LifecycleError` when it runs or cannot be started.
+
+        `watch` does not report the early end of one that is replaceable.
+        """
         if role.name in self._roles and self._roles[role.name].is_running:
             raise LifecycleError(f"a role named {role.name} runs already")
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log_path = self._log_folder / f"{role.name}.log"
-        process = RoleProcess(role, log_path, self._settings.terminate_s, self._changed.set)
+        process = RoleProcess(
+            role, log_path, self._settings.terminate_s, self._changed.set, is_replaceable=is_replaceable
+        )
         self._roles[role.name] = process
         self._changed.set()
         return process
@@ -121,8 +136,12 @@ class Supervisor:
 
     async def watch(self) -> None:
         """Wait for a role that leaves before it was told to, and raise its `LifecycleError`. Returns never."""
-        await wait_until(self._changed, lambda: any(role.has_failed for role in self._roles.values()))
-        raise next(role for role in self._roles.values() if role.has_failed).early_exit()
+        await wait_until(self._changed, lambda: any(self._failed()))
+        raise self._failed()[0].early_exit()
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the roles that run, by name."""
+        return {name: role.pid for name, role in self._roles.items() if role.is_running}
 
     async def wait(self, name: str) -> int:
         """Wait for a role to leave, for as long as it takes; returns its exit status."""
@@ -137,6 +156,20 @@ class Supervisor:
         """
         for name in names:
             await self._stop(self._roles[name])
+
+    async def kill_role(self, name: str) -> None:
+        """End a role that cannot be asked to end (it is stuck), and wait for that; does nothing once it left.
+
+        Raises `LifecycleError` when even SIGKILL does not end it by the deadline.
+        """
+        role = self._roles[name]
+        role.is_stopping = True
+        role.signal_group(signal.SIGKILL)
+        try:
+            async with asyncio.timeout(self._settings.terminate_s):
+                await self.wait(name)
+        except TimeoutError:
+            raise _unkillable(role) from None
 
     async def close(self) -> None:
         """Stop every role that still runs, the last one started first. Closing twice does nothing."""
@@ -157,6 +190,9 @@ class Supervisor:
         finally:
             self.kill()
 
+    def _failed(self) -> list[RoleProcess]:
+        return [role for role in self._roles.values() if role.has_failed and not role.is_replaceable]
+
     async def _stop(self, role: RoleProcess) -> None:
         role.is_stopping = True
         deadline_s = self._settings.terminate_s
@@ -168,7 +204,11 @@ class Supervisor:
                     return
             except TimeoutError:
                 _logger.warning("the %s did not end within %g s of %s", role.name, deadline_s, number.name)
-        raise LifecycleError(f"the {role.name} (process {role.pid}) cannot be killed: the system holds it")
+        raise _unkillable(role)
+
+
+def _unkillable(role: RoleProcess) -> LifecycleError:
+    return LifecycleError(f"the {role.name} (process {role.pid}) cannot be killed: the system holds it")
 
 
 def _spawn(role: RoleSpec, log_path: Path, orphan_grace_s: float) -> subprocess.Popen[bytes]:

@@ -126,6 +126,20 @@ _GENERATION = (
     ("generation/failed_loads", "loads", _SUM, "Versions that a generator could not install, however often it tried."),
 )
 
+_GENERATORS = (
+    ("generator/{replica}/requests", "requests", _LAST, "Requests of the run in flight on this replica."),
+    ("generator/{replica}/running_tokens", "tokens", _LAST, "Tokens of its running requests, by its last report."),
+    ("generator/{replica}/policy_version", "versions", _LAST, "Version of the weights that it holds."),
+    ("generator/{replica}/serving", "1", _LAST, "1 while it takes requests; 0 while it is away or starved of weights."),
+    ("generator/{replica}/restarts", "restarts", _LAST, "How often it was started or connected to again, in all."),
+    (
+        "generator/{replica}/failovers",
+        "requests",
+        _LAST,
+        "Requests that went on elsewhere because it died or was stuck, in all.",
+    ),
+)
+
 _TRAINING = (
     ("training/loss", "1", _MEAN, "Loss of the optimizer step."),
     ("training/grad_norm", "1", _MEAN, "Norm of the gradients before clipping."),
@@ -178,7 +192,7 @@ _RUN = (
 
 
 def _table() -> dict[str, MetricSpec]:
-    rows = [MetricSpec(*row) for row in (*_REWARD, *_ROLLOUT, *_BATCH, *_GENERATION, *_TRAINING, *_RUN)]
+    rows = [MetricSpec(*row) for row in (*_REWARD, *_ROLLOUT, *_BATCH, *_GENERATION, *_GENERATORS, *_TRAINING, *_RUN)]
     return {row.name: row for row in rows}
 
 

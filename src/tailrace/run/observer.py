@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tailrace.batching import FormedBatch
+from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.observability.lag import LoopLagMonitor
 from tailrace.observability.metrics import MetricsAccumulator
 from tailrace.observability.phases import PhaseTimer
@@ -74,6 +75,7 @@ class RunObserver:
         lag: LoopLagMonitor,
         meter: ProcessMeter,
         statistics: Callable[[], SchedulerStatistics],
+        replicas: Callable[[], list[ReplicaFigures]],
     ) -> None:
         self.totals, self.history = Totals(), History()
         self.latest: dict[str, float] = {}
@@ -82,7 +84,7 @@ class RunObserver:
         self._recorder = RunRecorder(self._metrics)
         self.bias = self._recorder.bias
         self._sink, self._rollouts = metrics, rollouts
-        self._lag, self._meter, self._statistics = lag, meter, statistics
+        self._lag, self._meter, self._statistics, self._replicas = lag, meter, statistics, replicas
         self._clock = asyncio.get_running_loop().time
         self.started_s = self.last_step_s = self._clock()
         self._usage = meter.read()
@@ -182,6 +184,8 @@ class RunObserver:
         for verdict, name in ((Verdict.BUDGET_SPENT, "budget_wait_s"), (Verdict.BUFFER_FULL, "buffer_wait_s")):
             add(f"scheduler/{name}", statistics.waited_s[verdict] - self._waited_s[verdict])
             self._waited_s[verdict] = statistics.waited_s[verdict]
+        for replica in self._replicas():
+            self._metrics.update(replica.metrics())
         lag = self._lag.flush()
         self.totals.lag_max_s = max(self.totals.lag_max_s, lag.max_s)
         self._metrics.update(lag.metrics())

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from tailrace.errors import EngineFailed, LifecycleError, TailraceError, TransportError
+from tailrace.errors import EngineFailed, LifecycleError, SettingsError, TailraceError, TransportError
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
@@ -151,10 +151,10 @@ class Orchestrator:
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
                     await self._placement.watch()
-            except LifecycleError as left_early:
-                return left_early
             except TimeoutError:
                 pass
+            except (LifecycleError, SettingsError) as explanation:
+                return explanation
         return error
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
@@ -194,19 +194,22 @@ class Orchestrator:
         await self.scheduler.run()
 
     async def _load_weights(self) -> None:
-        """Waits for newer weights; a load that fails keeps the old ones serving, and the next version is tried."""
-        while True:
-            await wait_until(self._changed, lambda: self._published is not None)
-            ref, self._published = self._published, None
-            assert ref is not None
-            await self._load(ref)
-            self._changed.set()
+        """Waits for newer weights, and tells of them at once: a generator that is slow to load holds no other up."""
+        async with asyncio.TaskGroup() as loads:
+            while True:
+                await wait_until(self._changed, lambda: self._published is not None)
+                ref, self._published = self._published, None
+                assert ref is not None
+                loads.create_task(self._load(ref))
 
     async def _load(self, ref: ModelStateDictRef) -> None:
+        """A load that fails keeps the old weights serving, and the next version is tried."""
         clock = asyncio.get_running_loop().time
         since = clock()
         try:
-            self._installed_version = await self._placement.load_model_state_dict(ref)
+            version = await self._placement.load_model_state_dict(ref)
+            self._installed_version = max(self._installed_version, version)
+            self._changed.set()
         except EngineFailed:
             raise
         except TailraceError as error:
@@ -228,7 +231,7 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
 def root_cause(error: BaseException) -> BaseException:
     """The error to tell a person, out of a group: a process that left explains the calls that failed with it."""
     leaves = list(_leaves(error))
-    return next((leaf for leaf in leaves if isinstance(leaf, LifecycleError)), leaves[0])
+    return next((leaf for leaf in leaves if isinstance(leaf, LifecycleError | SettingsError)), leaves[0])
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

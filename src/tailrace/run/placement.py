@@ -13,25 +13,30 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError
 from tailrace.generation.generator import Generator
-from tailrace.generation.rpc import GeneratorClient
+from tailrace.generation.router.replica import ReplicaFigures
+from tailrace.generation.router.router import Router
+from tailrace.generation.rpc_keys import read_keys
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
 from tailrace.records import Generate, ModelStateDictRef
+from tailrace.run.fleet import Fleet, ReplicaSource
 from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory
-from tailrace.run.roles import GENERATOR, TRAINER, RoleSettings, load_from_store, run_trainer_role
+from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
+from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
 from tailrace.transport.batch_queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.event_log import MemoryEventLog
 from tailrace.transport.event_log_rpc import EventLogServer
-from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
+from tailrace.transport.model_state_dicts import MemoryModelStateDictStore, SharedMemoryModelStateDictStore
 from tailrace.transport.shared_memory import SharedMemoryBatchSender
 
 SHUTDOWN = ShutdownSettings()
@@ -47,16 +52,18 @@ class Placement:
 
     generate: Generate
     load_model_state_dict: Callable[[ModelStateDictRef], Awaitable[int]]
-    """Installs weights in the generator; returns the version really installed."""
+    """Installs weights in every generator; returns the lowest version really installed."""
     ready: Wait
-    """Waits until the generator serves."""
+    """Waits until a generator serves."""
     batches: BatchSender
     watch: Wait
     """Waits for a role that leaves early, and raises its `LifecycleError`."""
     trainer_left: Wait
     """Waits for the trainer to leave, however."""
-    pids: Mapping[str, int]
-    """Process ids by role."""
+    pids: Callable[[], Mapping[str, int]]
+    """Ids of the processes that run now, by role."""
+    replicas: Callable[[], list[ReplicaFigures]]
+    """Figures of the generators that are processes of their own."""
     kill: Callable[[], None]
     """Ends every role at once, without waiting, and removes what they shared."""
 
@@ -92,7 +99,8 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
                 batches=batches,
                 watch=watch,
                 trainer_left=trainer_left,
-                pids={"run": os.getpid()},
+                pids=lambda: {"run": os.getpid()},
+                replicas=list,
                 kill=lambda: None,
             )
         finally:
@@ -112,23 +120,26 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
             stack.push_async_callback(
                 _end, ShutdownStage.CLOSE_EVENT_LOG, lambda: _let_trainer_leave(supervisor, server)
             )
-            role = RoleSettings.of(settings, paths, log.epoch, resources).encoded()
-            generator = supervisor.start(RoleSpec("generator", GENERATOR, role, threads=settings.generator.threads))
-            trainer = supervisor.start(RoleSpec("trainer", TRAINER, role, threads=settings.trainer.threads))
-            client = GeneratorClient(resources.address("generator"))
-            stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, client.close)
+            role = RoleSettings.of(settings, paths, log.epoch, resources)
+            generator = settings.generator
+            router = Router(generator.replica_names, generator.router, max_staleness=settings.max_staleness)
+            fleet = Fleet(router, _sources(settings, role, resources, supervisor), generator)
+            supervisor.start(RoleSpec("trainer", TRAINER, role.encoded(), threads=settings.trainer.threads))
+            stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, fleet.close)
             batches = SharedMemoryBatchSender(
                 resources.address("batches"), resources.shared_memory, capacity=BATCH_QUEUE_CAPACITY
             )
             stack.push_async_callback(_end, ShutdownStage.CLOSE_TRANSPORTS, batches.close)
-            stack.callback(supervisor.expect_exit, "generator")
 
             async def watch() -> None:
+                watching = {asyncio.create_task(supervisor.watch()), asyncio.create_task(fleet.watch())}
                 try:
-                    await supervisor.watch()
-                except LifecycleError as error:
-                    client.fail(error)
-                    raise
+                    done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+                    done.pop().result()
+                finally:
+                    for task in watching:
+                        task.cancel()
+                    await asyncio.gather(*watching, return_exceptions=True)
 
             async def trainer_left() -> None:
                 await supervisor.wait("trainer")
@@ -137,19 +148,37 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 supervisor.kill()
                 resources.remove()
 
-            async def ready() -> None:
-                await client.statistics()
-
             yield Placement(
-                generate=client,
-                load_model_state_dict=client.load_model_state_dict,
-                ready=ready,
+                generate=router,
+                load_model_state_dict=router.load_model_state_dict,
+                ready=router.serving,
                 batches=batches,
                 watch=watch,
                 trainer_left=trainer_left,
-                pids={"orchestrator": os.getpid(), "generator": generator.pid, "trainer": trainer.pid},
+                pids=lambda: {"orchestrator": os.getpid(), **supervisor.pids()},
+                replicas=router.figures,
                 kill=kill,
             )
+
+
+def _sources(
+    settings: RunSettings, role: RoleSettings, resources: RunResources, supervisor: Supervisor
+) -> list[ReplicaSource]:
+    """Where the run's generators come from."""
+    generator = settings.generator
+    if not generator.connect:
+        return [
+            StartedGenerator(name, index, role, generator, supervisor)
+            for index, name in enumerate(generator.replica_names)
+        ]
+    keys = read_keys(Path(generator.connect_key), "generator.connect_key") if generator.connect_key else None
+    store = SharedMemoryModelStateDictStore(resources.shared_memory)
+    return [
+        ConnectedGenerator(
+            name, address, epoch=role.epoch, settings=generator.router, keys=keys, lend_file=store.lend_file
+        )
+        for name, address in zip(generator.replica_names, generator.connect, strict=True)
+    ]
 
 
 async def _end(stage: ShutdownStage, action: Action) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError
 from tailrace.generation.generator import Generator
-from tailrace.generation.rpc import GeneratorServer
+from tailrace.generation.rpc_server import GeneratorServer
 from tailrace.lifecycle.resources import RunResources
 from tailrace.observability.logs import setup_logging
 from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
@@ -34,6 +34,12 @@ class RoleSettings(msgspec.Struct, frozen=True):
     epoch: str
     sockets: str = ""
     shared_memory: str = ""
+    name: str = ""
+    """Of the role's process."""
+    socket: str = ""
+    """Where a generator listens, in `sockets`."""
+    seed: int = 0
+    """Of a generator's random streams: no two processes may draw the same."""
 
     @classmethod
     def of(
@@ -109,11 +115,19 @@ async def run_trainer_role(
 async def generator(encoded: bytes) -> None:
     """The generator's process. Serves until its client closes it, or it is terminated."""
     role = msgspec.json.decode(encoded, type=RoleSettings)
-    setup_logging("generator", role.paths.logs, level=role.run.observability.log_level)
+    settings = role.run
+    setup_logging(role.name, role.paths.logs, level=settings.observability.log_level)
+    seeded = settings.model_copy(update={"generator": settings.generator.model_copy(update={"seed": role.seed})})
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
     try:
-        async with Generator(engine_factory(role.run), role.run.generator.weights) as engine:
-            await GeneratorServer(engine, store.open, role.address("generator")).serve()
+        async with Generator(engine_factory(seeded), settings.generator.weights) as engine:
+            await GeneratorServer(
+                engine,
+                store.open,
+                role.address(role.socket),
+                model=settings.model.name,
+                report_every_s=settings.generator.router.report_every_s,
+            ).serve()
     finally:
         store.close()
 

@@ -149,6 +149,7 @@ class _Training:
             lag=self._lag,
             meter=meter,
             statistics=lambda: scheduler.statistics,
+            replicas=placement.replicas,
         )
         scheduler = StreamScheduler(
             tasks,

@@ -126,6 +126,32 @@ class SharedMemoryModelStateDictStore:
     @contextmanager
     def open(self, ref: ModelStateDictRef) -> Iterator[ModelStateDict]:
         """See `ModelStateDictStore.open`. Waits while the very file is being written (milliseconds)."""
+        with self._reading(ref, private=True) as (path, segment):
+            yield ModelStateDict(
+                {name: _tensor(path, segment, name) for name in segment.tensors}, _version(path, segment, ref)
+            )
+
+    @contextmanager
+    def lend_file(self, ref: ModelStateDictRef) -> Iterator[tuple[ModelStateDictRef, memoryview]]:
+        """Lend the file that holds the tensors, as it is, to be sent to where this folder is not. Never imports torch.
+
+        Beside it a reference that tells the version really lent. Raises as `open` does.
+        """
+        with self._reading(ref, private=False) as (path, segment):
+            version = _version(path, segment, ref)
+            with memoryview(segment.mapping) as content:
+                yield ModelStateDictRef(version=version, uri=ref.uri, num_bytes=len(content)), content
+
+    def close(self) -> None:
+        """See `ModelStateDictStore.close`. Weights that a reader has open stay readable to it."""
+        for slot in self._slots:
+            slot.close()
+            slot.path.unlink(missing_ok=True)
+        self._slots.clear()
+
+    @contextmanager
+    def _reading(self, ref: ModelStateDictRef, *, private: bool) -> Iterator[tuple[Path, Segment]]:
+        """The file's content, which is not overwritten for the length of the `with` block."""
         path = self._folder / ref.uri
         if path.parent != self._folder:
             raise CorruptData(f"a model state dict's reference names a file outside its folder: {ref.uri!r}")
@@ -135,19 +161,9 @@ class SharedMemoryModelStateDictStore:
             raise TransportError(f"no model state dict of version {ref.version} at {path}: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_SH)
-            segment = read_segment(path, map_segment(path, private=True))
-            yield ModelStateDict(
-                {name: _tensor(path, segment, name) for name in segment.tensors}, _version(path, segment, ref)
-            )
+            yield path, read_segment(path, map_segment(path, private=private))
         finally:
             os.close(file)
-
-    def close(self) -> None:
-        """See `ModelStateDictStore.close`. Weights that a reader has open stay readable to it."""
-        for slot in self._slots:
-            slot.close()
-            slot.path.unlink(missing_ok=True)
-        self._slots.clear()
 
     def _take_free_slot(self) -> SegmentFile:
         """The oldest file that nobody reads, or a new one, under an exclusive lock. Never the newest."""

@@ -1,0 +1,290 @@
+"""Several generators as one.
+
+    generate() ── policy ──→ replica ── chunks ──→ the request's own record
+                   ↑            │ dies, gets stuck
+                   └────────────┘ again, from prompt and everything that was streamed back
+
+    load_model_state_dict(ref) ──→ every replica, a share of them at once, each straight to the newest
+
+A call waits only for a replica that serves; whoever owns the replicas says when there will be none (`fail`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from tailrace.errors import EngineFailed, RequestRefused, TailraceError
+from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
+from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
+from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
+from tailrace.generation.router.resuming import finished_by, joined
+from tailrace.generation.router.settings import RouterSettings
+from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams
+from tailrace.transport.channels import wait_until
+
+_logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
+
+
+class Router:
+    """Serves `generate` from replicas that come and go. Implements `records.Generate` by calling it.
+
+    Make it on a running event loop, with a name for each replica there may be.
+    """
+
+    def __init__(self, names: Sequence[str], settings: RouterSettings, *, max_staleness: int) -> None:
+        self._settings = settings
+        self._starved_at = max(1, max_staleness)
+        self._replicas = [Replica(name) for name in names]
+        self._policy: RoutingPolicy = (
+            Sticky(ratio=settings.escape_ratio, slack=settings.escape_slack)
+            if settings.policy == "sticky"
+            else LeastLoaded()
+        )
+        self._loads = [UNAVAILABLE] * len(names)
+        self._loading = asyncio.Semaphore(max(1, int(settings.loading_share * len(names))))
+        self._target: ModelStateDictRef | None = None
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_token_ids: Int32Array,
+        *,
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        group_id: str,
+        prefix: Completion | None = None,
+    ) -> Completion:
+        """Sample one completion, wherever; see `Generator.generate`.
+
+        Raises `EngineFailed` once no replica is left, and `RequestRefused` for a request under which too many died.
+        """
+        for failovers in range(self._settings.max_failovers + 1):
+            index = await self._choose(session_id, group_id)
+            chunks: list[SampledTokens] = []
+            try:
+                return await self._ask(
+                    index,
+                    prompt_token_ids,
+                    sampling=sampling,
+                    request_id=request_id if failovers == 0 else f"{request_id}+{failovers}",
+                    session_id=session_id,
+                    group_id=group_id,
+                    prefix=prefix,
+                    chunks=chunks,
+                )
+            except EngineFailed as error:
+                self._failed_over(self._replicas[index], error)
+            prefix = joined(prefix, chunks)
+            if prefix is not None and (reason := finished_by(prefix, sampling)):
+                return replace(prefix, finish_reason=reason)
+        raise RequestRefused(
+            f"request {request_id} was running on {self._settings.max_failovers + 1} generators as they failed; it is "
+            "not tried on another (generator.router.max_failovers)"
+        )
+
+    __call__ = generate
+
+    async def _choose(self, session_id: str, group_id: str) -> int:
+        """Wait for a replica that takes the request."""
+        while True:
+            if self._failure is not None:
+                raise EngineFailed(str(self._failure)) from self._failure
+            index = self._policy.choose(session_id, group_id, self._loads)
+            if index is not None:
+                return index
+            await self._next_change()
+
+    async def _ask(
+        self,
+        index: int,
+        prompt_token_ids: Int32Array,
+        *,
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        group_id: str,
+        prefix: Completion | None,
+        chunks: list[SampledTokens],
+    ) -> Completion:
+        replica = self._replicas[index]
+        assert replica.client is not None
+        replica.requests += 1
+        replica.sent(len(prompt_token_ids) + sampling.max_tokens)
+        self._loads[index] = replica.load
+        try:
+            completion = await replica.client.generate(
+                prompt_token_ids,
+                sampling=sampling,
+                request_id=request_id,
+                session_id=session_id,
+                group_id=group_id,
+                prefix=prefix,
+                on_chunk=chunks.append,
+            )
+        finally:
+            replica.requests -= 1
+        replica.completions += 1
+        return completion
+
+    def _failed_over(self, replica: Replica, error: EngineFailed) -> None:
+        """Its engine is gone, whatever of it still answers."""
+        replica.failovers += 1
+        if replica.client is not None:
+            replica.client.fail(error)
+        self._update()
+
+    # --- replicas ------------------------------------------------------------------------------------------------
+
+    async def use(self, name: str, client: ReplicaClient, statistics: EngineStatistics) -> Exception:
+        """Send requests and weights to a generator that is connected, until it fails; what ended it.
+
+        It takes requests once it holds the current version. Raises `TailraceError` when that cannot be installed.
+        """
+        index = self._index(name)
+        replica = self._replicas[index]
+        replica.joined(client, statistics)
+        self._policy.forget(index)
+        replica.starved = self._target is not None
+        ended = asyncio.ensure_future(client.failed())
+        following = asyncio.create_task(self._follow(replica, client), name=f"weights of {name}")
+        starving = asyncio.create_task(self._starve(replica, client), name=f"watch over the version of {name}")
+        self._update()
+        try:
+            await asyncio.wait({ended, following}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done() and not ended.done():
+                following.result()
+            return await ended
+        finally:
+            replica.client = None
+            self._update()
+            for task in (ended, following, starving):
+                task.cancel()
+            await asyncio.gather(ended, following, starving, return_exceptions=True)
+
+    def heard(self, name: str, statistics: EngineStatistics, received: int) -> None:
+        """A replica's report. See `GeneratorClient`."""
+        index = self._index(name)
+        self._replicas[index].reported(statistics, received)
+        self._loads[index] = self._replicas[index].load
+
+    def restarted(self, name: str) -> None:
+        """Count a restart."""
+        self._replicas[self._index(name)].restarts += 1
+
+    def completions(self, name: str) -> int:
+        """Of a replica since it last joined."""
+        return self._replicas[self._index(name)].completions
+
+    def fail(self, failure: Exception) -> None:
+        """No replica is left and none will come: every waiting and every later call fails with `EngineFailed`."""
+        self._failure = self._failure or failure
+        for replica in self._replicas:
+            if replica.client is not None:
+                replica.client.fail(self._failure)
+        self._update()
+
+    def figures(self) -> list[ReplicaFigures]:
+        """A snapshot of every replica."""
+        return [replica.figures() for replica in self._replicas]
+
+    async def serving(self) -> None:
+        """Wait until some replica takes requests. Raises `EngineFailed` when none will."""
+        await self._until(lambda: min(self._loads) != UNAVAILABLE)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
+        """Install weights in every replica that is there; the lowest version that they then hold.
+
+        Overlapping calls install only the newest of their versions. Raises `EngineFailed` when no replica is left.
+        """
+        if self._target is None or ref.version >= self._target.version:
+            self._target = ref
+            for replica in self._replicas:
+                self._judge(replica)
+            self._update()
+        await self._until(lambda: self._lowest() >= ref.version)
+        return self._lowest()
+
+    def _lowest(self) -> int:
+        return min((replica.version for replica in self._replicas if replica.client is not None), default=-1)
+
+    async def _follow(self, replica: Replica, client: ReplicaClient) -> NoReturn:
+        """Waits for newer weights and loads them; a load that fails is tried again, later each time."""
+        retry_s, last_error = _FIRST_RETRY_S, ""
+        while True:
+            await self._until(lambda: self._target is not None and self._target.version > replica.version)
+            assert self._target is not None
+            try:
+                async with self._loading:
+                    version = await client.load_model_state_dict(self._target)
+            except EngineFailed as error:
+                client.fail(error)
+                await asyncio.Event().wait()  # until `use`, which hears of it, cancels this
+            except TailraceError as error:
+                if replica.version < 0:
+                    raise  # there is nothing that it could go on with
+                if str(error) != last_error:
+                    _logger.warning("%s goes on with version %d: %s", replica.name, replica.version, error)
+                last_error = str(error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+            else:
+                replica.version, retry_s, last_error = version, _FIRST_RETRY_S, ""
+                self._judge(replica)
+                self._update()
+
+    def _judge(self, replica: Replica) -> None:
+        """Whether it holds weights that are new enough for new requests."""
+        if self._target is not None:
+            behind = self._target.version - replica.version
+            # One that came back must first reach the current version; later it may trail as far as tokens may be stale.
+            allowed = 1 if replica.starved else self._starved_at
+            replica.starved = behind >= allowed
+
+    async def _starve(self, replica: Replica, client: ReplicaClient) -> None:
+        """Waits for a replica to be starved of weights for longer than it may be; fails it then."""
+        deadline_s = self._settings.starved_deadline_s
+        while True:
+            await self._until(lambda: replica.starved)
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await self._until(lambda: not replica.starved)
+            except TimeoutError:
+                client.fail(
+                    EngineFailed(
+                        f"{replica.name} is starved of weights: for {deadline_s:g} s its version {replica.version} "
+                        "trailed the trainer's (generator.router.starved_deadline_s)"
+                    )
+                )
+                return
+
+    # --- waiting -------------------------------------------------------------------------------------------------
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for the condition, or raise what ended the router."""
+        await wait_until(self._changed, lambda: self._failure is not None or condition())
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure)) from self._failure
+
+    def _update(self) -> None:
+        """Something may take requests that did not, or the other way round."""
+        self._loads[:] = [replica.load for replica in self._replicas]
+        self._changed.set()
+
+    def _index(self, name: str) -> int:
+        return next(index for index, replica in enumerate(self._replicas) if replica.name == name)

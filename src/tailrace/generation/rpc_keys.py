@@ -1,0 +1,124 @@
+"""Who may use a generator from another machine: CURVE keys in one file, which both ends hold.
+
+Without keys an address must be of this machine: anybody who can reach a generator can use it and change its weights.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from tailrace.errors import SettingsError
+
+_DOMAIN = "tailrace"
+
+HEARTBEAT_MS = 5_000
+"""Between two signs of life on a connection that could break without either end being told."""
+
+
+class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two key pairs: the server's and its clients'. Z85, 40 characters each."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    @classmethod
+    def make(cls) -> CurveKeys:
+        """Fresh ones."""
+        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
+        return cls(*(key.decode() for key in pairs))
+
+    def apply_to_client(self, socket: zmq.asyncio.Socket) -> None:
+        """Before it connects."""
+        socket.curve_serverkey = self.server_public.encode()
+        socket.curve_publickey = self.client_public.encode()
+        socket.curve_secretkey = self.client_secret.encode()
+
+
+def read_keys(path: Path, setting: str) -> CurveKeys:
+    """The keys of a file. Raises `SettingsError` that names `setting`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CurveKeys)
+    except OSError as error:
+        raise SettingsError(f"{setting}: cannot read the key file {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{setting}: {path} is no key file of `tailrace serve --key`: {error}") from error
+
+
+def write_keys(path: Path, setting: str) -> CurveKeys:
+    """Fresh keys in a new file that only this user can read. Raises `SettingsError` that names `setting`."""
+    keys = CurveKeys.make()
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
+    except OSError as error:
+        raise SettingsError(f"{setting}: cannot write the key file {path}: {error.strerror}") from error
+    return keys
+
+
+def require_safe_address(address: str, *, has_keys: bool, setting: str, key_setting: str) -> None:
+    """Raise `SettingsError` for what is no address, and for one that other machines reach without keys.
+
+    >>> require_safe_address("tcp://127.0.0.1:5757", has_keys=False, setting="--address", key_setting="--key")
+    >>> require_safe_address("tcp://0.0.0.0:5757", has_keys=False, setting="--address", key_setting="--key")
+    Traceback (most recent call last):
+        ...
+    tailrace.errors.SettingsError: --address = tcp://0.0.0.0:5757 can be reached from other machines: give --key as well
+    """
+    parts = urlsplit(address)
+    if parts.scheme == "ipc" and address.removeprefix("ipc://"):
+        return
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "tcp" or not host or port is None:
+        raise SettingsError(f"{setting} = {address} is no address: write tcp://HOST:PORT or ipc://PATH")
+    if not has_keys and not _is_loopback(host):
+        raise SettingsError(f"{setting} = {address} can be reached from other machines: give {key_setting} as well")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def keep_alive(socket: zmq.asyncio.Socket) -> None:
+    """Notice a connection that broke silently (a machine that lost its power)."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+
+
+class _OnlyClient:
+    """What the authenticator asks: is it the key of our clients?"""
+
+    def __init__(self, public_key: bytes) -> None:
+        self._public_key = public_key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public_key
+
+
+def guard(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> Callable[[], None]:
+    """Let only holders of the client's key in, before the socket binds. Returns what ends the guard."""
+    authenticator = AsyncioAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyClient(keys.client_public.encode()))
+    socket.zap_domain = _DOMAIN.encode()
+    socket.curve_server = True
+    socket.curve_secretkey = keys.server_secret.encode()
+    return authenticator.stop

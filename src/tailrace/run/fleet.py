@@ -1,0 +1,123 @@
+"""Keeps the generators of a run: each is opened, used by the router until it fails, ended, and opened again.
+
+    open ──→ serve ──→ failed: died, stuck, starved ──→ ended ──→ open ...
+
+A generator that fails before it ever served fails the run: its settings or its model are wrong, and would be again. One
+that served is replaced, unless `generator.restart` is never or it fails again and again; the run goes on with the rest,
+and fails when none is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from tailrace.errors import LifecycleError, TailraceError
+from tailrace.generation.router.router import Router
+from tailrace.generation.rpc import GeneratorClient, ReportListener
+from tailrace.generation.rpc_messages import WelcomeReply
+from tailrace.generation.settings import GeneratorSettings
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 30.0
+
+
+class ReplicaSource(Protocol):
+    """One generator of a run, over all its lives."""
+
+    @property
+    def name(self) -> str:
+        """In logs, metrics and errors."""
+        ...
+
+    def open(self, on_report: ReportListener) -> GeneratorClient:
+        """Start it, or connect to it. Raises `TailraceError`."""
+        ...
+
+    async def hello(self, client: GeneratorClient) -> WelcomeReply:
+        """Wait until it serves. Raises `TailraceError`."""
+        ...
+
+    async def end(self, client: GeneratorClient, failure: Exception) -> Exception:
+        """Make sure that nothing is left of it; why it failed, as a person should be told."""
+        ...
+
+    async def close(self, client: GeneratorClient) -> None:
+        """The run is over: end it in order."""
+        ...
+
+
+class Fleet:
+    """The generators of a run, kept. Make it on a running event loop; it begins at once."""
+
+    def __init__(self, router: Router, sources: Sequence[ReplicaSource], settings: GeneratorSettings) -> None:
+        self._router, self._settings = router, settings
+        self._clients: dict[ReplicaSource, GeneratorClient] = {}
+        self._left = len(sources)
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._keep(source), name=f"life of {source.name}") for source in sources]
+
+    async def watch(self) -> None:
+        """Wait for what fails the run, and raise it. Returns never."""
+        await asyncio.shield(self._fatal)
+
+    async def close(self) -> None:
+        """End every generator in order. Closing twice does nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        clients, self._clients = self._clients, {}
+        self._router.fail(LifecycleError("the run is over"))
+        if self._fatal.done():
+            self._fatal.exception()  # whoever watched was told; without a watcher nobody is left to tell
+        await asyncio.gather(*(source.close(client) for source, client in clients.items()))
+
+    async def _keep(self, source: ReplicaSource) -> None:
+        """Waits for a generator to fail, and opens it again; ends when it is given up."""
+        try:
+            reason, served = await self._live(source)
+            in_vain = 0
+            while served and self._settings.restart == "on_failure" and in_vain < self._settings.router.max_restarts:
+                in_vain = 0 if self._router.completions(source.name) else in_vain + 1
+                _logger.warning("%s is started again: %s", source.name, reason)
+                self._router.restarted(source.name)
+                await asyncio.sleep(0 if in_vain == 0 else min(2.0 ** (in_vain - 1), _LONGEST_PAUSE_S))
+                reason, _ = await self._live(source)
+        except Exception as error:  # noqa: BLE001 - of whatever kind: it fails the run, which must hear of it
+            reason, served = error, False
+        self._left -= 1
+        if served and self._left:
+            _logger.error("%s is given up, %d of the run's generators are left: %s", source.name, self._left, reason)
+        else:
+            self._fail(reason)
+
+    def _fail(self, reason: Exception) -> None:
+        if not self._fatal.done():
+            self._fatal.set_exception(reason)
+        self._router.fail(reason)
+
+    async def _live(self, source: ReplicaSource) -> tuple[Exception, bool]:
+        """One life: why it ended, and whether it ever served."""
+        client, deadline_s, served = None, self._settings.router.start_deadline_s, False
+        try:
+            client = self._clients[source] = source.open(partial(self._router.heard, source.name))
+            async with asyncio.timeout(deadline_s):
+                welcome = await source.hello(client)
+            served = True
+            failure = await self._router.use(source.name, client, welcome.statistics)
+        except TimeoutError:
+            failure = LifecycleError(
+                f"{source.name} did not serve within {deadline_s:g} s (generator.router.start_deadline_s)"
+            )
+        except TailraceError as error:
+            failure, served = error, False
+        if client is None:
+            return failure, served
+        client.fail(failure)
+        reason = await source.end(client, failure)
+        del self._clients[source]
+        return reason, served

@@ -1,0 +1,76 @@
+"""Runs with several generators, some of which die or get stuck in the middle: nothing is lost, nobody notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tailrace.observability.summary import read_summary
+from tests.run.runs import Command, command, records
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
+
+TWO_REPLICAS = (
+    *("--generator.replicas", "2", "--generator.chunk_tokens", "4", "--rollouts.max_tokens", "48"),
+    *("--generator.router.progress_deadline_s", "3", "--generator.router.report_every_s", "0.1"),
+)
+
+
+def figure(run: Command, name: str) -> float:
+    """The newest value of a metric."""
+    return float(next((line[name] for line in reversed(records(run.folder / "metrics.jsonl")) if name in line), 0.0))
+
+
+def wait_for_return(run: Command, replica: str) -> None:
+    """Until a replica was started again and serves weights of the run."""
+    name = f"generator/{replica}"
+    run.wait_until(lambda: figure(run, f"{name}/restarts") == 1 and figure(run, f"{name}/serving") == 1)
+    assert figure(run, f"{name}/policy_version") > 0
+
+
+def lose_a_replica(run: Command, blow: str) -> psutil.Process:
+    """In mid-batch: while it has requests."""
+    run.wait_until(lambda: figure(run, "generator/generator-0/requests") > 0)
+    victim = run.role("generator-0")
+    getattr(victim, blow)()
+    return victim
+
+
+@pytest.mark.parametrize("blow", ["kill", "suspend"])
+def test_a_replica_lost_in_mid_batch_costs_no_rollout(tmp_path: Path, blow: str) -> None:
+    with command(tmp_path, *TWO_REPLICAS, "--max_steps", "60") as run:
+        victim = lose_a_replica(run, blow)
+        status, printed = run.wait()
+        assert (status, run.leftovers(), psutil.pid_exists(victim.pid)) == (0, [], False), printed
+    assert "generator-0 is started again" in printed
+    ledger = read_summary(run.folder).ledger
+    assert ledger.balances
+    assert ledger.by_state["trained"] == 60 * 4
+    assert ledger.by_state["failed"] == 0, printed
+    assert figure(run, "generator/generator-0/failovers") > 0
+
+
+def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(tmp_path: Path) -> None:
+    with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000") as run:
+        victim = lose_a_replica(run, "kill")
+        wait_for_return(run, "generator-0")
+        assert victim.pid != run.role("generator-0").pid
+        run.process.terminate()
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (143, []), printed
+    assert read_summary(run.folder).ledger.balances
+
+
+def test_a_run_fails_with_its_last_generator(tmp_path: Path) -> None:
+    with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000", "--generator.restart", "never") as run:
+        for replica in ("generator-0", "generator-1"):
+            steps = len(records(run.folder / "metrics.jsonl"))
+            run.wait_for_steps(steps + 2)
+            run.role(replica).kill()
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (1, []), printed
+    assert "generator-0 is given up, 1 of the run's generators are left" in printed
+    assert "the generator-1 left early, killed by SIGKILL; the end of its log" in printed
+    assert read_summary(run.folder).ledger.balances
