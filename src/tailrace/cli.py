@@ -3,6 +3,7 @@
 tailrace train quickstart --trainer.learning_rate 3e-4
 tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
+tailrace serve bundled:quickstart
 tailrace recipes
 """
 
@@ -28,6 +29,9 @@ ResultT = TypeVar("ResultT")
 Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
+Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+KeyFile: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 Save: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
@@ -85,6 +89,28 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Serve:
+    """Generate for runs elsewhere (--generator.connect). Any --model.* and --generator.* setting can follow."""
+
+    model: Model
+    """Hugging Face id, local folder, .gguf file, or bundled:quickstart."""
+    address: Address = "tcp://127.0.0.1:5757"
+    """Where to listen. One that other machines can reach needs --key."""
+    key: KeyFile = None
+    """Key file, which whoever connects must have as well; it is written where there is none."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.config.serving import load_serve_settings
+        from tailrace.run.serving import serve
+
+        def say(sentence: str) -> None:
+            Console().print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+        return _run(serve(load_serve_settings(self.model, overrides), self.address, self.key, say))
+
+
+@dataclass(frozen=True)
 class Recipes:
     """List the packaged recipes."""
 
@@ -132,6 +158,7 @@ class FetchSmollm2:
 Command: TypeAlias = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("eval")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Recipes, tyro.conf.subcommand("recipes")]
     | Annotated[Settings, tyro.conf.subcommand("settings")]
     | Annotated[FetchSmollm2, tyro.conf.subcommand("fetch-smollm2")]
@@ -156,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _require_command(arguments: Sequence[str]) -> None:
     """Raise `SettingsError` for a first word that is no command, with the nearest one."""
-    names = ("train", "eval", "recipes", "settings", "fetch-smollm2")
+    names = ("train", "eval", "serve", "recipes", "settings", "fetch-smollm2")
     word = arguments[0] if arguments else "-h"
     if not word.startswith("-") and word not in names:
         close = get_close_matches(word, names, n=1)

@@ -106,7 +106,7 @@ class GeneratorServer:
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._close_socket()
+            self.close()
             raise SettingsError(f"the generator cannot listen at {address} (--address): {error}") from error
         self._clients: dict[bytes, _Client] = {}
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
@@ -116,7 +116,7 @@ class GeneratorServer:
 
     @property
     def address(self) -> str:
-        """Where it listens: with the port that the system chose where the address asked for any (`:*`)."""
+        """Where it listens: with the port that the system chose where the address asked for port 0."""
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return endpoint.decode()
@@ -136,7 +136,7 @@ class GeneratorServer:
         finally:
             if self._stand_alone:
                 await self._generator.close()
-            self._close_socket()
+            self.close()
 
     async def _take(self, group: asyncio.TaskGroup) -> bool:
         """Wait for one message; false when it ends the server."""
@@ -271,7 +271,10 @@ class GeneratorServer:
                     continue
                 await self._send(client, ReportReply(call_id=TO_ALL, statistics=statistics, received=state.received))
 
-    def _close_socket(self) -> None:
+    def close(self) -> None:
+        """Stop listening. `serve` does so at its end. Closing twice does nothing."""
+        if self._socket.closed:
+            return
         self._socket.close(linger=CLOSE_LINGER_MS)
         self._end_guard()
         if self._context is not zmq.asyncio.Context.instance():

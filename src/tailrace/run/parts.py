@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
@@ -13,7 +13,7 @@ from tailrace.errors import SettingsError
 from tailrace.generation.engines.loading import require_weights, tokenizer_folder
 from tailrace.generation.engines.protocol import Engine
 from tailrace.generation.engines.vllm.options import require_vllm
-from tailrace.generation.settings import GeneratorSettings
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
 from tailrace.scheduling import TaskSource, TaskStream
@@ -140,7 +140,21 @@ def require_engine(generator: GeneratorSettings) -> None:
         raise SettingsError(f"{given} is for generator.engine = 'vllm', but the engine is {generator.engine!r}")
 
 
-def engine_factory(settings: RunSettings) -> Callable[[], Engine]:
+class EngineSettings(Protocol):
+    """The sections that an engine is made from: those of a run, or of `tailrace serve`."""
+
+    @property
+    def model(self) -> ModelSettings:
+        """Which model."""
+        ...
+
+    @property
+    def generator(self) -> GeneratorSettings:
+        """How it samples."""
+        ...
+
+
+def engine_factory(settings: EngineSettings) -> Callable[[], Engine]:
     """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there.
 
     Raises `SettingsError` for an engine that is not installed or options that it does not take.

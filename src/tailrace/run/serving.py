@@ -1,0 +1,80 @@
+"""`tailrace serve`: a generator that no run started, for runs with `generator.connect`, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from tailrace.config.serving import ServeSettings
+from tailrace.generation.engines.loading import require_weights
+from tailrace.generation.generator import Generator
+from tailrace.generation.rpc_keys import CurveKeys, read_keys, require_safe_address, write_keys
+from tailrace.generation.rpc_server import GeneratorServer, StandAlone
+from tailrace.generation.rpc_uploads import UploadedModelStateDicts
+from tailrace.lifecycle.exit_codes import ExitCode
+from tailrace.lifecycle.resources import RunResources, remove_leftovers
+from tailrace.run.parts import engine_factory
+
+_SIGNALS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
+
+
+async def serve(settings: ServeSettings, address: str, key: Path | None, say: Callable[[str], None]) -> int:
+    """Serve until Ctrl-C or SIGTERM; returns the exit status. `say` tells people where it listens.
+
+    Raises `SettingsError` for an address that is in use or not safe, and `ModelError` for a model that it cannot load.
+    """
+    require_safe_address(address, has_keys=key is not None, setting="--address", key_setting="--key")
+    keys = await asyncio.to_thread(_keys, key, say) if key else None
+    require_weights(settings.model.name)
+    await asyncio.to_thread(remove_leftovers)
+    with RunResources(uuid.uuid4().hex) as resources, contextlib.ExitStack() as stack:
+        uploads = UploadedModelStateDicts(resources.shared_memory)
+        stack.callback(uploads.close)
+        factory = engine_factory(settings)
+        generator = Generator(factory)
+        server = GeneratorServer(
+            generator,
+            uploads.open,
+            address,
+            model=settings.model.name,
+            report_every_s=settings.generator.router.report_every_s,
+            stand_alone=StandAlone(lambda: Generator(factory), uploads, keys),
+        )
+        stack.callback(server.close)
+        await generator.ready()
+        say(f"{settings.model.name} is served at {server.address}; use it with --generator.connect {server.address}")
+        return await _until_signal(server)
+
+
+async def _until_signal(server: GeneratorServer) -> int:
+    serving, loop = asyncio.ensure_future(server.serve()), asyncio.get_running_loop()
+    received: list[ExitCode] = []
+
+    def stop(code: ExitCode) -> None:
+        received.append(code)
+        serving.cancel()
+
+    for number, code in _SIGNALS.items():
+        loop.add_signal_handler(number, stop, code)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        if not received:
+            raise
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return received[0] if received else ExitCode.FAILED
+
+
+def _keys(path: Path, say: Callable[[str], None]) -> CurveKeys:
+    """Those of the file; where there is none yet, fresh ones."""
+    if path.exists():
+        return read_keys(path, "--key")
+    keys = write_keys(path, "--key")
+    say(f"wrote new keys to {path}; copy it to where the run is, and name it there with --generator.connect_key")
+    return keys

@@ -1,0 +1,147 @@
+"""`tailrace serve`, and runs that use what it serves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from tailrace.errors import SettingsError
+from tailrace.generation.rpc import GeneratorClient
+from tailrace.generation.rpc_keys import CurveKeys, write_keys
+from tailrace.observability.summary import read_summary
+from tests.run.runs import IMPORTS, PATIENCE_S, command, records
+
+SMALL = ("--generator.slots", "8", "--generator.max_cache_tokens", "512", "--generator.router.report_every_s", "0.1")
+
+
+@contextmanager
+def serving(*arguments: str, model: str = "bundled:quickstart") -> Iterator[subprocess.Popen[str]]:
+    """`tailrace serve` as a process, which is gone afterwards."""
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("tailrace"), "serve", model, *arguments, *SMALL],
+        env={**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Where it says that it listens."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"is served at (\S+);", line):
+            return found[1]
+    raise AssertionError("it ended before it served")
+
+
+def refusal(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit status and what was printed, in one line."""
+    printed, _ = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, " ".join(printed.split())
+
+
+def test_a_run_trains_with_generators_that_run_already_and_so_does_the_next(tmp_path: Path) -> None:
+    with serving("--address", "tcp://127.0.0.1:0") as first, serving("--address", "tcp://127.0.0.1:*") as second:
+        addresses = f"{address_of(first)},{address_of(second)}"
+        for name in ("run", "next"):
+            with command(tmp_path, "--max_steps", "4", "--generator.connect", addresses, name=name) as run:
+                status, printed = run.wait()
+                assert (status, run.leftovers()) == (0, []), printed
+            newest = records(run.folder / "metrics.jsonl")[-1]
+            assert newest["generator/generator-0/policy_version"] > 0
+            assert newest["generator/generator-1/policy_version"] > 0
+            assert {path.name for path in (run.folder / "logs").iterdir()} == {"orchestrator.log", "trainer.log"}
+            summary = read_summary(run.folder)
+            assert summary.staleness_max is not None
+            assert 0 <= summary.staleness_max <= 4
+            assert summary.ledger.by_state["trained"] == 16
+        first.send_signal(signal.SIGTERM)
+        second.send_signal(signal.SIGINT)
+        assert (first.wait(20), second.wait(20)) == (143, 130)
+
+
+def test_keys_let_in_who_has_them(tmp_path: Path) -> None:
+    key, other = tmp_path / "key.json", tmp_path / "other.json"
+    write_keys(other, "test")
+    with serving("--address", "tcp://127.0.0.1:0", "--key", str(key)) as process:
+        connect = ("--generator.connect", address_of(process))
+        assert key.stat().st_mode & 0o077 == 0
+        for name, wrong in (("none", ()), ("other", ("--generator.connect_key", str(other)))):
+            with command(tmp_path, "--max_steps", "1", *connect, *wrong, name=name) as run:
+                status, printed = run.wait()
+                assert (status, "generator.connect_key: " in printed) == (2, True), printed
+        with command(tmp_path, "--max_steps", "1", *connect, "--generator.connect_key", str(key), name="right") as run:
+            status, printed = run.wait()
+            assert status == 0, printed
+
+
+async def test_only_the_client_whose_key_the_server_knows_is_let_in(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "key.json", "test")
+    stranger = CurveKeys(keys.server_public, keys.server_secret, CurveKeys.make().client_public, keys.client_secret)
+    with serving("--address", "tcp://127.0.0.1:0", "--key", str(tmp_path / "key.json")) as process:
+        client = GeneratorClient(address_of(process), keys=stranger)
+        with pytest.raises(SettingsError, match=r"generator\.connect_key"):
+            await client.hello("run")
+        await client.leave()
+
+
+async def test_one_run_at_a_time_and_another_protocol_is_refused() -> None:
+    with serving("--address", "tcp://127.0.0.1:0") as process:
+        address = address_of(process)
+        first, second = GeneratorClient(address), GeneratorClient(address)
+        assert (await first.hello("run a")).model == "bundled:quickstart"
+        with pytest.raises(SettingsError, match="in use by another run"):
+            await second.hello("run b")
+        await first.leave()
+        assert (await second.hello("run b")).statistics.policy_version == 0
+        await second.leave()
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.connect(address)
+        for message in (b"\x81\xa4type\xa4what", b"nonsense"):
+            await socket.send(message)
+            assert b"CorruptData" in await socket.recv()
+        await socket.send(b"\x83\xa4type\xa9HelloCall\xa7call_id\x00\xa8protocol\x63")
+        answer = await socket.recv()
+        assert b"SettingsError" in answer
+        assert b"version 99" in answer
+        socket.close(linger=0)
+
+
+def test_an_address_in_use_or_open_to_others_is_refused_by_its_setting(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with serving("--address", f"tcp://127.0.0.1:{taken.getsockname()[1]}") as process:
+            status, printed = refusal(process)
+            assert (status, "--address" in printed, "in use" in printed) == (2, True, True), printed
+    with serving("--address", "tcp://0.0.0.0:5757") as process:
+        status, printed = refusal(process)
+        assert (status, "--address = tcp://0.0.0.0:5757" in printed, "--key" in printed) == (2, True, True), printed
+
+
+def test_a_run_tells_that_nobody_answers(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with command(tmp_path, "--max_steps", "1", "--generator.connect", address) as run:
+        status, printed = run.wait()
+    assert (status, f"generator.connect: no generator answers at {address}" in printed) == (2, True), printed
