@@ -65,10 +65,11 @@ def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(tmp_pa
 
 def test_a_run_fails_with_its_last_generator(tmp_path: Path) -> None:
     with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000", "--generator.restart", "never") as run:
-        for replica in ("generator-0", "generator-1"):
-            steps = len(records(run.folder / "metrics.jsonl"))
-            run.wait_for_steps(steps + 2)
-            run.role(replica).kill()
+        run.wait_for_steps(1)
+        run.role("generator-0").kill()
+        run.wait_until(lambda: "given up" in (run.folder / "logs" / "orchestrator.log").read_text())
+        run.wait_for_steps(len(records(run.folder / "metrics.jsonl")) + 2)
+        run.role("generator-1").kill()
         status, printed = run.wait()
         assert (status, run.leftovers()) == (1, []), printed
     assert "generator-0 is given up, 1 of the run's generators are left" in printed

@@ -35,14 +35,14 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
         uploads = UploadedModelStateDicts(resources.shared_memory)
         stack.callback(uploads.close)
         factory = engine_factory(settings)
-        generator = Generator(factory)
+        generator = Generator(factory, settings.generator.weights)
         server = GeneratorServer(
             generator,
             uploads.open,
             address,
             model=settings.model.name,
             report_every_s=settings.generator.router.report_every_s,
-            stand_alone=StandAlone(lambda: Generator(factory), uploads, keys),
+            stand_alone=StandAlone(lambda: Generator(factory, settings.generator.weights), uploads, keys),
         )
         stack.callback(server.close)
         await generator.ready()
