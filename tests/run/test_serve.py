@@ -60,7 +60,7 @@ def refusal(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_a_run_trains_with_generators_that_run_already_and_so_does_the_next(tmp_path: Path) -> None:
-    with serving("--address", "tcp://127.0.0.1:0") as first, serving("--address", "tcp://127.0.0.1:*") as second:
+    with serving("--address", "tcp://127.0.0.1:0") as first, serving("--address", "tcp://127.0.0.1:0") as second:
         addresses = f"{address_of(first)},{address_of(second)}"
         for name in ("run", "next"):
             with command(tmp_path, "--max_steps", "4", "--generator.connect", addresses, name=name) as run:

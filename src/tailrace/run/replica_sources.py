@@ -33,6 +33,7 @@ class StartedGenerator:
         self.name = name
         self._index, self._role, self._settings, self._supervisor = index, role, settings, supervisor
         self._lives = 0
+        self._serves = False
         self._process: RoleProcess | None = None
         self._leaving: asyncio.Task[None] | None = None
 
@@ -43,6 +44,7 @@ class StartedGenerator:
             self._role, name=self.name, socket=socket, seed=_seed(self._settings.seed, self._index, self._lives)
         )
         self._lives += 1
+        self._serves = False
         spec = RoleSpec(self.name, GENERATOR, role.encoded(), threads=self._settings.threads)
         process = self._process = self._supervisor.start(spec, is_replaceable=True)
         client = GeneratorClient(
@@ -56,7 +58,9 @@ class StartedGenerator:
 
     async def hello(self, client: GeneratorClient) -> WelcomeReply:
         """See `ReplicaSource.hello`."""
-        return await client.hello()
+        welcome = await client.hello()
+        self._serves = True
+        return welcome
 
     async def end(self, client: GeneratorClient, failure: Exception) -> Exception:
         """See `ReplicaSource.end`."""
@@ -73,8 +77,12 @@ class StartedGenerator:
         """See `ReplicaSource.close`."""
         assert self._leaving is not None
         self._leaving.cancel()
-        self._supervisor.expect_exit(self.name)
-        await client.close()
+        if self._serves:
+            self._supervisor.expect_exit(self.name)
+            await client.close()
+        else:  # it is loading its model, and would hear of its end only after that
+            await self._supervisor.kill_role(self.name)
+            await client.leave()
 
     async def _fail_when_left(self, process: RoleProcess, client: GeneratorClient) -> None:
         """Waits for the process to leave: it may do so before its socket ever was there."""
