@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import NoReturn
 
 from tailrace.errors import EngineFailed, RequestRefused, TailraceError
+from tailrace.generation.completions import assembled, finished_by
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
 from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
-from tailrace.generation.router.resuming import finished_by, joined
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams
+from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
 from tailrace.transport.channels import wait_until
 
 _logger = logging.getLogger(__name__)
@@ -68,15 +68,16 @@ class Router:
 
         Raises `EngineFailed` once no replica is left, and `RequestRefused` for a request under which too many died.
         """
-        for failovers in range(self._settings.max_failovers + 1):
+        died = parts = 0
+        while (reason := finished_by(prompt_token_ids, sampling, prefix)) is None:
             index = await self._choose(session_id, group_id)
             chunks: list[SampledTokens] = []
             try:
-                return await self._ask(
+                completion = await self._ask(
                     index,
                     prompt_token_ids,
                     sampling=sampling,
-                    request_id=request_id if failovers == 0 else f"{request_id}+{failovers}",
+                    request_id=f"{request_id}+{parts}" if parts else request_id,
                     session_id=session_id,
                     group_id=group_id,
                     prefix=prefix,
@@ -84,13 +85,20 @@ class Router:
                 )
             except EngineFailed as error:
                 self._failed_over(self._replicas[index], error)
-            prefix = joined(prefix, chunks)
-            if prefix is not None and (reason := finished_by(prefix, sampling)):
-                return replace(prefix, finish_reason=reason)
-        raise RequestRefused(
-            f"request {request_id} was running on {self._settings.max_failovers + 1} generators as they failed; it is "
-            "not tried on another (generator.router.max_failovers)"
-        )
+                died += 1
+                if died > self._settings.max_failovers:
+                    raise RequestRefused(
+                        f"request {request_id} was running on {died} generators as they failed; it is not tried on "
+                        "another (generator.router.max_failovers)"
+                    ) from error
+                prefix = assembled(prefix, chunks, FinishReason.ABORTED) if chunks else prefix
+            else:
+                if completion.finish_reason is not FinishReason.ABORTED:
+                    return completion
+                prefix = completion
+            parts += 1
+        assert prefix is not None
+        return replace(prefix, finish_reason=reason)
 
     __call__ = generate
 
