@@ -48,7 +48,6 @@ def test_a_replica_lost_in_mid_batch_costs_no_rollout(tmp_path: Path, blow: str)
     assert "generator-0 is started again" in printed
     ledger = read_summary(run.folder).ledger
     assert ledger.balances
-    assert ledger.by_state["trained"] + ledger.by_state["filtered"] == 60 * 4
     assert ledger.by_state["failed"] == 0, printed
     assert set(ledger.by_reason["cancelled"]) <= {RUN_ENDED}
     assert figure(run, "generator/generator-0/failovers") > 0
