@@ -8,11 +8,10 @@ temperature 1, the log-probability of every sampled token asked for; tokens per 
 this process, Tailrace is `Generator.generate`, once per request, on an event loop; both take turns on equal engines,
 and the ratio is the median over the turns of one over the other, `ratio_in_cpu_time` the same in CPU time of this
 process, which other work on the machine disturbs less. The HTTP server is vLLM's own, in its processes, asked by one
-client for the same requests as token ids.
+client for the same requests as token ids; `http_ratio_in_cpu_time` is its CPU time, client and all its processes, over
+ours for the same requests.
 
-`occupancy`: 64 sessions of 5 turns of about 60 tokens over 32 slots, on the torch engine with a tiny model. At each
-step, running slots over min(slots, sessions with work), averaged until the first session has nothing left; `ideal` is
-what a scheduler that knew the lengths would reach: 1, since there is always more work than slots.
+`occupancy`: short multi-turn work on the torch engine, as `benchmarks/occupancy.py` has it.
 
 Weights are random, since speed does not depend on them: a Llama of SmolLM2-135M's shape. One thread for everything.
 """
@@ -32,17 +31,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import occupancy
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tailrace.generation.engines.protocol import SampledTokens
-from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.generator import Generator
@@ -52,7 +51,6 @@ from tailrace.records import Int32Array, SamplingParams
 CONCURRENCY = (1, 8, 32, 64)
 SLOTS = 64
 TARGET_RATIO = 0.97
-TARGET_OCCUPANCY = 0.95
 DTYPE = "bfloat16"
 VOCABULARY = 49152
 MAX_MODEL_TOKENS = 256
@@ -79,20 +77,7 @@ class Throughput:
     ratio: float
     ratio_in_cpu_time: float
     http_server_tokens_per_s: float | None
-    target: float
-    met: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """How full the slots were while every session had work."""
-
-    case: str
-    slots: int
-    sessions: int
-    steps: int
-    occupancy: float
-    ideal: float
+    http_ratio_in_cpu_time: float | None
     target: float
     met: bool
 
@@ -203,8 +188,8 @@ async def run_tailrace(generator: Generator, asked: Sequence[Asked], run: str) -
 
 
 @contextmanager
-def http_server(folder: Path, log: Path) -> Iterator[str]:
-    """vLLM's OpenAI server on a free port of this machine; its address, once it answers."""
+def http_server(folder: Path, log: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """vLLM's OpenAI server on a free port of this machine; its address and process, once it answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -219,7 +204,7 @@ def http_server(folder: Path, log: Path) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     try:
         _wait_for(address, server, log)
-        yield address
+        yield address, psutil.Process(server.pid)
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -236,8 +221,13 @@ def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
     sys.exit(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
 
 
-async def run_http(address: str, model: str, asked: Sequence[Asked]) -> float:
-    """Seconds."""
+def tree_cpu_s(server: psutil.Process) -> float:
+    """CPU time of a process and all below it, so far."""
+    times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+async def run_http(address: str, server: psutil.Process, model: str, asked: Sequence[Asked]) -> Passed:
     limits = httpx.Limits(max_connections=len(asked), max_keepalive_connections=len(asked))
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
 
@@ -257,11 +247,12 @@ async def run_http(address: str, model: str, asked: Sequence[Asked]) -> float:
             answer.raise_for_status()
             return answer.json()["choices"][0]
 
-        began_s = time.perf_counter()
+        clock, server_cpu_s = Clock(), tree_cpu_s(server)
         choices = await asyncio.gather(*map(ask, asked))
-        passed_s = time.perf_counter() - began_s
+        passed = clock.passed()
+        server_cpu_s = tree_cpu_s(server) - server_cpu_s
     assert [len(choice["token_ids"]) for choice in choices] == [one.max_tokens for one in asked]
-    return passed_s
+    return Passed(passed.wall_s, passed.cpu_s + server_cpu_s)
 
 
 async def throughput(names: Sequence[str], folder: Path, *, turns: int, with_http: bool) -> list[Throughput]:
@@ -269,7 +260,7 @@ async def throughput(names: Sequence[str], folder: Path, *, turns: int, with_htt
     chosen = [count for count in CONCURRENCY if f"tokens-{count}" in names]
     if not chosen:
         return []
-    http = await http_seconds(chosen, folder, turns) if with_http else {}
+    http = await through_http(chosen, folder, turns) if with_http else {}
     bare = Bare(folder)
     model, settings = tailrace_settings(folder)
     rows = []
@@ -281,7 +272,7 @@ async def throughput(names: Sequence[str], folder: Path, *, turns: int, with_htt
                 first = None if turn % 2 else bare.run(asked)
                 tailrace = await run_tailrace(generator, asked, f"{count}/{turn}")
                 runs.append(Pair(sum(one.max_tokens for one in asked), first or bare.run(asked), tailrace))
-            rows.append(_row(count, runs[1:], http.get(count)))
+            rows.append(_row(count, runs[1:], http.get(count, [])))
             kit.progress(f"{rows[-1].case}: {rows[-1].ratio:.3f} x bare vLLM, {rows[-1].ratio_in_cpu_time:.3f} in CPU")
     return rows
 
@@ -295,84 +286,39 @@ class Pair:
     tailrace: Passed
 
 
-def _row(count: int, runs: Sequence[Pair], http_s: float | None) -> Throughput:
-    tailrace_s = statistics.median(run.tailrace.wall_s / run.tokens for run in runs)
+def _row(count: int, runs: Sequence[Pair], http: Sequence[Passed]) -> Throughput:
+    def median_rate(seconds: Sequence[float]) -> float:
+        return statistics.median(run.tokens / one for run, one in zip(runs, seconds, strict=True))
+
     ratio = statistics.median(run.bare.wall_s / run.tailrace.wall_s for run in runs)
-    faster_than_http = http_s is None or tailrace_s < http_s
+    tailrace = median_rate([run.tailrace.wall_s for run in runs])
+    through_server = median_rate([one.wall_s for one in http]) if http else None
+    http_cpu = [one.cpu_s / run.tailrace.cpu_s for one, run in zip(http, runs, strict=False)]
     return Throughput(
         case=f"tokens-{count}",
         concurrency=count,
-        bare_vllm_tokens_per_s=1 / statistics.median(run.bare.wall_s / run.tokens for run in runs),
-        tailrace_tokens_per_s=1 / tailrace_s,
+        bare_vllm_tokens_per_s=median_rate([run.bare.wall_s for run in runs]),
+        tailrace_tokens_per_s=tailrace,
         ratio=ratio,
         ratio_in_cpu_time=statistics.median(run.bare.cpu_s / run.tailrace.cpu_s for run in runs),
-        http_server_tokens_per_s=None if http_s is None else 1 / http_s,
+        http_server_tokens_per_s=through_server,
+        http_ratio_in_cpu_time=statistics.median(http_cpu) if http_cpu else None,
         target=TARGET_RATIO,
-        met=ratio >= TARGET_RATIO and faster_than_http,
+        met=ratio >= TARGET_RATIO and (through_server is None or tailrace > through_server),
     )
 
 
-async def http_seconds(counts: Sequence[int], folder: Path, turns: int) -> dict[int, float]:
-    """Seconds per token by number of requests."""
+async def through_http(counts: Sequence[int], folder: Path, turns: int) -> dict[int, list[Passed]]:
+    """Each turn, by number of requests."""
     found = {}
-    with http_server(folder, folder / "server.log") as address:
+    with http_server(folder, folder / "server.log") as (address, server):
         for count in counts:
-            seconds = []
-            for turn in range(-1, turns):
-                asked = requests(count, turn + 1)
-                seconds.append(await run_http(address, str(folder), asked) / sum(one.max_tokens for one in asked))
-            found[count] = statistics.median(seconds[1:])
-            kit.progress(f"HTTP server, {count} requests: {1 / found[count]:.0f} tokens/s")
+            runs = [
+                await run_http(address, server, str(folder), requests(count, turn + 1)) for turn in range(-1, turns)
+            ]
+            found[count] = runs[1:]
+            kit.progress(f"HTTP server, {count} requests: {runs[-1].wall_s:.1f} s, {runs[-1].cpu_s:.1f} s of CPU")
     return found
-
-
-class Watched:
-    """A torch engine that notes, at each step, how many requests run."""
-
-    def __init__(self, engine: TorchEngine):
-        self._engine = engine
-        self.running: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self) -> list[SampledTokens]:
-        chunks = self._engine.step()
-        self.running.append(
-            self._engine.statistics().running + sum(chunk.finish_reason is not None for chunk in chunks)
-        )
-        return chunks
-
-
-async def occupancy(*, slots: int = 32, sessions: int = 64, turns: int = 5, mean_tokens: int = 60) -> Occupancy:
-    """Many short turns, each asked as soon as the one before it came back."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(mean_tokens // 2, mean_tokens * 3 // 2 + 1, (sessions, turns))
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
-    )
-    watched = Watched(TorchEngine(LlamaForCausalLM(config), slots=slots, max_model_tokens=1024))
-    steps_until_the_first_is_done = 0
-
-    async def session(generator: Generator, index: int) -> None:
-        nonlocal steps_until_the_first_is_done
-        prompt = rng.integers(1, 512, 8).astype(np.int32)
-        for turn in range(turns):
-            done = await generator.generate(
-                prompt,
-                sampling=SamplingParams(max_tokens=int(lengths[index, turn])),
-                request_id=f"{index}/{turn}",
-                session_id=str(index),
-                group_id=str(index),
-            )
-            prompt = np.concatenate([prompt, done.token_ids, rng.integers(1, 512, 4).astype(np.int32)])
-        steps_until_the_first_is_done = steps_until_the_first_is_done or len(watched.running)
-
-    async with Generator(lambda: watched) as generator:
-        await asyncio.gather(*(session(generator, index) for index in range(sessions)))
-    counted = watched.running[:steps_until_the_first_is_done]
-    share = statistics.fmean(running / min(slots, sessions) for running in counted)
-    return Occupancy("occupancy", slots, sessions, len(counted), share, 1.0, TARGET_OCCUPANCY, share > TARGET_OCCUPANCY)
 
 
 def main() -> None:
@@ -383,14 +329,14 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    rows: list[Throughput | Occupancy] = []
+    rows: list[Throughput | occupancy.Row] = []
     with tempfile.TemporaryDirectory(prefix="tailrace-benchmark-") as folder:
         if any(name != "occupancy" for name in names):
             smollm2(layers=4 if options.quick else 30).to(getattr(torch, DTYPE)).save_pretrained(folder)
         turns = 3
         rows += asyncio.run(throughput(names, Path(folder), turns=turns, with_http=not options.quick))
     if "occupancy" in names:
-        rows.append(asyncio.run(occupancy()))
+        rows.append(replace(asyncio.run(occupancy.run_case("torch")), case="occupancy"))
     kit.report("vLLM through Tailrace, alone, and through its server", rows, options)
 
 
