@@ -164,3 +164,45 @@ async def test_the_death_of_the_servers_process_fails_outstanding_calls_at_once(
         await client.close()
         (folder / "generator").unlink(missing_ok=True)
         folder.rmdir()
+
+
+async def test_a_server_that_is_alive_and_stuck_fails_outstanding_calls_by_the_deadline_for_progress() -> None:
+    folder = create_socket_folder()
+    address = ipc_address(folder, "generator")
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", textwrap.dedent(SILENT_SERVER), address], stdout=subprocess.PIPE
+    )
+    client = GeneratorClient(address, name="generator 0", progress_deadline_s=0.2)
+    try:
+        with pytest.raises(EngineFailed, match=r"generator 0 is stuck: no progress for 0\.2 s"):
+            await asyncio.wait_for(ask(client, "r", [1]), 20)
+        with pytest.raises(EngineFailed, match="generator 0 is stuck"):
+            await ask(client, "later", [1])
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        await client.leave()
+        (folder / "generator").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+async def test_tokens_and_load_are_told_while_a_request_goes_on(model) -> None:
+    reports: list[int] = []
+    async with served(model) as client:
+        heard: list[int] = []
+        listening = GeneratorClient(client.address, on_report=lambda statistics, received: reports.append(received))
+        await listening.hello()
+        done = await listening.generate(
+            np.asarray([1, 2], np.int32),
+            sampling=SamplingParams(max_tokens=200),
+            request_id="r",
+            session_id="s",
+            group_id="g",
+            on_chunk=lambda chunk: heard.extend(chunk.token_ids.tolist()),
+        )
+        assert heard == done.token_ids.tolist()[:192]
+        while reports[-1:] != [1]:  # noqa: ASYNC110 - reports come every so often
+            await asyncio.sleep(0.01)
+        await listening.leave()

@@ -51,6 +51,21 @@ async def test_a_role_that_leaves_early_is_a_failure_even_with_status_0(supervis
         await supervisor.watch()
 
 
+async def test_a_replaceable_role_fails_nothing_when_it_is_killed_and_can_be_started_again(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    first = supervisor.start(role("wait_for_stop", tmp_path), is_replaceable=True)
+    await asyncio.to_thread(wait_for_file, tmp_path / "running")
+    os.kill(first.pid, signal.SIGSTOP)
+    await supervisor.kill_role("trainer")
+    assert first.returncode == -signal.SIGKILL
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await supervisor.watch()
+    second = supervisor.start(role("wait_for_stop", tmp_path), is_replaceable=True)
+    assert supervisor.pids() == {"trainer": second.pid}
+
+
 async def test_the_error_of_a_role_that_raised_shows_the_end_of_its_log(supervisor: Supervisor) -> None:
     supervisor.start(role("fail"))
     with pytest.raises(LifecycleError, match=r"(?s)with status 1.*RuntimeError: the wheel fell off"):

@@ -110,6 +110,11 @@ class GeneratorClient:
             asyncio.create_task(self._watch(), name=f"watch over {name}"),
         ]
 
+    @property
+    def address(self) -> str:
+        """Of the server."""
+        return self._address
+
     async def connected(self) -> None:
         """Wait until the server is there; a client that failed is waited for no longer, and `hello` tells why."""
         await self._connected.wait()
