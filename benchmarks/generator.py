@@ -12,6 +12,7 @@ client for the same requests as token ids; `http_ratio_in_cpu_time` is its CPU t
 ours for the same requests.
 
 `occupancy`: short multi-turn work on the torch engine, as `benchmarks/occupancy.py` has it.
+`routing`: microseconds per choice among 64 replicas, as `benchmarks/routing.py` has it.
 
 Weights are random, since speed does not depend on them: a Llama of SmolLM2-135M's shape. One thread for everything.
 """
@@ -39,6 +40,7 @@ import httpx
 import numpy as np
 import occupancy
 import psutil
+import routing
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -323,20 +325,22 @@ async def through_http(counts: Sequence[int], folder: Path, turns: int) -> dict[
 
 def main() -> None:
     options = kit.parse_options(__doc__)
-    names = options.choose([*(f"tokens-{count}" for count in CONCURRENCY), "occupancy"])
+    names = options.choose([*(f"tokens-{count}" for count in CONCURRENCY), "occupancy", "routing"])
     if options.quick and not options.cases:
-        names = ["tokens-8", "occupancy"]
+        names = ["tokens-8", "occupancy", "routing"]
     torch.set_num_threads(1)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    rows: list[Throughput | occupancy.Row] = []
+    rows: list[Throughput | occupancy.Row | routing.Row] = []
     with tempfile.TemporaryDirectory(prefix="tailrace-benchmark-") as folder:
-        if any(name != "occupancy" for name in names):
+        if any(name.startswith("tokens-") for name in names):
             smollm2(layers=4 if options.quick else 30).to(getattr(torch, DTYPE)).save_pretrained(folder)
         turns = 3
         rows += asyncio.run(throughput(names, Path(folder), turns=turns, with_http=not options.quick))
     if "occupancy" in names:
         rows.append(replace(asyncio.run(occupancy.run_case("torch")), case="occupancy"))
+    if "routing" in names:
+        rows.append(routing.run_case("routing", "sticky", 64, runs=5))
     kit.report("vLLM through Tailrace, alone, and through its server", rows, options)
 
 
