@@ -1,0 +1,12 @@
+"""One compute thread per test process, set before anything loads OpenMP, whose every copy reads it once.
+
+Two workers with two threads each on two cores wait for each other; and vLLM's kernels refuse to run in a thread that
+counts other threads than the one that planned them.
+"""
+
+from __future__ import annotations
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
