@@ -94,7 +94,9 @@ async def test_children_of_a_killed_orchestrator_end_and_the_run_can_be_resumed(
     summary = await run_inline(tmp_path / "runs", "--max_steps", str(len(lines) + 2), "--resume")
     assert (summary.exit_code, summary.steps) == (0, len(lines) + 2)
     steps = [line["step"] for line in records(run.folder / "metrics.jsonl")]
-    assert steps == list(range(1, summary.steps + 1))
+    assert steps == sorted(set(steps))
+    # The trainer may have saved one step more than the orchestrator had time to write of: its line dies with it.
+    assert set(range(1, summary.steps + 1)) - set(steps) <= {len(lines) + 1}
 
 
 def test_a_full_disk_ends_the_run_honestly(tmp_path: Path) -> None:
