@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from small_model import ModelSize, make_model
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.records import GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
@@ -72,18 +73,7 @@ class Row:
 
 def small() -> PreTrainedModel:
     """3.4 million parameters."""
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
+    return make_model(ModelSize())
 
 
 def smollm2() -> PreTrainedModel:

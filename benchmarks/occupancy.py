@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from small_model import ModelSize, make_model
 
 from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
@@ -77,17 +77,7 @@ class BurstEngine(SimulatedEngine):
 
 def small_torch_engine() -> TorchEngine:
     torch.set_num_threads(1)
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    return TorchEngine(Qwen3ForCausalLM(config), slots=SLOTS, max_model_tokens=1024)
+    return TorchEngine(make_model(ModelSize()), slots=SLOTS, max_model_tokens=1024)
 
 
 Case: TypeAlias = "tuple[Callable[[], Engine], float, float | None]"

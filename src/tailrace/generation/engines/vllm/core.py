@@ -84,7 +84,7 @@ def make_config(source: ModelSource, model: ModelSettings, generator: GeneratorS
         config = EngineArgs(**options).create_engine_config()
     except ValidationError as error:
         raise _of_option(error, generator) or _cannot_load(source, error) from error
-    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _cannot_load(source, error) from error
     if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
         config.cache_config.kv_cache_memory_bytes = _cpu_cache_bytes(config)
@@ -104,7 +104,7 @@ def start_core(config: VllmConfig, source: ModelSource) -> InprocClient:
             executor_class=Executor.get_class(config),
             log_stats=True,
         )
-    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as error:
         raise _cannot_load(source, error) from error
 
 
