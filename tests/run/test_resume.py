@@ -14,8 +14,11 @@ from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerS
 from tailrace.transport.event_log import read_events
 from tests.run.runs import environment, records, rollouts, run_inline, trained_tasks
 
-DATA = (*environment("words"), "--environment.args.count", "20", "--environment.args.held_out", "0")
-"""20 tasks; 2 a step."""
+DATA = (
+    *(*environment("words"), "--environment.args.count", "20", "--environment.args.held_out", "0"),
+    *("--scheduling.max_staleness", "10"),
+)
+"""20 tasks; 2 a step. No token gets too old, however late a busy machine installs new weights."""
 
 
 @pytest.fixture(scope="module")
