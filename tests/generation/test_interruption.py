@@ -213,7 +213,7 @@ async def test_a_caller_of_a_paused_generator_only_waits_longer() -> None:
         await asyncio.sleep(0.02)
         assert generator.statistics().sampled_tokens_total == sampled < 400
         assert not task.done()
-        generator.resume()
+        await generator.resume()
         done = await task
         assert (done.num_tokens, done.metrics["preemptions"]) == (400, 1)
         assert generator.statistics().sampled_tokens_total == 400
@@ -234,6 +234,6 @@ async def test_a_caller_that_goes_away_during_a_pause_takes_its_request_along() 
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        generator.resume()
+        await generator.resume()
         await generator.pause()
         assert generator.statistics().sampled_tokens_total == 0

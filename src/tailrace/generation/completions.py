@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.generation.engines.protocol import EngineLimits, SampledTokens
 from tailrace.records import Completion, FinishReason, GenerationRequest, Int32Array, SamplingParams
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 _ADDED = ("queue_s", "decode_s", "cached_prompt_tokens", "preemptions", "mixed_cache_tokens", "nonfinite_logprobs")
 """Metrics that add up over the parts of an interrupted completion."""
@@ -22,12 +26,9 @@ def assembled(
     are counted in `metrics["nonfinite_logprobs"]`, and stay what they are.
     """
     parts: list[SampledTokens | Completion] = [*chunks] if prefix is None else [prefix, *chunks]
-    if len(parts) == 1:
-        token_ids, logprobs, versions = parts[0].token_ids, parts[0].logprobs, parts[0].policy_versions
-    else:
-        token_ids = np.concatenate([part.token_ids for part in parts])
-        logprobs = np.concatenate([part.logprobs for part in parts])
-        versions = np.concatenate([part.policy_versions for part in parts])
+    token_ids = _joined([part.token_ids for part in parts], np.int32)
+    logprobs = _joined([part.logprobs for part in parts], np.float32)
+    versions = _joined([part.policy_versions for part in parts], np.int32)
     own = dict.fromkeys(_ADDED, 0.0) | (chunks[-1].metrics if chunks else {})
     own["queue_s"] += waited_s
     own["nonfinite_logprobs"] += sum(count_nonfinite(chunk) for chunk in chunks)
@@ -75,6 +76,13 @@ def finished_already(request: GenerationRequest, limits: EngineLimits) -> Comple
     if reason is None or request.prefix is None:
         return None
     return assembled(request.prefix, [], reason)
+
+
+def _joined(arrays: list[NDArray[ScalarT]], dtype: type[ScalarT]) -> NDArray[ScalarT]:
+    """In one piece; one array as it is, no array as an empty one."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
 
 def _together(prefix: Completion, own: Mapping[str, float]) -> dict[str, float]:

@@ -146,6 +146,8 @@ class EngineLoop:
             if chunk.finish_reason is FinishReason.ABORTED and self._is_held(call):
                 _keep(call, completion)
                 held.append(call)
+                if call.on_chunk is not None and len(chunk.token_ids):
+                    results[call.loop].append((call, chunk))
             else:
                 results[call.loop].append((call, completion))
         self._inbox.put_back(held)

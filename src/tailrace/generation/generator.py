@@ -122,9 +122,14 @@ class Generator:
         """
         return await self._release(hold=True)
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Go on with what was paused, each request as its prompt and what it had sampled, the rest of its budget."""
         self._inbox.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no request runs until `resume`."""
+        return self._inbox.is_paused
 
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; how many there were.

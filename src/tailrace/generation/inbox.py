@@ -142,6 +142,11 @@ class Inbox:
             self._paused = False
             self._changed.notify()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self._paused
+
     def close(self) -> None:
         """Ask the thread to end."""
         with self._changed:

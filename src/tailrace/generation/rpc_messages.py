@@ -24,7 +24,7 @@ from tailrace.records import (
     SamplingParams,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -87,6 +87,21 @@ class LoadCall(_Call, frozen=True, kw_only=True):
     ref: ModelStateDictRef
 
 
+class PauseCall(_Call, frozen=True, kw_only=True):
+    """Take every running request off the engine, for as long as this client lives or until it resumes."""
+
+
+class ResumeCall(_Call, frozen=True, kw_only=True):
+    """End this client's pause; requests go on once no other client's is left."""
+
+
+class InterruptCall(_Call, frozen=True, kw_only=True):
+    """Hand requests back to their callers as they are."""
+
+    request_ids: frozenset[str] | None = None
+    """All where None."""
+
+
 class StatisticsCall(_Call, frozen=True, kw_only=True):
     """Ask for the engine's statistics; answered once the engine is built."""
 
@@ -96,7 +111,17 @@ class CloseCall(_Call, frozen=True, kw_only=True):
 
 
 AnyCall: TypeAlias = (
-    HelloCall | LeaveCall | GenerateCall | AbortCall | LoadCall | UploadCall | StatisticsCall | CloseCall
+    HelloCall
+    | LeaveCall
+    | GenerateCall
+    | AbortCall
+    | LoadCall
+    | UploadCall
+    | PauseCall
+    | ResumeCall
+    | InterruptCall
+    | StatisticsCall
+    | CloseCall
 )
 
 
@@ -115,6 +140,8 @@ class ReportReply(_Call, frozen=True, kw_only=True):
     statistics: EngineStatistics
     received: int
     """Requests of this client that had arrived by then."""
+    is_paused: bool = False
+    """Whether requests wait because some client said so."""
 
 
 class UploadedReply(_Call, frozen=True, kw_only=True):
@@ -137,6 +164,13 @@ class LoadedReply(_Call, frozen=True, kw_only=True):
     """The version that is installed now."""
 
     version: int
+
+
+class ReleasedReply(_Call, frozen=True, kw_only=True):
+    """Pausing, resuming or interrupting is done."""
+
+    requests: int
+    """Taken off the engine, or handed back."""
 
 
 class StatisticsReply(_Call, frozen=True, kw_only=True):
@@ -163,6 +197,7 @@ AnyReply: TypeAlias = (
     | CompletionReply
     | LoadedReply
     | UploadedReply
+    | ReleasedReply
     | StatisticsReply
     | ClosedReply
     | ErrorReply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +37,18 @@ class ReplicaClient(Protocol):
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install weights; the version installed."""
+        ...
+
+    async def pause(self) -> int:
+        """Take every running request off the engine; how many there were."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on with them."""
+        ...
+
+    async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
+        """Hand requests back as `ABORTED` completions; how many there were."""
         ...
 
     async def failed(self) -> Exception:

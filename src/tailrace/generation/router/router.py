@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from tailrace.errors import EngineFailed, RequestRefused, TailraceError
-from tailrace.generation.completions import assembled, finished_by
+from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
 from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
+from tailrace.generation.router.request import RoutedRequest
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
 from tailrace.transport.channels import wait_until
 
 _logger = logging.getLogger(__name__)
+
+ToldT = TypeVar("ToldT")
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
 
@@ -51,6 +54,8 @@ class Router:
         self._target: ModelStateDictRef | None = None
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
+        self._requests: set[RoutedRequest] = set()
+        self._is_paused = False
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -68,88 +73,118 @@ class Router:
 
         Raises `EngineFailed` once no replica is left, and `RequestRefused` for a request under which too many died.
         """
-        died = parts = 0
-        while (reason := finished_by(prompt_token_ids, sampling, prefix)) is None:
-            index = await self._choose(session_id, group_id)
-            chunks: list[SampledTokens] = []
-            try:
-                completion = await self._ask(
-                    index,
-                    prompt_token_ids,
-                    sampling=sampling,
-                    request_id=f"{request_id}+{parts}" if parts else request_id,
-                    session_id=session_id,
-                    group_id=group_id,
-                    prefix=prefix,
-                    chunks=chunks,
-                )
-            except EngineFailed as error:
-                self._failed_over(self._replicas[index], error)
-                died += 1
-                if died > self._settings.max_failovers:
-                    raise RequestRefused(
-                        f"request {request_id} was running on {died} generators as they failed; it is not tried on "
-                        "another (generator.router.max_failovers)"
-                    ) from error
-                prefix = assembled(prefix, chunks, FinishReason.ABORTED) if chunks else prefix
-            else:
-                if completion.finish_reason is not FinishReason.ABORTED:
+        request = RoutedRequest(prompt_token_ids, sampling, request_id, session_id, group_id, prefix)
+        self._requests.add(request)
+        try:
+            while (reason := request.finish_reason) is None:
+                index = await self._choose(request)
+                if index is None:
+                    return request.interrupted()
+                completion = await self._ask(self._replicas[index], index, request)
+                if completion is not None:
                     return completion
-                prefix = completion
-            parts += 1
-        assert prefix is not None
-        return replace(prefix, finish_reason=reason)
+        finally:
+            self._requests.discard(request)
+        assert request.prefix is not None
+        return replace(request.prefix, finish_reason=reason)
 
     __call__ = generate
 
-    async def _choose(self, session_id: str, group_id: str) -> int:
-        """Wait for a replica that takes the request."""
-        while True:
+    async def _choose(self, request: RoutedRequest) -> int | None:
+        """Wait for a replica that takes the request; None once it is interrupted."""
+        while not request.is_interrupted:
             if self._failure is not None:
                 raise EngineFailed(str(self._failure)) from self._failure
-            index = self._policy.choose(session_id, group_id, self._loads)
-            if index is not None:
-                return index
+            if not self._is_paused:
+                index = self._policy.choose(request.session_id, request.group_id, self._loads)
+                if index is not None:
+                    return index
             await self._next_change()
+        return None
 
-    async def _ask(
-        self,
-        index: int,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None,
-        chunks: list[SampledTokens],
-    ) -> Completion:
-        replica = self._replicas[index]
-        assert replica.client is not None
+    async def _ask(self, replica: Replica, index: int, request: RoutedRequest) -> Completion | None:
+        """The completion; None when the request has to go on elsewhere."""
+        client, chunks = replica.client, list[SampledTokens]()
+        assert client is not None
+        request.client = client
         replica.requests += 1
-        replica.sent(len(prompt_token_ids) + sampling.max_tokens)
+        replica.sent(len(request.prompt_token_ids) + request.sampling.max_tokens)
         self._loads[index] = replica.load
         try:
-            completion = await replica.client.generate(
-                prompt_token_ids,
-                sampling=sampling,
-                request_id=request_id,
-                session_id=session_id,
-                group_id=group_id,
-                prefix=prefix,
+            completion = await client.generate(
+                request.prompt_token_ids,
+                sampling=request.sampling,
+                request_id=request.part_id,
+                session_id=request.session_id,
+                group_id=request.group_id,
+                prefix=request.prefix,
                 on_chunk=chunks.append,
             )
+        except EngineFailed as error:
+            replica.failovers += 1
+            client.fail(error)  # its engine is gone, whatever of it still answers
+            self._update()
+            request.lost(chunks, error, self._settings.max_failovers)
+            return None
         finally:
+            request.client = None
             replica.requests -= 1
         replica.completions += 1
-        return completion
+        if completion.finish_reason is not FinishReason.ABORTED:
+            return completion
+        request.goes_on(completion)
+        return None
 
-    def _failed_over(self, replica: Replica, error: EngineFailed) -> None:
-        """Its engine is gone, whatever of it still answers."""
-        replica.failovers += 1
-        if replica.client is not None:
-            replica.client.fail(error)
+    # --- interruption --------------------------------------------------------------------------------------------
+
+    async def pause(self) -> int:
+        """Take every running request off its replica, with its tokens, and start none; how many there were.
+
+        Whoever awaits them waits on, also when a replica dies or joins meanwhile. Weights may be loaded. `resume` ends
+        it. Raises `EngineFailed` when no replica is left.
+        """
+        self._is_paused = True
+        return sum(await self._tell(lambda client: client.pause()))
+
+    async def resume(self) -> None:
+        """Go on with what was paused, each request as its prompt and what it had sampled, the rest of its budget."""
+        self._is_paused = False
         self._update()
+        await self._tell(lambda client: client.resume())
+
+    async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
+        """Hand requests, all or these, back to their callers as they are; how many there were.
+
+        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
+        """
+        ids = None if request_ids is None else frozenset(request_ids)
+        wanted = [request for request in self._requests if ids is None or request.request_id in ids]
+        for request in wanted:
+            request.is_interrupted = True
+        self._update()
+        parts: dict[ReplicaClient, set[str]] = defaultdict(set)
+        for request in wanted:
+            if request.client is not None:
+                parts[request.client].add(request.part_id)
+        await self._tell(lambda client: client.interrupt(parts[client]), parts)
+        return len(wanted)
+
+    async def _tell(
+        self, what: Callable[[ReplicaClient], Awaitable[ToldT]], clients: Iterable[ReplicaClient] | None = None
+    ) -> list[ToldT]:
+        """What these replicas, or all, answer. One that fails meanwhile has nothing left that could be told."""
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure)) from self._failure
+        if clients is None:
+            clients = [replica.client for replica in self._replicas if replica.client is not None]
+        answers = await asyncio.gather(*(what(client) for client in clients), return_exceptions=True)
+        told = list[ToldT]()
+        for answer in answers:
+            if not isinstance(answer, BaseException):
+                told.append(answer)
+            elif not isinstance(answer, EngineFailed):
+                raise answer
+        return told
 
     # --- replicas ------------------------------------------------------------------------------------------------
 
