@@ -22,7 +22,9 @@ Each message says what was found, what was expected and what to do about it, and
     │   ├── Diverged                loss or gradients are not finite
     │   └── CheckpointError         a checkpoint cannot be written or read
     ├── AccountingError             the ledger does not balance: a bug of Tailrace, never of the user
-    └── LifecycleError              a process of the run failed or left early
+    ├── LifecycleError              a process of the run failed or left early
+    └── SimulationError             a simulated run cannot go on
+        └── Deadlock                nothing can happen any more, and somebody still waits
 """
 
 from __future__ import annotations
@@ -120,3 +122,11 @@ class AccountingError(TailraceError):
 
 class LifecycleError(TailraceError):
     """A process of the run failed or left before it was told to."""
+
+
+class SimulationError(TailraceError):
+    """A simulated run cannot go on."""
+
+
+class Deadlock(SimulationError):
+    """Nothing can happen any more in virtual time, and somebody still waits; the message names who."""

@@ -1,0 +1,11 @@
+"""The real scheduler in virtual time, over modelled engines and a modelled trainer.
+
+A plan of the hardware and the load flows in, figures flow out: throughput, staleness, bias, and who waited for whom.
+Scheduler, rollouter, scoring, batching, ledger and bias meter are those of a run; only what takes hardware is modelled.
+Nothing here may read a wall clock or draw from an unseeded generator: the same seed gives the same run, event for
+event.
+"""
+
+from tailrace.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
+
+__all__ = ["VirtualTimeLoop", "run_in_virtual_time"]
