@@ -20,7 +20,10 @@ from tailrace.config import list_recipes
         (["train", "quikstart"], "did you mean 'quickstart'?"),
         (["train", "nowhere.toml"], "cannot read the settings file nowhere.toml"),
         (["train", "quickstart", "extra"], "unexpected argument 'extra'"),
-        (["train", "quickstart", "--dry-run", "--environment.args.max_name", "3"], "did you mean 'max_names'?"),
+        (
+            ["train", "quickstart", "--dry-run", "--environment.args.max_name", "3"],
+            "command line: environment.args.max_name: ",
+        ),
         (["recipes", "extra"], "this command takes no 'extra'"),
         (["eval", "quickstart", "--limit", "0"], "--limit is 0"),
         (["eval", "quickstart", "--environment.eval_tasks", "0", "--environment.name", "reverse-text"], "no held-out"),
@@ -34,6 +37,37 @@ def test_what_is_wrong_is_told_with_exit_status_2(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+ARGUMENTS = """max_steps = 1
+[model]
+name = "bundled:quickstart"
+[[environments]]
+name = "reverse-text"
+[[environments]]
+name = "alphabet-sort"
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("args = { max_name = 3 }", 8),
+        ("args.power = 1\nargs.max_name = 3", 9),
+        ("[environments.args]\npower = 1\nmax_name = 3", 10),
+        ("[environments.args]\npower = 1\nmax_names = 'three'", 10),
+        ("args.power = 0", 6),
+    ],
+)
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["eval"]])
+def test_an_argument_that_the_environment_refuses_is_told_with_its_file_and_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], arguments: str, line: int
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(ARGUMENTS.format(arguments))
+    assert main([*command, str(path)]) == 2
+    assert f"run.toml, line {line}: environment.args" in capsys.readouterr().err
 
 
 def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,15 +46,16 @@ class Train:
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
-        from tailrace.config import load_settings
+        from tailrace.config import load_settings, placed
         from tailrace.observability.summary import summary_text
 
         settings = load_settings(self.recipe, overrides)
-        if self.dry_run:
-            return _show_plan(settings)
-        from tailrace.run.training import train
+        with placed(self.recipe, overrides):
+            if self.dry_run:
+                return _show_plan(settings)
+            from tailrace.run.training import train
 
-        summary = _run(train(settings))
+            summary = _run(train(settings))
         console = Console()
         console.print(summary_text(summary), highlight=False, markup=False, soft_wrap=True)
         console.print(f"  in          runs/{settings.name}", highlight=False, soft_wrap=True)
@@ -76,13 +77,14 @@ class Evaluate:
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
-        from tailrace.config import load_settings
+        from tailrace.config import load_settings, placed
         from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_text
 
         if self.limit is not None and self.limit < 1:
             raise SettingsError(f"--limit is {self.limit}; it counts held-out tasks, so it must be 1 or above")
         settings = load_settings(self.recipe, overrides)
-        found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
+        with placed(self.recipe, overrides):
+            found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
         text = evaluation_json(found) if self.json else evaluation_text(settings.model.name, found)
         Console().print(text, highlight=False, markup=False, soft_wrap=True)
         return 0

@@ -37,6 +37,11 @@ class TailraceError(Exception):
 class SettingsError(TailraceError):
     """A setting is unknown, contradictory or impossible. Ends the command with exit code 2."""
 
+    def __init__(self, message: str, *, key: tuple[str | int, ...] = ()) -> None:
+        """`key` is the setting's place in the tables, where it is for somebody else to say in which line that is."""
+        super().__init__(message)
+        self.key = key
+
 
 class DataError(TailraceError):
     """A data set, a task row or a run folder is unusable. Ends the command with exit code 2."""

@@ -7,7 +7,8 @@ names the key, the line and the nearest valid name. Each part owns the class of 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,7 +18,8 @@ from tailrace.config.plan import Plan, plan_run
 from tailrace.config.problems import explain
 from tailrace.config.reference import settings_reference
 from tailrace.config.settings import Placement, RunSettings
-from tailrace.config.sources import Key, list_recipes, read_settings_file
+from tailrace.config.sources import Key, Places, list_recipes, read_settings_file
+from tailrace.errors import SettingsError
 
 __all__ = [
     "Placement",
@@ -25,6 +27,7 @@ __all__ = [
     "RunSettings",
     "list_recipes",
     "load_settings",
+    "placed",
     "plan_run",
     "settings_reference",
 ]
@@ -42,11 +45,31 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
     given = parse_overrides(overrides)
     table = apply_overrides(file.table, given)
     table.setdefault("name", _name_of(recipe))
-    overridden = {_as_located(key) for key in given}
     try:
         return RunSettings.model_validate(table)
     except ValidationError as error:
-        raise explain(error, RunSettings, file, overridden) from None
+        raise explain(error, RunSettings, Places(file, {_as_located(key) for key in given})) from None
+
+
+@contextmanager
+def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """What is found wrong with these settings only when they are used is told with its place, as by `load_settings`.
+
+    Raises `SettingsError`.
+
+    >>> with placed("quickstart", ["--environment.args.max_name", "3"]):
+    ...     raise SettingsError("no such argument", key=("environments", 0, "args", "max_name"))
+    Traceback (most recent call last):
+        ...
+    tailrace.errors.SettingsError: command line: no such argument
+    """
+    try:
+        yield
+    except SettingsError as error:
+        if not error.key:
+            raise
+        places = Places(read_settings_file(recipe), {_as_located(key) for key in parse_overrides(overrides)})
+        raise SettingsError(f"{places.where(error.key)}: {error}") from error
 
 
 def _name_of(recipe: str) -> str:

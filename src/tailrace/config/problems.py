@@ -11,20 +11,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tailrace.config.contradictions import Contradictions
-from tailrace.config.sources import Key, SettingsFile
+from tailrace.config.sources import Key, Places
 from tailrace.errors import SettingsError
 
 
-def explain(error: ValidationError, model: type[BaseModel], file: SettingsFile, overridden: set[Key]) -> SettingsError:
+def explain(error: ValidationError, model: type[BaseModel], given: Places) -> SettingsError:
     """Name each key, where it stands, what it should be, and for an unknown one the nearest that exists."""
     problems = error.errors()
-    places = [tuple(problem["loc"]) for problem in problems]
-    told = _Told(model, file, overridden)
+    keys = [tuple(problem["loc"]) for problem in problems]
+    told = _Told(model, given)
     lines = []
-    for problem, place in zip(problems, places, strict=True):
-        inside = any(other[: len(place)] == place and len(other) > len(place) for other in places)
+    for problem, key in zip(problems, keys, strict=True):
+        inside = any(other[: len(key)] == key and len(other) > len(key) for other in keys)
         if not (problem["type"] == "too_short" and inside):  # a list is short only of the entry that is wrong
-            lines += told.lines(problem, place)
+            lines += told.lines(problem, key)
     return SettingsError("\n".join(lines))
 
 
@@ -33,27 +33,20 @@ class _Told:
     """How problems with settings of one file and command line are told."""
 
     model: type[BaseModel]
-    file: SettingsFile
-    overridden: set[Key]
+    given: Places
 
     def lines(self, problem: ErrorDetails, key: Key) -> list[str]:
         """One line per problem."""
         if problem["type"] == "value_error":
             error = problem["ctx"]["error"]
             if isinstance(error, Contradictions):
-                return [f"{self.where(*one.keys)}: {one}" for one in error.found]
-            return [f"{self.where(key)}: {error}"]
-        return [f"{self.where(key)}: {self._what(problem, key)}"]
-
-    def where(self, *keys: Key) -> str:
-        """The command line, if it gave one of the keys or something inside; else the line of the first that has one."""
-        if any(_touches(given, key) for key in keys for given in self.overridden):
-            return "command line"
-        return self.file.where(next((key for key in keys if self.file.holds(key)), keys[0]))
+                return [f"{self.given.where(*one.keys)}: {one}" for one in error.found]
+            return [f"{self.given.where(key)}: {error}"]
+        return [f"{self.given.where(key)}: {self._what(problem, key)}"]
 
     def name(self, key: Key) -> str:
         """As users write it: the only environment is `environment`."""
-        environments = self.file.table.get("environments")
+        environments = self.given.file.table.get("environments")
         if key[:2] == ("environments", 0) and (not isinstance(environments, list) or len(environments) < 2):
             key = ("environment", *key[2:])
         return dotted(key)
@@ -87,7 +80,7 @@ class _Told:
             hint = f"did you mean {elsewhere[0]}?"
         else:
             hint = f"known {'in ' + self.name(key[:-1]) if key[:-1] else 'here'}: {', '.join(names)}"
-        given = [one for one in self.overridden if one[: len(key)] == key]
+        given = [one for one in self.given.overridden if one[: len(key)] == key]
         return f"{self.name(min(given, default=key, key=len))} is no setting; {hint}"
 
 
@@ -98,12 +91,6 @@ def dotted(key: Key) -> str:
     'environments.0.name'
     """
     return ".".join(map(str, key))
-
-
-def _touches(given: Key, key: Key) -> bool:
-    """Whether one of the two lies inside the other."""
-    shorter = min(len(given), len(key))
-    return given[:shorter] == key[:shorter]
 
 
 def _how_to_give(key: Key, section: type[BaseModel] | None) -> str:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.problems import explain
-from tailrace.config.sources import SettingsFile
+from tailrace.config.sources import Places, SettingsFile
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 
@@ -37,4 +37,4 @@ def load_serve_settings(model: str, overrides: Sequence[str]) -> ServeSettings:
     try:
         return ServeSettings.model_validate(table)
     except ValidationError as error:
-        raise explain(error, ServeSettings, SettingsFile("command line", table), set(given)) from None
+        raise explain(error, ServeSettings, Places(SettingsFile("command line", table), set(given))) from None

@@ -39,6 +39,21 @@ class SettingsFile:
         return key in self.lines
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where each setting of one file and command line was given."""
+
+    file: SettingsFile
+    overridden: set[Key]
+    """Keys that the command line gave."""
+
+    def where(self, *keys: Key) -> str:
+        """The command line, if it gave one of the keys or something inside; else the line of the first that has one."""
+        if any(_touches(given, key) for key in keys for given in self.overridden):
+            return "command line"
+        return self.file.where(next((key for key in keys if self.file.holds(key)), keys[0]))
+
+
 def recipe_folder() -> Path:
     """The folder of the packaged recipes."""
     return Path(str(importlib.resources.files("tailrace") / "recipes"))
@@ -90,6 +105,12 @@ def find_lines(text: str) -> dict[Key, int]:
         elif assignment := _ASSIGNMENT.match(line):
             lines.setdefault((*table, *_split(assignment[1], {})), number)
     return lines
+
+
+def _touches(given: Key, key: Key) -> bool:
+    """Whether one of the two lies inside the other."""
+    shorter = min(len(given), len(key))
+    return given[:shorter] == key[:shorter]
 
 
 def _split(dotted: str, counts: dict[str, int]) -> Key:

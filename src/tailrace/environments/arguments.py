@@ -34,7 +34,7 @@ def check_arguments(
     for parameter in parameters:
         needed = parameter.default is parameter.empty and parameter.name in known
         if needed and parameter.name not in arguments:
-            raise SettingsError(f"environment.args.{parameter.name} is missing: {owner} needs it")
+            raise SettingsError(f"environment.args.{parameter.name} is missing: {owner} needs it", key=("args",))
     hints = _type_hints(target)
     return {
         name: convert_argument(name, value, hints[name], owner=owner) if name in known and name in hints else value
@@ -46,7 +46,8 @@ def unknown_argument(name: str, known: list[str], *, owner: str) -> SettingsErro
     """The error for an argument that nobody takes, naming the nearest one that exists."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return SettingsError(f"environment.args.{name}: {owner} takes no such argument{hint} It takes: {_listed(known)}")
+    said = f"environment.args.{name}: {owner} takes no such argument{hint} It takes: {_listed(known)}"
+    return SettingsError(said, key=("args", name))
 
 
 def convert_argument(name: str, value: Json, annotation: Any, *, owner: str) -> Any:
@@ -55,7 +56,8 @@ def convert_argument(name: str, value: Json, annotation: Any, *, owner: str) -> 
         return TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise SettingsError(f"environment.args.{name} of {owner} is {value!r}: {problem}") from error
+        said = f"environment.args.{name} of {owner} is {value!r}: {problem}"
+        raise SettingsError(said, key=("args", name)) from error
 
 
 def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:

@@ -144,7 +144,9 @@ def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:
     own_name = settings.name.rpartition(":")[2]
     if isinstance(target, EnvironmentSpec):
         if settings.args:
-            raise SettingsError(f"environment.args: {settings.name!r} is a finished EnvironmentSpec and takes none")
+            raise SettingsError(
+                f"environment.args: {settings.name!r} is a finished EnvironmentSpec and takes none", key=("args",)
+            )
         return target
     if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
         return EnvironmentSpec(name=own_name, environment=_with_arguments(target, settings))
@@ -164,7 +166,7 @@ def _call_factory(factory: Callable[..., Any], settings: EnvironmentSettings) ->
     except ValidationError as error:  # a factory that checks its arguments with a pydantic model of its own
         problem = error.errors()[0]
         name = ".".join(["environment.args", *map(str, problem["loc"])])
-        raise SettingsError(f"{name} of {settings.name}: {problem['msg']}") from error
+        raise SettingsError(f"{name} of {settings.name}: {problem['msg']}", key=("args", *problem["loc"])) from error
     if isinstance(spec, EnvironmentSpec):
         return spec
     raise SettingsError(

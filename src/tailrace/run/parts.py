@@ -83,8 +83,12 @@ class EnvironmentRunner:
 def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
     """Every environment of the run by its id. Raises `SettingsError` and `DataError`."""
     loaded = {}
-    for chosen in settings.environments:
-        spec = load_environment(chosen)
+    for index, chosen in enumerate(settings.environments):
+        try:
+            spec = load_environment(chosen)
+        except SettingsError as error:
+            error.key = ("environments", index, *error.key)
+            raise
         if settings.rollouts.workers == 0 and needs_workers(spec):
             raise SettingsError(
                 f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "
