@@ -89,8 +89,10 @@ def test_a_resumed_mix_keeps_its_shares(drawn: int, outstanding: int) -> None:
         )
 
     stream = fresh()
-    keys = [stream.draw() for _ in range(drawn)]
-    again = [key for key in keys[len(keys) - outstanding :] if key is not None]
+    keys = [stream.draw() or pytest.fail("endless") for _ in range(drawn)]
+    again = keys[len(keys) - outstanding :]
+    for key in keys[: len(keys) - outstanding]:
+        stream.end(key, trained=key.index % 3 > 0)
     resumed = fresh()
     resumed.restore(stream.state(again))
     assert [resumed.draw() for _ in range(len(again) + 20)] == [*again, *(stream.draw() for _ in range(20))]

@@ -10,7 +10,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from tailrace.environments import EnvironmentSpec, Message, Policy, Task
+from tailrace.environments import EnvironmentSpec, Message, Observation, Policy, Task
 from tailrace.records import Reward
 
 
@@ -127,3 +127,31 @@ def stubborn() -> EnvironmentSpec:
 
     rows = [{"word": f"word {index}"} for index in range(64)]
     return EnvironmentSpec(name="stubborn", agent=agent, train_tasks=rows, trusted=True)
+
+
+class Talk:
+    """Answers every reply, until no turn is left."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.replies = 0
+        return Observation.user(str(task["word"]))
+
+    async def step(self, reply: Message) -> Observation:
+        self.replies += 1
+        value = zlib.crc32(reply["content"].encode()) % 97 / 97
+        told = {"said": reply["content"], "loud": reply["content"].isupper()}
+        return Observation(messages=[{"role": "user", "content": "go on"}], reward=value, columns=told)
+
+
+def talking() -> EnvironmentSpec:
+    return EnvironmentSpec(name="talking", environment=Talk, train_tasks=[{"word": f"word {n}"} for n in range(64)])
+
+
+async def sleep(task: Task, policy: Policy) -> Reward:
+    """Never done before its time limit."""
+    await asyncio.Event().wait()
+    return await answer(task, policy)
+
+
+def sleeping() -> EnvironmentSpec:
+    return EnvironmentSpec(name="sleeping", agent=sleep, train_tasks=[{"word": f"word {n}"} for n in range(64)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from tailrace.config.sources import Key
@@ -61,21 +62,22 @@ def _of_the_schedule(settings: RunSettings) -> list[Contradiction]:
 
 def _of_groups(settings: RunSettings) -> list[Contradiction]:
     problems = []
+    common = math.lcm(*map(settings.group_size, settings.environments))
+    fitting = max(common, settings.scheduling.batch_size // common * common)
     for environment in settings.environments:
-        size = settings.group_size(environment)
+        name, size = environment.id or environment.name, settings.group_size(environment)
         if settings.scheduling.batch_size % size:
-            fitting = max(size, settings.scheduling.batch_size // size * size)
             problems.append(
                 Contradiction(
                     f"scheduling.batch_size is {settings.scheduling.batch_size}, no multiple of the group size {size} "
-                    f"of environment {environment.name!r}: write {fitting}, for example",
+                    f"of environment {name!r}: write {fitting}, for example",
                     *("scheduling.batch_size", "rollouts.group_size"),
                 )
             )
         if size == 1:
             problems.append(
                 Contradiction(
-                    f"the group size of environment {environment.name!r} is 1: advantages compare the rollouts of a "
+                    f"the group size of environment {name!r} is 1: advantages compare the rollouts of a "
                     "group, so write rollouts.group_size = 2 or more",
                     "rollouts.group_size",
                 )

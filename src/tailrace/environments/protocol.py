@@ -134,6 +134,8 @@ class EnvironmentSpec:
     """Columns that every task row must have; checked before a rollout starts."""
     columns: tuple[str, ...] = ()
     """Attributes of a reset/step environment to save beside each rollout. An agent uses `Reward.columns`."""
+    saved_columns: tuple[str, ...] | None = None
+    """Only these are saved, of what it reports and of its attributes; None: all it reports. `environment.columns`."""
     trusted: bool = False
     """Its synchronous code returns soon and always, so it may run on the event loop. Otherwise it runs in a worker
     process, which is killed with that one rollout when it never returns. Coroutines always run on the loop."""

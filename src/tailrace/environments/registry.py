@@ -63,6 +63,7 @@ def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) 
         spec,
         name=settings.id or spec.name,
         trusted=spec.trusted if settings.trusted is None else settings.trusted,
+        saved_columns=spec.saved_columns if settings.columns is None else settings.columns,
     )
     if not with_tasks:
         return replace(spec, train_tasks=(), eval_tasks=(), held_out=0)

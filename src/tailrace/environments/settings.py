@@ -35,7 +35,9 @@ class EnvironmentSettings(BaseModel):
         description="Held-out tasks: the first so many of the environment's own, or so many taken out of the training "
         "rows when it has none; None: all of its own.",
     )
-    weight: float = Field(default=1.0, gt=0, description="Share of this environment's tasks among all, relative.")
+    weight: float = Field(
+        default=1.0, gt=0, description="Share of this environment among the tasks that are trained on, relative."
+    )
     trusted: bool | None = Field(
         default=None,
         description="Run its synchronous code on the event loop instead of in killable workers; None: as it declares.",
@@ -45,5 +47,10 @@ class EnvironmentSettings(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens per completion at most; None: the run's.")
     timeout_s: float | None = Field(
         default=None, gt=0, description="Seconds a rollout may take, scoring included; None: the run's."
+    )
+    columns: tuple[str, ...] | None = Field(
+        default=None,
+        description="Which columns to save with its rollouts: of those it reports, and attributes of a reset/step "
+        "environment; None: all that it reports.",
     )
     temperature: float | None = Field(default=None, gt=0, description="Of training rollouts; None: the run's.")

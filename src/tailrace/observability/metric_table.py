@@ -55,6 +55,20 @@ _REWARD = (
         _MEAN,
         "What rewards were made of, and what environments report, per rollout.",
     ),
+    (
+        "environment/{environment}/trained_share",
+        "1",
+        _LAST,
+        "Tasks of this environment among all that were trained on since the run began; its weight asks for this share.",
+    ),
+    ("environment/{environment}/in_flight", "tasks", _LAST, "Its tasks handed out and in no batch yet."),
+    ("environment/{environment}/trainable_share", "1", _LAST, "Share of its newest tasks that were trained on."),
+    (
+        "environment/{environment}/barren_tasks",
+        "tasks",
+        _LAST,
+        "Its tasks since the run began that came to nothing after 32 others in a row: it is not drawn more for them.",
+    ),
     ("group/zero_spread_share", "1", _MEAN, "Share of scored groups whose rewards are all equal: they teach nothing."),
     ("group/size", "rollouts", _MEAN, "Rollouts that came back per scored group."),
 )

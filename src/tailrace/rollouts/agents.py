@@ -86,10 +86,17 @@ def environment_agent(
     *,
     tools: Sequence[ToolSpec] = (),
     columns: Sequence[str] = (),
+    saved_columns: Sequence[str] | None = None,
     scored_later: bool = False,
 ) -> Agent:
     """The agent of a reset/step environment whose methods may run on the event loop; see `hosted_agent`."""
-    return hosted_agent(lambda task: LocalEnvironment(factory), tools=tools, columns=columns, scored_later=scored_later)
+    return hosted_agent(
+        lambda task: LocalEnvironment(factory),
+        tools=tools,
+        columns=columns,
+        saved_columns=saved_columns,
+        scored_later=scored_later,
+    )
 
 
 def hosted_agent(
@@ -97,9 +104,13 @@ def hosted_agent(
     *,
     tools: Sequence[ToolSpec] = (),
     columns: Sequence[str] = (),
+    saved_columns: Sequence[str] | None = None,
     scored_later: bool = False,
 ) -> Agent:
     """The agent of an environment that `host` makes for each rollout, wherever it lives.
+
+    Saves what its observations report and the attributes `columns`; with `saved_columns` those alone, attributes where
+    no observation reported them.
 
     Without a single step reward it returns None; with `scored_later` a reward of NaN, which carries the environment's
     metrics and columns to where the spec's own reward function replaces the value.
@@ -109,7 +120,8 @@ def hosted_agent(
         environment = host(task)
         try:
             score = await _play(environment, task, policy, list(tools) or None)
-            saved = {**score.columns, **(await environment.read_columns(columns) if columns else {})}
+            wanted = columns if saved_columns is None else [name for name in saved_columns if name not in score.columns]
+            saved = {**score.columns, **(await environment.read_columns(wanted) if wanted else {})}
         finally:
             await environment.close()
         if score.reward is None and not scored_later:

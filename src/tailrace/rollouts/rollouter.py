@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from tailrace.environments import Agent, EnvironmentSettings, EnvironmentSpec
@@ -98,17 +99,18 @@ class Rollouter:
         limit_s = timeout_s or self._settings.timeout_s
         async with _blamed_on(task), _within(limit_s, task):
             returned = await self._play(rollout, spec, max_turns or self._settings.max_turns)
-            rollout.reward = await self._score(rollout, spec, returned)
+            rollout.reward = _saving(await self._score(rollout, spec, returned), spec.saved_columns)
         rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
         rollout.ended_s = clock.time()
         return rollout
 
-    async def score(self, group: Group, spec: EnvironmentSpec) -> list[Group]:
+    async def score(self, group: Group, spec: EnvironmentSpec, *, timeout_s: float | None = None) -> list[Group]:
         """Score a complete group by the environment's `score_group`, where it has one; see `scoring.score_group`.
 
-        Raises `RolloutError` for the whole group.
+        `timeout_s` stands in for the settings' where they have no `reward_timeout_s`. Raises `RolloutError` for the
+        whole group.
         """
-        limit_s = self._settings.reward_timeout_s or self._settings.timeout_s
+        limit_s = self._settings.reward_timeout_s or timeout_s or self._settings.timeout_s
         async with _blamed_on(group.task), _within(limit_s, group.task):
             return await score_group(group, spec)
 
@@ -143,11 +145,18 @@ class Rollouter:
         assert spec.environment is not None  # EnvironmentSpec holds exactly one of them
         factory, scored_later = spec.environment, spec.reward is not None
         if spec.trusted or _is_async_environment(factory):
-            return environment_agent(factory, tools=spec.tools, columns=spec.columns, scored_later=scored_later)
+            return environment_agent(
+                factory,
+                tools=spec.tools,
+                columns=spec.columns,
+                saved_columns=spec.saved_columns,
+                scored_later=scored_later,
+            )
         return hosted_agent(
             lambda task: WorkerEnvironment(self._workers, task),
             tools=spec.tools,
             columns=spec.columns,
+            saved_columns=spec.saved_columns,
             scored_later=scored_later,
         )
 
@@ -168,6 +177,13 @@ class Rollouter:
             value = await self._workers.reward(rollout.task, rollout.messages)
         rollout.metrics["score_s"] = clock.time() - started_s
         return _merged(require_reward(value, what), returned)
+
+
+def _saving(reward: Reward | None, saved_columns: Sequence[str] | None) -> Reward | None:
+    """The reward with these columns alone, or with all of them."""
+    if reward is None or saved_columns is None:
+        return reward
+    return replace(reward, columns={name: reward.columns[name] for name in saved_columns if name in reward.columns})
 
 
 def _merged(reward: Reward, returned: float | Reward | None) -> Reward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,7 +29,7 @@ from tailrace.records import (
     TerminalState,
 )
 from tailrace.run.usage import ProcessMeter, total_cpu_s
-from tailrace.scheduling import Verdict
+from tailrace.scheduling import EnvironmentFigures, Verdict
 from tailrace.scheduling.stream import SchedulerStatistics
 
 _logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class RunObserver:
         meter: ProcessMeter,
         statistics: Callable[[], SchedulerStatistics],
         replicas: Callable[[], list[ReplicaFigures]],
+        environments: Callable[[], Mapping[str, EnvironmentFigures]],
     ) -> None:
         self.totals, self.history = Totals(), History()
         self.latest: dict[str, float] = {}
@@ -85,6 +86,7 @@ class RunObserver:
         self.bias = self._recorder.bias
         self._sink, self._rollouts = metrics, rollouts
         self._lag, self._meter, self._statistics, self._replicas = lag, meter, statistics, replicas
+        self._environments = environments
         self._clock = asyncio.get_running_loop().time
         self.started_s = self.last_step_s = self._clock()
         self._usage = meter.read()
@@ -184,6 +186,11 @@ class RunObserver:
         for verdict, name in ((Verdict.BUDGET_SPENT, "budget_wait_s"), (Verdict.BUFFER_FULL, "buffer_wait_s")):
             add(f"scheduler/{name}", statistics.waited_s[verdict] - self._waited_s[verdict])
             self._waited_s[verdict] = statistics.waited_s[verdict]
+        for name, figures in self._environments().items():
+            add(f"environment/{name}/trained_share", figures.trained_share)
+            add(f"environment/{name}/in_flight", figures.in_flight)
+            add(f"environment/{name}/trainable_share", figures.expected)
+            add(f"environment/{name}/barren_tasks", figures.barren_tasks)
         for replica in self._replicas():
             self._metrics.update(replica.metrics())
         lag = self._lag.flush()

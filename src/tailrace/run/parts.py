@@ -70,7 +70,8 @@ class EnvironmentRunner:
 
     async def score(self, group: Group) -> list[Group]:
         """See `GroupRunner.score`."""
-        return await self._rollouter.score(group, self._environments[group.task.environment].spec)
+        environment = self._environments[group.task.environment]
+        return await self._rollouter.score(group, environment.spec, timeout_s=environment.settings.timeout_s)
 
     def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
         if self._evaluation_seed is None:

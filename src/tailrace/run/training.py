@@ -150,6 +150,7 @@ class _Training:
             meter=meter,
             statistics=lambda: scheduler.statistics,
             replicas=placement.replicas,
+            environments=lambda: tasks.environments,
         )
         scheduler = StreamScheduler(
             tasks,

@@ -56,7 +56,7 @@ def run_view(
         in_flight=statistics.in_flight,
         in_flight_limit=(settings.max_staleness + 1) * settings.scheduling.batch_size,
         ready_groups=statistics.waiting_groups,
-        groups_per_batch=settings.scheduling.batch_size // settings.rollouts.group_size,
+        groups_per_batch=_groups_per_batch(settings),
         queued_batches=statistics.batches_ahead,
         running_rollouts=statistics.running,
         phases_s={
@@ -70,6 +70,13 @@ def run_view(
         rollouts_filtered=ledger.total(TerminalState.FILTERED),
         rss_bytes=sum(value for name, value in latest.items() if name.startswith("memory/")),
     )
+
+
+def _groups_per_batch(settings: RunSettings) -> int:
+    """How many groups fill a batch, of environments in the mix that their weights ask for."""
+    weights = sum(environment.weight for environment in settings.environments)
+    rollouts = sum(settings.group_size(environment) * environment.weight for environment in settings.environments)
+    return round(settings.scheduling.batch_size * weights / rollouts)
 
 
 def _waiting_for(orchestrator: Orchestrator, statistics: SchedulerStatistics) -> str:

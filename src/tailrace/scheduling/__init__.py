@@ -10,6 +10,7 @@ from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.budget import StalenessBudget
 from tailrace.scheduling.evaluation import EvaluationResult, evaluate
 from tailrace.scheduling.ledger import Ledger
+from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
 from tailrace.scheduling.observer import SchedulerObserver
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.stream import StreamScheduler
@@ -17,6 +18,8 @@ from tailrace.scheduling.tasks import TaskSource, TaskStream
 
 __all__ = [
     "AdmissionState",
+    "EnvironmentFigures",
+    "EnvironmentMix",
     "EvaluationResult",
     "Ledger",
     "SchedulerObserver",

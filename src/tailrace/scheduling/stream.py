@@ -227,6 +227,8 @@ class StreamScheduler:
         rollouts = [rollout for rollout in (attempt.result() for attempt in started) if rollout is not None]
         scored = await self._score(Group(group_id=group_id, task=task, rollouts=rollouts), len(places))
         trainable = [group for group in scored if self._keep(group)]
+        if not trainable:
+            self._tasks.end(key, trained=False)
         self._open.pop(group_id)
         self._open.update((group.group_id, key) for group in trainable)
         self._ready.extend(trainable)
@@ -329,8 +331,10 @@ class StreamScheduler:
         sampled, size = [], 0
         while self._ready and size < self._settings.batch_size:
             group = self._ready.popleft()
-            self._open.pop(group.group_id, None)
+            key = self._open.pop(group.group_id, None)
             taken = sample_group(group, judged_version=judged_version, max_staleness=self._max_staleness)
+            if key is not None:
+                self._tasks.end(key, trained=bool(taken.samples))
             for rollout, reason in taken.filtered:
                 self._end_all([rollout], Outcome.filtered(reason))
             if taken.samples:

@@ -1,4 +1,7 @@
-"""Which task comes next: every data set shuffled once per epoch, several mixed by weight, the position resumable."""
+"""Which task comes next: every data set shuffled once per epoch, several mixed by weight, the position resumable.
+
+A task that was handed out comes back by `end`: trained, or never to be. That is what the mix goes by (see `mix`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tailrace.environments import EnvironmentSpec
 from tailrace.environments.rows import is_in_memory
 from tailrace.errors import DataError
 from tailrace.records import Task, TaskId
+from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix, MixState
 
 
 class TaskKey(msgspec.Struct, frozen=True, array_like=True):
@@ -33,10 +37,11 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class TaskStreamState(msgspec.Struct, frozen=True):
-    """Where to go on: positions, and the tasks that were drawn but not trained."""
+    """Where to go on: positions, the tasks that were drawn but not trained, and what became of the others."""
 
     positions: dict[str, Position]
     outstanding: list[TaskKey]
+    mix: MixState = msgspec.field(default_factory=lambda: MixState({}))
 
 
 @dataclass(slots=True)
@@ -85,7 +90,7 @@ class TaskSource:
 class TaskStream:
     """Tasks without end, or for `max_epochs` of every data set. Interrupted tasks come first.
 
-    The mix follows the weights: whichever environment lags its share most is drawn next.
+    The mix of what is trained follows the weights, which count tasks: see `EnvironmentMix`.
     """
 
     def __init__(self, sources: Sequence[TaskSource], *, seed: int, max_epochs: int | None = None) -> None:
@@ -95,7 +100,8 @@ class TaskStream:
         self._seed = seed
         self._max_epochs = max_epochs
         self._again: deque[TaskKey] = deque()
-        self._handed_out = dict.fromkeys(self._sources, 0)
+        self._mix = EnvironmentMix({source.environment: source.weight for source in sources})
+        self._in_flight: set[TaskKey] = set()
         self._making = asyncio.Lock()
 
     def draw(self) -> TaskKey | None:
@@ -103,13 +109,24 @@ class TaskStream:
         if self._again:
             key = self._again.popleft()
         else:
-            open_sources = [source for source in self._sources.values() if not source.is_exhausted(self._max_epochs)]
+            open_sources = [name for name, source in self._sources.items() if not source.is_exhausted(self._max_epochs)]
             if not open_sources:
                 return None
-            source = min(open_sources, key=lambda source: self._handed_out[source.environment] / source.weight)
-            key = source.draw(self._seed)
-        self._handed_out[key.environment] += 1
+            key = self._sources[self._mix.draw(open_sources)].draw(self._seed)
+        self._mix.hand_out(key.environment)
+        self._in_flight.add(key)
         return key
+
+    def end(self, key: TaskKey, *, trained: bool) -> None:
+        """A task handed out has a group in a batch, or never will; the first word counts where it had several."""
+        if key in self._in_flight:
+            self._in_flight.remove(key)
+            self._mix.end(key.environment, trained=trained)
+
+    @property
+    def environments(self) -> dict[str, EnvironmentFigures]:
+        """Where every environment of the mix is, by name."""
+        return self._mix.figures
 
     async def make(self, key: TaskKey) -> Task:
         """The task handed out as `key`, of its row alone: the same whenever it is made.
@@ -130,7 +147,7 @@ class TaskStream:
     def state(self, outstanding: Sequence[TaskKey]) -> bytes:
         """Encode the position; `outstanding` names the tasks handed out and not trained, to be started over."""
         positions = {name: Position(source.epoch, source.drawn) for name, source in self._sources.items()}
-        return msgspec.json.encode(TaskStreamState(positions, [*outstanding, *self._again]))
+        return msgspec.json.encode(TaskStreamState(positions, [*outstanding, *self._again], self._mix.state()))
 
     def restore(self, state: bytes) -> None:
         """Go on where `state` was taken. Raises `DataError` when it belongs to other environments."""
@@ -143,9 +160,8 @@ class TaskStream:
         for name, position in decoded.positions.items():
             source = self._sources[name]
             source.epoch, source.drawn = position.epoch, position.drawn
-            again = sum(key.environment == name for key in decoded.outstanding)
-            self._handed_out[name] = position.epoch * len(source.spec.train_tasks) + position.drawn - again
-        self._again = deque(decoded.outstanding)
+        self._again, self._in_flight = deque(decoded.outstanding), set()
+        self._mix.restore(decoded.mix)
 
 
 def _generator(seed: int, environment: str, *numbers: int) -> np.random.Generator:

@@ -1,0 +1,179 @@
+"""Which of several environments the next task comes from, so that the mix of what is trained follows the weights.
+
+An environment's credit is what it had trained, and what its tasks in flight are expected to bring:
+
+    credit = trained + in flight x expected        expected: the share of its newest tasks that were trained
+
+Whichever environment's credit, over its weight, is lowest is drawn next. So a slow environment is not drawn again and
+again for what is on its way, one that is filtered or fails more often is drawn more often, and neither vanishes.
+
+Nothing may be drawn for ever in vain. Beside others, an environment is never drawn more than `MAX_TASKS_PER_TRAINED`
+times as often as its weight says; one that trains less than one task in so many is charged for each as if it trained
+one in so many, falls behind its weight, and owes nothing for it. One whose last `BARREN_AFTER` tasks all came to
+nothing is barren: every task is charged in full, as if it had been trained, so that it gets its weight's share of the
+tasks handed out and no more, until one of them is trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+MAX_TASKS_PER_TRAINED = 8
+"""How much more often than its weight says an environment is drawn at most, for what it does not train."""
+BARREN_AFTER = 32
+"""Tasks in a row of which none was trained."""
+_WINDOW = 32
+"""Newest tasks that the expectation is averaged over, exponentially."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFigures:
+    """Where one environment of the mix is. Counts are tasks."""
+
+    weight_share: float
+    """What its weight asks for."""
+    trained: int
+    trained_share: float
+    """Of all tasks trained since the run began; the share that its weight asks for while there is none."""
+    in_flight: int
+    """Handed out, and neither trained nor otherwise ended."""
+    expected: float
+    """Share of its newest tasks that were trained on."""
+    barren_tasks: int
+    """Tasks charged in full although nothing of them was trained, since the run began."""
+
+
+class EnvironmentState(msgspec.Struct):
+    """One environment's history, as a checkpoint keeps it. What is in flight is not part of it: that starts over."""
+
+    credit: float = 0.0
+    trained: int = 0
+    ended: int = 0
+    expected: float = 1.0
+    in_vain: int = 0
+    """Tasks in a row of which none was trained."""
+    barren_tasks: int = 0
+
+    @property
+    def is_barren(self) -> bool:
+        """Whether nothing was trained for so long that its tasks count in full."""
+        return self.in_vain >= BARREN_AFTER
+
+    @property
+    def credit_in_flight(self) -> float:
+        """Credit of one task on its way."""
+        return 1.0 if self.is_barren else max(self.expected, 1 / MAX_TASKS_PER_TRAINED)
+
+    def end(self, *, trained: bool) -> None:
+        """One of its tasks was trained, or will never be."""
+        self.ended += 1
+        self.expected += (trained - self.expected) / min(self.ended + 1, _WINDOW)
+        if trained:
+            self.trained, self.in_vain, self.credit = self.trained + 1, 0, self.credit + 1.0
+            return
+        self.in_vain += 1
+        if self.is_barren:
+            self.barren_tasks, self.credit = self.barren_tasks + 1, self.credit + 1.0
+        elif self.expected < 1 / MAX_TASKS_PER_TRAINED:
+            self.credit += 1 / MAX_TASKS_PER_TRAINED
+
+
+class MixState(msgspec.Struct):
+    """What a checkpoint keeps."""
+
+    environments: dict[str, EnvironmentState]
+    newest: str = ""
+    """The environment drawn last."""
+    in_a_row: int = 0
+    """How often it was drawn since another one was."""
+
+
+class EnvironmentMix:
+    """Draws environments by trained share. Plain values in and out; every call is O(environments).
+
+    >>> mix = EnvironmentMix({"hard": 1.0, "easy": 1.0})
+    >>> for number in range(600):
+    ...     name = mix.draw(("hard", "easy"))
+    ...     mix.hand_out(name)
+    ...     mix.end(name, trained=name == "easy" or number % 3 == 0)
+    >>> round(mix.figures["hard"].trained_share, 1)
+    0.5
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        total = sum(weights.values())
+        self._shares = {name: weight / total for name, weight in weights.items()}
+        self._most_in_a_row = {name: _most_in_a_row(share) for name, share in self._shares.items()}
+        self._state = MixState({name: EnvironmentState() for name in weights})
+        self._in_flight = dict.fromkeys(weights, 0)
+
+    def draw(self, names: Collection[str]) -> str:
+        """Which of these environments lags its weight most; of equal ones the first."""
+        state = self._state
+        if len(names) > 1 and state.newest and state.in_a_row >= self._most_in_a_row[state.newest]:
+            names = [name for name in names if name != state.newest]
+        name = min(names, key=self._progress)
+        state.newest, state.in_a_row = name, state.in_a_row + 1 if name == state.newest else 1
+        return name
+
+    def hand_out(self, name: str) -> None:
+        """A task of this environment is on its way."""
+        self._in_flight[name] += 1
+
+    def end(self, name: str, *, trained: bool) -> None:
+        """A task on its way was put into a batch, or will never be."""
+        self._in_flight[name] -= 1
+        state = self._state.environments[name]
+        was_barren = state.is_barren
+        state.end(trained=trained)
+        if state.is_barren and not was_barren:
+            _logger.warning(
+                "nothing of the last %d tasks of environment %r could be trained on: it gets no more than its weight's "
+                "share of the tasks handed out, until something can",
+                *(BARREN_AFTER, name),
+            )
+
+    def state(self) -> MixState:
+        """What a checkpoint keeps. It changes with the mix: encode it at once."""
+        return self._state
+
+    def restore(self, state: MixState) -> None:
+        """Go on from there, with nothing in flight."""
+        known = state.environments
+        self._state = MixState({name: known.get(name, EnvironmentState()) for name in self._shares})
+        if state.newest in self._shares:
+            self._state.newest, self._state.in_a_row = state.newest, state.in_a_row
+        self._in_flight = dict.fromkeys(self._shares, 0)
+
+    @property
+    def figures(self) -> dict[str, EnvironmentFigures]:
+        """Where every environment is."""
+        states = self._state.environments
+        trained = sum(state.trained for state in states.values())
+        return {
+            name: EnvironmentFigures(
+                weight_share=self._shares[name],
+                trained=state.trained,
+                trained_share=state.trained / trained if trained else self._shares[name],
+                in_flight=self._in_flight[name],
+                expected=state.expected,
+                barren_tasks=state.barren_tasks,
+            )
+            for name, state in states.items()
+        }
+
+    def _progress(self, name: str) -> float:
+        state = self._state.environments[name]
+        return (state.credit + self._in_flight[name] * state.credit_in_flight) / self._shares[name]
+
+
+def _most_in_a_row(share: float) -> int:
+    """Draws after which another environment has its turn, for a weight of this share of all."""
+    return math.ceil(MAX_TASKS_PER_TRAINED * share / (1.0 - share)) if share < 1.0 else 1
