@@ -84,6 +84,20 @@ async def test_running_rollouts_stay_within_the_engines_and_the_budget() -> None
     assert world.runner.most_live <= 12 + 3  # a group may overdraw by its size less one
 
 
+async def test_slots_that_are_lent_are_left_free_until_they_come_back() -> None:
+    world = make_world(spread, rows=64, max_running=12, max_staleness=9, pauses=lambda number: 1000)
+    running = asyncio.create_task(world.scheduler.run())
+    world.scheduler.lend(8)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.scheduler.statistics.running == 4
+    world.scheduler.lend(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert world.scheduler.statistics.running == 12
+    running.cancel()
+
+
 async def test_a_group_of_equal_rewards_is_filtered_and_its_budget_refunded() -> None:
     world = make_world(lambda number: 1.0 if number < 8 else spread(number), rows=8, max_staleness=0, max_running=4)
     await world.run()

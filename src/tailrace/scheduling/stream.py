@@ -105,6 +105,7 @@ class StreamScheduler:
         self._settings = settings
         self._max_staleness = max_staleness
         self._max_running = max_running
+        self._lent_slots = 0
         self._group_sizes = group_sizes
         self._max_steps = max_steps
         self._step = step
@@ -142,6 +143,11 @@ class StreamScheduler:
             self._end_all(group.trained, outcome)
         self.ledger.check()
         self._observer.step_ended(event, formed)
+        self._wake()
+
+    def lend(self, slots: int) -> None:
+        """From now on leave so many of the engines' slots to somebody else; what runs in them goes on to its end."""
+        self._lent_slots = slots
         self._wake()
 
     def finish(self, reason: str) -> None:
@@ -193,7 +199,7 @@ class StreamScheduler:
         return may_admit(
             AdmissionState(
                 running=self._running,
-                max_running=self._max_running,
+                max_running=self._max_running - self._lent_slots,
                 waiting_for_trainer=waiting,
                 max_waiting=int(self._settings.buffer_batches * self._settings.batch_size),
                 is_trainer_fed=bool(self._sent),
