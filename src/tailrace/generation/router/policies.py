@@ -86,12 +86,11 @@ class Sticky:
         if lightest == UNAVAILABLE:
             return None
         bound = lightest * self._ratio + self._slack
-        home = self._sessions.pop(session_id, -1)
+        home, group_home = self._sessions.pop(session_id, -1), self._groups.pop(group_id, -1)
         if home < 0 or loads[home] > bound:
-            home = self._groups.get(group_id, -1)
+            home = group_home
             if home < 0 or loads[home] > bound:
                 home = loads.index(lightest)
-        self._groups.pop(group_id, None)
         _remember(self._groups, group_id, home, self._remembered)
         _remember(self._sessions, session_id, home, self._remembered)
         return home
