@@ -15,7 +15,7 @@ from tailrace.batching import (
     plan_rows,
     sample_group,
 )
-from tailrace.records import Group, GroupId, Rollout, RolloutId, Task, TaskId
+from tailrace.records import Branch, Completion, FinishReason, Group, GroupId, Rollout, RolloutId, Task, TaskId
 from tests.scheduling.world import make_rollout
 
 TASK = Task(task_id=TaskId("toy/0"), environment="toy", index=0, row={})
@@ -83,6 +83,27 @@ def test_at_most_one_row_is_half_empty(lengths: list[int], row_tokens: int) -> N
 def test_a_sample_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit a row of 8"):
         plan_rows([9], 8)
+
+
+def test_what_was_sampled_over_older_caches_is_found_in_its_row() -> None:
+    group = group_of([0.0, 1.0], tokens=[4, 5])
+    for rollout, spans in zip(group.rollouts, (((1, 3),), ((0, 1), (4, 5))), strict=True):
+        [first] = rollout.branches
+        completion = Completion(
+            first.token_ids[2:], first.logprobs[2:], first.policy_versions[2:], FinishReason.LENGTH, mixed_spans=spans
+        )
+        rollout.branches[0] = Branch()
+        rollout.branches[0].extend_context(first.token_ids[:2])
+        rollout.branches[0].extend_completion(completion)
+    sampled = sample_group(group, judged_version=0, max_staleness=0)
+    batch = form_batch([sampled], step=1, judged_version=0, row_tokens=40).batch
+    row = batch.row(0)
+    ends = np.cumsum(row.sample_lengths)
+    found = {
+        length: row.mixed_cache[end - length : end].nonzero()[0].tolist()
+        for end, length in zip(ends, row.sample_lengths, strict=True)
+    }
+    assert found == {6: [3, 4], 7: [2, 6]}
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=20))

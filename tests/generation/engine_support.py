@@ -111,7 +111,7 @@ class Driver:
                     logprobs=np.concatenate([c.logprobs for c in chunks]),
                     policy_versions=np.concatenate([c.policy_versions for c in chunks]),
                     finish_reason=FinishReason(chunk.finish_reason),
-                    metrics=chunk.metrics,
+                    metrics=chunk.metrics | {"mixed_cache_tokens": sum(c.mixed_cache_tokens for c in chunks)},
                 )
 
     def finish(self) -> None:

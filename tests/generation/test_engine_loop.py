@@ -130,7 +130,33 @@ async def test_recomputing_mixes_no_cache_and_keeping_counts_the_tokens_that_do(
         [done] = await world.finish()
         assert done.policy_versions.tolist() == [0] * 4 + [2] * 6
         assert done.metrics["mixed_cache_tokens"] == world.loop.statistics.mixed_cache_tokens_total == mixed
+        assert done.mixed_spans == (((4, 10),) if mixed else ())
         assert done.metrics["preemptions"] == (kv_cache == "recompute")
+
+
+async def test_a_completion_tells_which_of_its_tokens_were_sampled_over_older_caches() -> None:
+    world = World(SimulatedEngine(chunk_tokens=2))
+    world.ask("r", length=14)
+    for version in (0, 1, 2):
+        if version:
+            world.inbox.put_staged(Staged({}, version))
+            await world.iterate()
+        for _ in range(3):
+            await world.iterate()
+        if version == 1:  # what goes on after a pause is computed anew, by the weights of then
+            done: Waiter[int] = Waiter.here()
+            world.inbox.put_release(Release(done, hold=True))
+            await world.iterate()
+            world.inbox.resume()
+            await world.iterate()
+    [completion] = await world.finish()
+    versions = completion.policy_versions.tolist()
+    first, again = versions.index(1), versions.index(2)
+    [(start, end), rest] = completion.mixed_spans
+    assert start == first
+    assert first < end < again
+    assert rest == (again, 14)
+    assert completion.metrics["mixed_cache_tokens"] == (end - start) + (14 - again)
 
 
 class ResetRefused(SimulatedEngine):

@@ -130,6 +130,33 @@ async def test_a_paused_generator_finishes_nothing_loses_nothing_and_goes_on_whe
         await client.leave()
 
 
+async def test_which_tokens_were_sampled_over_older_caches_survives_the_way_and_the_seam() -> None:
+    async with servers(slow_generator(), slow_generator()) as (server, other):
+        client, chunks = await server.client(), list[SampledTokens]()
+        call = ask(client, tokens=400, on_chunk=chunks.append)
+        await sampling(server.generator)
+        await client.load_model_state_dict(ModelStateDictRef(version=1, uri="", num_bytes=0))
+        while len(chunks) < 3:  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)
+        await client.interrupt()
+        partial = await call
+        changed, end = partial.policy_versions.tolist().index(1), partial.num_tokens
+        assert partial.mixed_spans == ((changed, end),)
+        assert sum(chunk.mixed_cache_tokens for chunk in chunks) == sum(len(one.token_ids) for one in chunks) - changed
+        elsewhere = await other.client()
+        done = await elsewhere.generate(
+            np.asarray(PROMPT, np.int32),
+            sampling=SamplingParams(temperature=0, max_tokens=400),
+            request_id="r",
+            session_id="r",
+            group_id="r",
+            prefix=partial,
+        )
+        assert (done.num_tokens, done.mixed_spans) == (400, ((changed, end),))
+        await client.leave()
+        await elsewhere.leave()
+
+
 async def test_what_was_interrupted_on_one_generator_goes_on_at_the_other(model) -> None:
     async with servers(torch_generator(model), torch_generator(model)) as both:
         clients = [await server.client() for server in both]

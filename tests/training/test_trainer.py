@@ -91,6 +91,19 @@ def test_a_policy_that_sampled_its_own_batch_shows_ratio_one(model_folder: Path)
     assert metrics["training/clip_share"] == 0
 
 
+def test_what_was_sampled_over_older_caches_has_a_figure_of_its_own(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    own = trainer_logprobs(trainer, build_batch(mixed=range(6, 10)))
+    shifted = dataclasses.replace(
+        own, logprobs=np.where(own.mixed_cache & own.loss_mask, own.logprobs - 0.25, own.logprobs)
+    )
+    metrics = trainer.train_step(shifted).metrics
+    assert metrics["training/logprob_difference_fresh"] < 1e-4
+    assert metrics["training/logprob_difference_mixed"] == pytest.approx(0.25, abs=1e-4)
+    metrics = trainer.train_step(build_batch(step=2, version=1)).metrics
+    assert "training/logprob_difference_mixed" not in metrics
+
+
 def test_stale_tokens_are_left_out_of_the_fresh_difference(model_folder: Path) -> None:
     trainer = make_trainer(model_folder)
     trainer.train_step(build_batch())

@@ -64,8 +64,12 @@ def build_batch(
     prompt: int = 3,
     advantages: Sequence[float] | None = None,
     scheduler_state: bytes = b"",
+    mixed: Sequence[int] = (),
 ) -> Batch:
-    """Samples of these lengths, `rows[i]` of them in row i, random tokens after a prompt of `prompt` tokens."""
+    """Samples of these lengths, `rows[i]` of them in row i, random tokens after a prompt of `prompt` tokens.
+
+    Those at `mixed` were sampled over older caches.
+    """
     generator = np.random.default_rng(seed)
     num_tokens = sum(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -85,6 +89,7 @@ def build_batch(
         logprobs=logprobs.astype(np.float32),
         policy_versions=np.where(loss_mask, version, -1).astype(np.int32),
         loss_mask=loss_mask,
+        mixed_cache=np.isin(np.arange(num_tokens), mixed),
         advantages=np.where(loss_mask, np.repeat(per_sample, lengths), 0).astype(np.float32),
         temperatures=np.full(len(lengths), temperature, np.float32),
         sample_offsets=offsets,

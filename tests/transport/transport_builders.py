@@ -19,6 +19,7 @@ def make_batch(step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 
         logprobs=random.standard_normal(num_tokens, dtype=np.float32),
         policy_versions=random.integers(-1, 9, num_tokens, dtype=np.int32),
         loss_mask=random.integers(0, 2, num_tokens).astype(np.bool_),
+        mixed_cache=random.integers(0, 2, num_tokens).astype(np.bool_),
         advantages=random.standard_normal(num_tokens, dtype=np.float32),
         temperatures=np.full(num_samples, 0.7, np.float32),
         sample_offsets=np.arange(num_samples + 1, dtype=np.int32) * np.int32(tokens_per_sample),

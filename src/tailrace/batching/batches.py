@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.batching.packing import RowPlan, plan_rows
 from tailrace.batching.samples import SampledGroup
-from tailrace.records import Batch, BatchSummary, Int32Array, TrainingSample
+from tailrace.records import Batch, BatchSummary, BoolArray, Int32Array, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +50,7 @@ def form_batch(
         logprobs=np.concatenate([sample.branch.logprobs for sample in ordered]),
         policy_versions=policy_versions,
         loss_mask=loss_mask,
+        mixed_cache=_mixed_cache(ordered),
         advantages=np.concatenate([sample.advantages for sample in ordered]),
         temperatures=np.asarray([sample.temperature for sample in ordered], np.float32),
         sample_offsets=np.concatenate([[0], np.cumsum(lengths[plan.order])]).astype(np.int32),
@@ -59,6 +60,16 @@ def form_batch(
         scheduler_state=scheduler_state,
     )
     return FormedBatch(batch, list(groups))
+
+
+def _mixed_cache(ordered: Sequence[TrainingSample]) -> BoolArray:
+    mixed = np.zeros(sum(sample.num_tokens for sample in ordered), np.bool_)
+    offset = 0
+    for sample in ordered:
+        for start, end in sample.branch.mixed_spans:
+            mixed[offset + start : offset + end] = True
+        offset += sample.num_tokens
+    return mixed
 
 
 def _environment_ids(samples: Sequence[TrainingSample], environments: tuple[str, ...]) -> Int32Array:

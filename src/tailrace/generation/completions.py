@@ -31,6 +31,7 @@ def assembled(
     versions = _joined([part.policy_versions for part in parts], np.int32)
     own = dict.fromkeys(_ADDED, 0.0) | (chunks[-1].metrics if chunks else {})
     own["queue_s"] += waited_s
+    own["mixed_cache_tokens"] += sum(chunk.mixed_cache_tokens for chunk in chunks)
     own["nonfinite_logprobs"] += sum(count_nonfinite(chunk) for chunk in chunks)
     own["preemptions"] += finish_reason is FinishReason.ABORTED
     if "time_to_first_token_s" in own:
@@ -40,6 +41,7 @@ def assembled(
         logprobs=logprobs,
         policy_versions=versions,
         finish_reason=finish_reason,
+        mixed_spans=_mixed_spans(prefix, chunks),
         metrics=own if prefix is None else _together(prefix, own),
     )
 
@@ -76,6 +78,20 @@ def finished_already(request: GenerationRequest, limits: EngineLimits) -> Comple
     if reason is None or request.prefix is None:
         return None
     return assembled(request.prefix, [], reason)
+
+
+def _mixed_spans(prefix: Completion | None, chunks: Sequence[SampledTokens]) -> tuple[tuple[int, int], ...]:
+    """Those of the prefix and of the chunks; what touches becomes one."""
+    spans, end = ([], 0) if prefix is None else ([*prefix.mixed_spans], prefix.num_tokens)
+    for chunk in chunks:
+        end += len(chunk.token_ids)
+        start = end - chunk.mixed_cache_tokens
+        if start == end:
+            continue
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, end))
+    return tuple(spans)
 
 
 def _joined(arrays: list[NDArray[ScalarT]], dtype: type[ScalarT]) -> NDArray[ScalarT]:

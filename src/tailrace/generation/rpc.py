@@ -324,7 +324,7 @@ class GeneratorClient:
         if isinstance(reply, ChunkReply):
             if (listening := self._listeners.get(reply.call_id)) is not None:
                 request_id, on_chunk = listening
-                on_chunk(unpack_chunk(request_id, frames))
+                on_chunk(unpack_chunk(request_id, reply, frames))
             return
         if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
             raise CorruptData(reply.message)

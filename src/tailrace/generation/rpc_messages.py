@@ -39,6 +39,7 @@ class CompletionHeader(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
     metrics: dict[str, float]
     routed_experts: PayloadRef | None = None
+    mixed_spans: tuple[tuple[int, int], ...] = ()
 
 
 class _Call(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -153,6 +154,9 @@ class UploadedReply(_Call, frozen=True, kw_only=True):
 class ChunkReply(_Call, frozen=True, kw_only=True):
     """Tokens of a request that goes on. Frames: token ids, log-probabilities, policy versions."""
 
+    mixed_cache_tokens: int = 0
+    """See `SampledTokens`."""
+
 
 class CompletionReply(_Call, frozen=True, kw_only=True):
     """The end of a request, whole. Frames: the completion's arrays."""
@@ -226,16 +230,19 @@ def unpack_reply(header: bytes) -> AnyReply:
 
 def pack_completion(completion: Completion) -> tuple[CompletionHeader, list[bytes]]:
     """A completion as header and frames."""
-    header = CompletionHeader(completion.finish_reason, completion.metrics, completion.routed_experts)
+    header = CompletionHeader(
+        completion.finish_reason, completion.metrics, completion.routed_experts, completion.mixed_spans
+    )
     return header, [pack_array(a) for a in (completion.token_ids, completion.logprobs, completion.policy_versions)]
 
 
-def pack_chunk(chunk: SampledTokens) -> list[bytes]:
-    """A chunk's frames."""
-    return [pack_array(a) for a in (chunk.token_ids, chunk.logprobs, chunk.policy_versions)]
+def pack_chunk(call_id: int, chunk: SampledTokens) -> tuple[ChunkReply, list[bytes]]:
+    """A chunk as reply and frames."""
+    reply = ChunkReply(call_id=call_id, mixed_cache_tokens=chunk.mixed_cache_tokens)
+    return reply, [pack_array(a) for a in (chunk.token_ids, chunk.logprobs, chunk.policy_versions)]
 
 
-def unpack_chunk(request_id: str, frames: Frames) -> SampledTokens:
+def unpack_chunk(request_id: str, reply: ChunkReply, frames: Frames) -> SampledTokens:
     """The chunk that `pack_chunk` took apart; arrays are read-only views of the frames."""
     token_ids, logprobs, policy_versions = frames
     return SampledTokens(
@@ -243,6 +250,7 @@ def unpack_chunk(request_id: str, frames: Frames) -> SampledTokens:
         token_ids=np.frombuffer(token_ids, np.int32),
         logprobs=np.frombuffer(logprobs, np.float32),
         policy_versions=np.frombuffer(policy_versions, np.int32),
+        mixed_cache_tokens=reply.mixed_cache_tokens,
     )
 
 
@@ -255,6 +263,7 @@ def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
         policy_versions=np.frombuffer(policy_versions, np.int32),
         finish_reason=header.finish_reason,
         routed_experts=header.routed_experts,
+        mixed_spans=header.mixed_spans,
         metrics=header.metrics,
     )
 

@@ -28,7 +28,6 @@ from tailrace.generation.rpc_messages import (
     AbortCall,
     AnyCall,
     AnyReply,
-    ChunkReply,
     CloseCall,
     ClosedReply,
     CompletionReply,
@@ -257,7 +256,7 @@ class GeneratorServer:
     async def _generate(self, client: bytes, call: GenerateCall, frames: Frames) -> Completion:
         def stream(chunk: SampledTokens) -> None:
             assert self._group is not None
-            self._group.create_task(self._send(client, ChunkReply(call_id=call.call_id), pack_chunk(chunk)))
+            self._group.create_task(self._send(client, *pack_chunk(call.call_id, chunk)))
 
         return await self._generator.generate(
             as_token_ids(memoryview(frames[0]).cast("i")),

@@ -158,7 +158,11 @@ _SHARES = _ChartSpec(
 _AGREEMENT = _ChartSpec(
     "Trainer and generator",
     "|log-prob difference|, nats",
-    {"all tokens": "training/logprob_difference", "fresh": "training/logprob_difference_fresh"},
+    {
+        "all tokens": "training/logprob_difference",
+        "fresh": "training/logprob_difference_fresh",
+        "over older caches": "training/logprob_difference_mixed",
+    },
     show=_short,
 )
 

@@ -63,6 +63,7 @@ class Batch:
     logprobs: Float32Array  # [num_tokens]
     policy_versions: Int32Array  # [num_tokens]
     loss_mask: BoolArray  # [num_tokens]
+    mixed_cache: BoolArray  # [num_tokens], True where older weights had a part in the keys and values sampled over
     advantages: Float32Array  # [num_tokens]
     temperatures: Float32Array  # [num_samples]
     sample_offsets: Int32Array  # [num_samples + 1], into the token columns
@@ -81,6 +82,7 @@ class Batch:
             logprobs=self.logprobs[start:end],
             policy_versions=self.policy_versions[start:end],
             loss_mask=self.loss_mask[start:end],
+            mixed_cache=self.mixed_cache[start:end],
             advantages=self.advantages[start:end],
             temperatures=self.temperatures[first:last],
             sample_lengths=np.diff(self.sample_offsets[first : last + 1]),
@@ -100,6 +102,7 @@ class BatchRow:
     logprobs: Float32Array  # [num_tokens]
     policy_versions: Int32Array  # [num_tokens]
     loss_mask: BoolArray  # [num_tokens]
+    mixed_cache: BoolArray  # [num_tokens]
     advantages: Float32Array  # [num_tokens]
     temperatures: Float32Array  # [num_samples]
     sample_lengths: Int32Array  # [num_samples]

@@ -40,11 +40,12 @@ class Branch:
     (3, np.False_)
     """
 
-    __slots__ = ("_logprobs", "_loss_mask", "_num_tokens", "_policy_versions", "_spans", "_token_ids")
+    __slots__ = ("_logprobs", "_loss_mask", "_mixed_spans", "_num_tokens", "_policy_versions", "_spans", "_token_ids")
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._spans: list[CompletionSpan] = []
+        self._mixed_spans: list[tuple[int, int]] = []
         self._allocate(_INITIAL_CAPACITY)
 
     def extend_context(self, token_ids: Int32Array | list[int]) -> None:
@@ -64,6 +65,7 @@ class Branch:
         self._policy_versions[where] = completion.policy_versions
         self._loss_mask[where] = True
         self._spans.append(CompletionSpan(where.start, where.stop))
+        self._mixed_spans += [(where.start + start, where.start + end) for start, end in completion.mixed_spans]
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +81,11 @@ class Branch:
     def completion_spans(self) -> tuple[CompletionSpan, ...]:
         """Where each completion lies, in order."""
         return tuple(self._spans)
+
+    @property
+    def mixed_spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the completions' `mixed_spans` lie, in order."""
+        return tuple(self._mixed_spans)
 
     @property
     def token_ids(self) -> Int32Array:

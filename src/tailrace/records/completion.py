@@ -45,6 +45,8 @@ class Completion:
     """The version installed when the forward pass that sampled the token was launched."""
     finish_reason: FinishReason
     routed_experts: PayloadRef | None = None
+    mixed_spans: tuple[tuple[int, int], ...] = ()
+    """First token and end of each stretch sampled over keys and values that older weights had a part in, in order."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, ...; JSON-friendly."""
 

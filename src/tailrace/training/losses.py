@@ -86,9 +86,13 @@ class LossSums:
     difference: float = 0.0
     fresh_tokens: float = 0.0
     fresh_difference: float = 0.0
+    mixed_tokens: float = 0.0
+    mixed_difference: float = 0.0
 
-    def add(self, output: HeadOutput, tokens: LossTokens, fresh: Tensor, settings: LossSettings) -> None:
-        """Add one micro-batch; `fresh`, [num_loss_tokens], is True where the token has no staleness.
+    def add(
+        self, output: HeadOutput, tokens: LossTokens, *, fresh: Tensor, mixed: Tensor, settings: LossSettings
+    ) -> None:
+        """Add one micro-batch; `fresh` and `mixed` as in `MicroBatch`.
 
         The divergence from the generator is the k3 estimate of KL(μ ‖ π_θ): E_μ[r - 1 - log r]
         (Schulman 2020, "Approximating KL divergence").
@@ -111,6 +115,8 @@ class LossSums:
                 difference.sum(),
                 fresh.sum().float(),
                 (difference * fresh).sum(),
+                mixed.sum().float(),
+                (difference * mixed).sum(),
             ]
         ).tolist()
         self.tokens += len(output.logprobs)
@@ -123,9 +129,11 @@ class LossSums:
         self.difference += sums[6]
         self.fresh_tokens += sums[7]
         self.fresh_difference += sums[8]
+        self.mixed_tokens += sums[9]
+        self.mixed_difference += sums[10]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the batch, by their names in the table. Nothing fresh: no figure for it."""
+        """Metrics of the batch, by their names in the table. Nothing fresh, or nothing mixed: no figure for it."""
         tokens = max(self.tokens, 1.0)
         metrics = {
             "training/loss": self.loss,
@@ -138,4 +146,6 @@ class LossSums:
         }
         if self.fresh_tokens:
             metrics["training/logprob_difference_fresh"] = self.fresh_difference / self.fresh_tokens
+        if self.mixed_tokens:
+            metrics["training/logprob_difference_mixed"] = self.mixed_difference / self.mixed_tokens
         return metrics

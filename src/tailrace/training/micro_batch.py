@@ -28,7 +28,9 @@ class MicroBatch:
     """[num_loss_tokens]: places in `input_ids` whose hidden states predict the tokens that bear loss."""
     tokens: LossTokens
     fresh: Tensor
-    """[num_loss_tokens]: True where the token was sampled by the version that trains on it."""
+    """[num_loss_tokens]: True where the token was sampled by the version that trains on it, over its own cache."""
+    mixed: Tensor
+    """[num_loss_tokens]: the same, where older versions had a part in the cache."""
 
     @classmethod
     def of(cls, row: BatchRow, version: int, device: torch.device | str = "cpu") -> MicroBatch:
@@ -49,6 +51,7 @@ class MicroBatch:
             advantages=_tensor(row.advantages[positions], device),
             inverse_temperatures=_tensor((1.0 / temperatures).astype(np.float32), device),
         )
+        own, mixed = row.policy_versions[positions] == version, row.mixed_cache[positions]
         shared = share_prefixes(row.token_ids, lengths.tolist()) if torch.device(device).type == "cpu" else None
         token_ids = row.token_ids if shared is None else row.token_ids[shared.computed]
         predictors = positions - 1 if shared is None else shared.place[positions - 1]
@@ -57,7 +60,8 @@ class MicroBatch:
             segments=Segments.of(lengths.tolist(), device, shared),
             predictors=_tensor(predictors, device),
             tokens=tokens,
-            fresh=_tensor(row.policy_versions[positions] == version, device),
+            fresh=_tensor(own & ~mixed, device),
+            mixed=_tensor(own & mixed, device),
         )
 
 
@@ -70,6 +74,7 @@ def split_samples(row: BatchRow) -> list[BatchRow]:
             logprobs=row.logprobs[end - length : end],
             policy_versions=row.policy_versions[end - length : end],
             loss_mask=row.loss_mask[end - length : end],
+            mixed_cache=row.mixed_cache[end - length : end],
             advantages=row.advantages[end - length : end],
             temperatures=row.temperatures[index : index + 1],
             sample_lengths=row.sample_lengths[index : index + 1],

@@ -189,7 +189,7 @@ class Trainer:
 
         output = self._policy.loss(micro_batch, pointwise)
         torch.autograd.backward(output.loss)
-        sums.add(output, tokens, micro_batch.fresh, settings)
+        sums.add(output, tokens, fresh=micro_batch.fresh, mixed=micro_batch.mixed, settings=settings)
 
     def _clip_gradients(self) -> float:
         """Scale gradients down to `max_grad_norm`; returns their norm before."""

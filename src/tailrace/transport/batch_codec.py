@@ -21,7 +21,14 @@ from tailrace.transport.segments import Segment, TensorBuffers
 _DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32), "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_BODY = {"token_ids": "I32", "logprobs": "F32", "policy_versions": "I32", "loss_mask": "BOOL", "advantages": "F32"}
+_BODY = {
+    "token_ids": "I32",
+    "logprobs": "F32",
+    "policy_versions": "I32",
+    "loss_mask": "BOOL",
+    "mixed_cache": "BOOL",
+    "advantages": "F32",
+}
 """The columns of [num_tokens]."""
 _PLAN = {"temperatures": "F32", "sample_offsets": "I32", "row_offsets": "I32", "environment_ids": "I32"}
 _STATE = {"scheduler_state": "U8"}

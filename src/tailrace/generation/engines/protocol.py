@@ -24,12 +24,13 @@ class SampledTokens:
     """Of the distribution that each token was really sampled from, in nats."""
     policy_versions: Int32Array
     """The version installed when the forward pass that sampled the token was launched."""
+    mixed_cache_tokens: int = 0
+    """How many of these tokens, the last ones, were sampled over keys and values that older weights had a part in."""
     finish_reason: FinishReason | None = None
     """Set on the request's last chunk."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """On the last chunk: `queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, `preemptions`,
-    `mixed_cache_tokens` (sampled over keys and values that older weights had a part in) and `nonfinite_logprobs` (of
-    tokens that the engine left out).
+    """On the last chunk: `queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, `preemptions` and
+    `nonfinite_logprobs` (of tokens that the engine left out).
     """
 
 

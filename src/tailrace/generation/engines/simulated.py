@@ -182,12 +182,14 @@ def simulated_logprobs(token_ids: Int32Array) -> np.ndarray[tuple[int], np.dtype
 def _report(one: _Running, reason: FinishReason | None) -> SampledTokens:
     token_ids = np.asarray(one.token_ids, np.int32)
     versions = np.asarray(one.versions, np.int32)
-    one.token_ids, one.versions = [], []
+    mixed = one.mixed
+    one.token_ids, one.versions, one.mixed = [], [], 0
     return SampledTokens(
         request_id=one.request.request_id,
         token_ids=token_ids,
         logprobs=simulated_logprobs(token_ids),
         policy_versions=versions,
+        mixed_cache_tokens=mixed,
         finish_reason=reason,
         metrics={} if reason is None else _metrics(one),
     )
@@ -203,6 +205,5 @@ def _metrics(one: _Running) -> dict[str, float]:
         "decode_s": now_s - first_token_s,
         "cached_prompt_tokens": 0.0,
         "preemptions": float(one.preemptions),
-        "mixed_cache_tokens": float(one.mixed),
         "nonfinite_logprobs": 0.0,
     }

@@ -356,10 +356,11 @@ class TorchEngine:
             token_ids=table.tokens[row, total - pending : total].copy(),
             logprobs=table.logprobs[row, :pending].copy(),
             policy_versions=table.versions[row, :pending].copy(),
+            mixed_cache_tokens=min(pending, int(table.mixed[row])),
             finish_reason=reason,
             metrics={} if reason is None else self._metrics(row, now_s, broken=reason is FinishReason.ERROR),
         )
-        table.pending[row] = 0
+        table.pending[row] = table.mixed[row] = 0
         if reason is not None:
             del self._added_s[request.request_id]
             table.release(row)
@@ -377,7 +378,6 @@ class TorchEngine:
             "decode_s": now_s - first_token_s,
             "cached_prompt_tokens": float(table.reused[row]),
             "preemptions": float(table.preempted[row]),
-            "mixed_cache_tokens": float(table.mixed[row]),
             "nonfinite_logprobs": float(broken),
         }
 

@@ -101,7 +101,7 @@ class SlotTable:
         self.cache_version = np.zeros(slots, np.int64)
         """Oldest version that wrote keys and values of the row."""
         self.mixed = np.zeros(slots, np.int64)
-        """Tokens of the completion sampled over keys and values that older weights had a part in."""
+        """Unreported tokens sampled over keys and values that older weights had a part in; always the last ones."""
         self.preempted = np.zeros(slots, np.int64)
         """Times that the request lost its cache."""
         self.reused = np.zeros(slots, np.int64)

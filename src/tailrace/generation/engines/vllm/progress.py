@@ -59,7 +59,9 @@ class Progress:
         self.cache_s = 0.0
         """When the oldest of the keys and values that it stands on were computed; 0 before any were."""
         self.cached_prompt_tokens = self.preemptions = self.pending = 0
-        self.mixed_cache_tokens = self.nonfinite_logprobs = 0
+        self.mixed_cache_tokens = 0
+        """Of the unreported tokens, the last ones."""
+        self.nonfinite_logprobs = 0
         self._token_ids = np.empty(chunk_tokens, np.int32)
         self._logprobs = np.empty(chunk_tokens, np.float32)
         self._versions = np.empty(chunk_tokens, np.int32)
@@ -99,11 +101,13 @@ class Progress:
     def report(self, reason: FinishReason | None, now_s: float) -> SampledTokens:
         """The unreported tokens, which are reported by this."""
         end, self.pending = self.pending, 0
+        mixed, self.mixed_cache_tokens = self.mixed_cache_tokens, 0
         return SampledTokens(
             request_id=self.request.request_id,
             token_ids=self._token_ids[:end].copy(),
             logprobs=self._logprobs[:end].copy(),
             policy_versions=self._versions[:end].copy(),
+            mixed_cache_tokens=mixed,
             finish_reason=reason,
             metrics={} if reason is None else self._metrics(now_s),
         )
@@ -132,6 +136,5 @@ class Progress:
             "decode_s": now_s - first_token_s,
             "cached_prompt_tokens": float(self.cached_prompt_tokens),
             "preemptions": float(self.preemptions),
-            "mixed_cache_tokens": float(self.mixed_cache_tokens),
             "nonfinite_logprobs": float(self.nonfinite_logprobs),
         }
