@@ -29,6 +29,9 @@ def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
         reward_std=0.143,
         completion_tokens=84.2,
         turns=2.4,
+        held_out={"alphabet-sort": 0.813},
+        evaluating_step=30,
+        evaluated_rollouts=12,
         policy_version=38,
         staleness_mean=0.8,
         staleness_max=2,
@@ -64,6 +67,8 @@ def test_the_live_view_shows_everything_within_the_width(width: int) -> None:
         "step 38 of 60 · 1:12 · 0:41 left",
         "0.745 ± 0.143",
         "version 38",
+        "held out   0.813",
+        "step 30: 12 rollouts done",
         "0.8 mean · 2 max",
         "3,958 tokens/s",
         "2,770 tokens/s",
@@ -78,6 +83,13 @@ def test_the_live_view_shows_everything_within_the_width(width: int) -> None:
         "▁▅█",
     ):
         assert promised in text
+
+
+def test_the_live_view_tells_evaluations_of_several_environments_apart() -> None:
+    view = RunView(name="two", held_out={"alphabet-sort": 0.5, "arithmetic": 0.25}, evaluating_step=8)
+    text = text_of(view, 160)
+    assert "0.500 alphabet-sort  0.250 arithmetic" in text
+    assert "held-out alphabet-sort 0.500 · held-out arithmetic 0.250" in progress_line(view)
 
 
 def test_the_live_view_shows_a_run_that_has_nothing_to_show_yet() -> None:

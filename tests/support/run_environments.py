@@ -155,3 +155,15 @@ async def sleep(task: Task, policy: Policy) -> Reward:
 
 def sleeping() -> EnvironmentSpec:
     return EnvironmentSpec(name="sleeping", agent=sleep, train_tasks=[{"word": f"word {n}"} for n in range(64)])
+
+
+async def answer_in_training(task: Task, policy: Policy) -> Reward:
+    """Never done on held-out tasks."""
+    if "/eval/" in task.task_id:
+        await asyncio.Event().wait()
+    return await answer(task, policy)
+
+
+def hanging_when_evaluated() -> EnvironmentSpec:
+    rows = [{"word": f"word {n}"} for n in range(64)]
+    return EnvironmentSpec(name="hanging", agent=answer_in_training, train_tasks=rows, held_out=8)

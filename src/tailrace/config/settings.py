@@ -11,7 +11,7 @@ from tailrace.environments import EnvironmentSettings
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.observability.settings import ObservabilitySettings
 from tailrace.rollouts.settings import RolloutSettings
-from tailrace.scheduling.settings import MAX_STALENESS, Schedule, SchedulingSettings
+from tailrace.scheduling.settings import MAX_STALENESS, EvaluationSettings, Schedule, SchedulingSettings
 from tailrace.training.settings import TrainerSettings
 
 Placement: TypeAlias = Literal["local", "inline"]
@@ -45,6 +45,7 @@ class RunSettings(BaseModel):
     environments: tuple[EnvironmentSettings, ...] = Field(min_length=1)
     rollouts: RolloutSettings = Field(default_factory=RolloutSettings)
     scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)

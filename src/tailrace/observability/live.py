@@ -160,7 +160,7 @@ class Watchdog:
         seen = (
             *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
             *(view.in_flight, view.running_rollouts, view.ready_groups, view.queued_batches),
-            sum(view.failures.values()),
+            *(sum(view.failures.values()), view.evaluating_step, view.evaluated_rollouts),
         )
         if seen != self._seen:
             self._seen, self._moved_s, self._told_s = seen, view.elapsed_s, view.elapsed_s
@@ -182,6 +182,7 @@ def progress_line(view: RunView, remaining_s: float | None = None) -> str:
     if view.rewards:
         spread = "" if view.reward_std is None else f" ± {view.reward_std:.3f}"
         parts.append(f"reward {view.rewards[-1]:.3f}{spread}")
+    parts += [f"held-out {environment} {reward:.3f}" for environment, reward in view.held_out.items()]
     if view.generation_tokens_per_s:
         parts.append(f"generated {compact(view.generation_tokens_per_s[-1])} tokens/s")
     if view.training_tokens_per_s:

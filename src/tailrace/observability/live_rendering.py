@@ -72,6 +72,8 @@ def _learning(view: RunView, width: int) -> RenderableType:
     grid = _grid(width)
     grid.add_row("reward", _reward(view), _spark(view.rewards, _ACCENT))
     grid.add_row("", *_reward_detail(view))
+    if view.held_out or view.evaluating_step is not None:
+        grid.add_row("held out", *_held_out(view))
     grid.add_row("policy", Text.assemble(("version ", _LABEL), f"{view.policy_version:,}"), "")
     grid.add_row("staleness", *_staleness(view))
     grid.add_row("generate", _rate(view.generation_tokens_per_s), _spark(view.generation_tokens_per_s, _SECOND))
@@ -124,6 +126,18 @@ def _reward_detail(view: RunView) -> tuple[Text, Text]:
     if view.zero_spread_share is not None:
         return first, Text(f"{share(view.zero_spread_share)} of groups without spread", style=_LABEL)
     return first, Text()
+
+
+def _held_out(view: RunView) -> tuple[Text, Text]:
+    step = view.evaluating_step
+    going_on = "" if step is None else f"step {step:,}: {plural(view.evaluated_rollouts, 'rollout')} done"
+    if len(view.held_out) == 1:
+        (reward,) = view.held_out.values()
+        return Text(f"{reward:.3f}", style=_ACCENT), Text(going_on, style=_LABEL)
+    rewards = Text()
+    for environment, reward in view.held_out.items():
+        rewards.append(f"{reward:.3f}", style=_ACCENT).append(f" {environment}  ", style=_LABEL)
+    return Text(going_on.partition(":")[0], style=_LABEL), rewards
 
 
 def _staleness(view: RunView) -> tuple[Text, Text]:

@@ -94,6 +94,25 @@ _ROLLOUT = (
     ("rollout/environment_s", "s", _MEAN, "Time of a rollout spent in its environment or agent."),
 )
 
+_EVALUATION = (
+    ("eval/{environment}/reward/mean", "1", _MEAN, "Reward of held-out tasks, each run once; lost ones left out."),
+    ("eval/{environment}/reward/standard_error", "1", _LAST, "Of that mean."),
+    ("eval/{environment}/tasks", "tasks", _LAST, "Held-out tasks that were scored."),
+    ("eval/{environment}/failed", "rollouts", _LAST, "Held-out tasks whose rollout was lost."),
+    ("eval/{environment}/policy_version/min", "versions", _LAST, "Oldest version that sampled a token of it."),
+    ("eval/{environment}/policy_version/max", "versions", _LAST, "Newest version that sampled a token of it."),
+    ("eval/{environment}/completion_tokens", "tokens", _MEAN, "Tokens of its rollouts that the policy sampled."),
+    ("eval/{environment}/truncated_share", "1", _MEAN, "Share of its rollouts with a turn that ended for length."),
+    ("eval/{environment}/reward_component/{component}", "1", _MEAN, "What those rewards were made of, per rollout."),
+    ("eval/duration_s", "s", _LAST, "From the evaluation's first rollout to its last."),
+    (
+        "eval/coalesced",
+        "evaluations",
+        _LAST,
+        "Evaluations not made since the run began: a newer one fell due before they could begin.",
+    ),
+)
+
 _BATCH = (
     ("batch/samples", "samples", _SUM, "Training samples of the step's batch."),
     ("batch/rollouts", "rollouts", _SUM, "Rollouts of the step's batch."),
@@ -212,7 +231,10 @@ _RUN = (
 
 
 def _table() -> dict[str, MetricSpec]:
-    rows = [MetricSpec(*row) for row in (*_REWARD, *_ROLLOUT, *_BATCH, *_GENERATION, *_GENERATORS, *_TRAINING, *_RUN)]
+    rows = [
+        MetricSpec(*row)
+        for row in (*_REWARD, *_ROLLOUT, *_EVALUATION, *_BATCH, *_GENERATION, *_GENERATORS, *_TRAINING, *_RUN)
+    ]
     return {row.name: row for row in rows}
 
 

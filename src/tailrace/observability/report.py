@@ -88,6 +88,7 @@ def _tiles(run: RunFolder) -> list[Tile]:
     steps = len(reward.steps) if summary is None else summary.steps
     tiles = [
         Tile("Reward", _fixed(reward.last), f"from {_fixed(reward.values[0])}" if reward.values else ""),
+        *_held_out_tiles(summary),
         Tile("Steps", compact(steps), f"policy version {compact(version.last or 0)}"),
         Tile("Generated", _average(generated.values), "tokens/s, mean"),
         Tile("Trained", _average(trained.values), "tokens/s of compute"),
@@ -100,6 +101,19 @@ def _tiles(run: RunFolder) -> list[Tile]:
     if summary is not None and summary.peak_rss_bytes:
         tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), "peak, all processes"))
     return [tile for tile in tiles if tile.value != NOTHING]
+
+
+def _held_out_tiles(summary: RunSummary | None) -> list[Tile]:
+    """One for each environment that was evaluated beside training."""
+    found = summary.evaluations if summary is not None else {}
+    return [
+        Tile(
+            "Held-out reward" if len(found) == 1 else f"Held-out {environment}",
+            _fixed(course.reward_last),
+            f"from {_fixed(course.reward_first)}; versions {course.policy_version_min} to {course.policy_version_max}",
+        )
+        for environment, course in found.items()
+    ]
 
 
 def _fixed(value: float | None) -> str:
@@ -171,10 +185,11 @@ def _charts(run: RunFolder) -> list[Chart]:
     phases = line_chart(
         "Phases", "per step, logarithmic; rollouts overlap", _phase_lines(run), show=seconds, logarithmic=True
     )
+    held_out = line_chart("Held-out reward", "evaluations beside training", _held_out_lines(run), show=_short)
     rewards = line_chart("Reward by environment", "mean per step", _environment_lines(run), show=_short)
     before = [_chart(run, spec) for spec in (_LENGTH, _TURNS, _THROUGHPUT, _STALENESS)]
     after = [_chart(run, spec) for spec in (_LAG, _SHARES, _AGREEMENT)]
-    return [chart for chart in (rewards, *before, phases, *after) if chart is not None]
+    return [chart for chart in (held_out, rewards, *before, phases, *after) if chart is not None]
 
 
 def _chart(run: RunFolder, spec: _ChartSpec) -> Chart | None:
@@ -187,6 +202,11 @@ def _environment_lines(run: RunFolder) -> list[Line]:
     names = [name for name in run.names("reward/", "/mean") if name != "reward/mean"]
     lines = [Line(name.removeprefix("reward/").removesuffix("/mean"), run.series(name)) for name in names]
     return lines if len(lines) > 1 else []
+
+
+def _held_out_lines(run: RunFolder) -> list[Line]:
+    names = run.names("eval/", "/reward/mean")
+    return [Line(name.removeprefix("eval/").removesuffix("/reward/mean"), run.series(name)) for name in names]
 
 
 def _phase_lines(run: RunFolder) -> list[Line]:

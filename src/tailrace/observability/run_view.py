@@ -33,6 +33,13 @@ class RunView:
     """Mean sampled tokens per rollout, newest step."""
     turns: float | None = None
 
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    """Mean reward of the newest evaluation beside training, by environment."""
+    evaluating_step: int | None = None
+    """The step whose evaluation goes on."""
+    evaluated_rollouts: int = 0
+    """Of that evaluation, finished or lost so far."""
+
     policy_version: int = 0
     staleness_mean: float = 0.0
     staleness_max: int = 0

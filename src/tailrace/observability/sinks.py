@@ -133,12 +133,18 @@ class RolloutWriter:
         """
         if self._every_steps == 0 or step % self._every_steps != 0 or not entries:
             return True
-        kept = tuple(entries)
-        return self._writer.submit(lambda: self._append(step, kept))
+        return self._submit(rollouts_path(self._folder, step), step, entries)
 
-    def _append(self, step: int, entries: tuple[RolloutEntry, ...]) -> None:
-        lines = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
-        _append_bytes(rollouts_path(self._folder, step), lines)
+    def write_evaluation(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
+        """Append an evaluation's rollouts to a file of their own. Never waits and never raises."""
+        return self._every_steps == 0 or self._submit(evaluation_path(self._folder, step), step, entries)
+
+    def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> bool:
+        kept = tuple(entries)
+        return self._writer.submit(lambda: self._append(path, step, kept))
+
+    def _append(self, path: Path, step: int, entries: tuple[RolloutEntry, ...]) -> None:
+        _append_bytes(path, b"".join(encode_line(rollout_record(entry, step)) for entry in entries))
 
 
 def rollouts_path(folder: Path, step: int) -> Path:
@@ -148,6 +154,15 @@ def rollouts_path(folder: Path, step: int) -> Path:
     'step_000012.jsonl'
     """
     return folder / f"step_{step:06d}.jsonl"
+
+
+def evaluation_path(folder: Path, step: int) -> Path:
+    """The file of the rollouts of the evaluation of one step.
+
+    >>> evaluation_path(Path("rollouts"), 40).name
+    'evaluation_000040.jsonl'
+    """
+    return folder / f"evaluation_{step:06d}.jsonl"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Json]]:

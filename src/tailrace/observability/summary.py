@@ -45,6 +45,34 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
         return f"admitted {self.admitted:,} {sign} terminal {self.terminal:,} + in flight {self.in_flight:,}"
 
 
+class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What evaluations beside training came to on one environment's held-out tasks."""
+
+    evaluations: int
+    reward_first: float
+    """Mean reward of the first evaluation; `reward_last` of the last."""
+    reward_last: float
+    reward_best: float
+    step_last: int
+    """The step that the last one was due at."""
+    tasks: int
+    """Scored in the last one."""
+    policy_version_min: int
+    """Oldest version that sampled a token of the last one."""
+    policy_version_max: int
+
+    def line(self) -> str:
+        """For people.
+
+        >>> EvaluationSummary(evaluations=3, reward_first=0.2, reward_last=0.9, reward_best=0.9, step_last=40, tasks=64,
+        ...     policy_version_min=40, policy_version_max=42).line()
+        '0.200 at first, 0.900 at last (best 0.900); step 40, 64 tasks, versions 40 to 42'
+        """
+        rewards = f"{self.reward_first:.3f} at first, {self.reward_last:.3f} at last (best {self.reward_best:.3f})"
+        versions = f"versions {self.policy_version_min:,} to {self.policy_version_max:,}"
+        return f"{rewards}; step {self.step_last:,}, {plural(self.tasks, 'task')}, {versions}"
+
+
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How a run went. None: not known, or nothing of the kind happened."""
 
@@ -67,6 +95,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of the first step; `reward_last` of the last."""
     reward_last: float | None = None
     reward_best: float | None = None
+    evaluations: dict[str, EvaluationSummary] = {}
+    """On held-out tasks, beside training, by environment."""
 
     tokens_generated: int = 0
     """Completion tokens sampled for training rollouts."""
@@ -134,6 +164,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("run", f"{summary.name}, {summary.status}{reason}"),
         ("steps", f"{summary.steps:,} in {clock(summary.wall_s)}, policy version {summary.policy_version:,}"),
         ("reward", _rewards(summary)),
+        *((f"held-out {environment}", found.line()) for environment, found in summary.evaluations.items()),
         ("rollouts", _rollouts(summary.ledger)),
         ("ledger", summary.ledger.invariant_line()),
         ("tokens", _tokens(summary)),

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from tailrace.config import RunSettings
-from tailrace.errors import DataError
 from tailrace.generation.generator import Generator
 from tailrace.observability.rollout_records import RolloutEntry, encode_line, rollout_record
-from tailrace.records import Outcome, Task
+from tailrace.run.evaluation_figures import EVALUATED
 from tailrace.run.parts import (
     EnvironmentRunner,
     LoadedEnvironment,
     engine_factory,
+    held_out_tasks,
     load_environments,
     make_renderer,
     make_rollouter,
+    require_held_out_tasks,
 )
 from tailrace.scheduling import EvaluationResult, evaluate
 
-EVALUATED = Outcome.filtered("evaluation")
-
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EnvironmentEvaluation:
     """One environment's result."""
 
     environment: str
@@ -41,17 +38,13 @@ class Evaluation:
 
 async def evaluate_model(
     settings: RunSettings, *, save: Path | None = None, limit: int | None = None
-) -> list[Evaluation]:
+) -> list[EnvironmentEvaluation]:
     """Run every held-out task of every environment once; `limit` takes the first so many of each.
 
     `save` appends readable rollouts to that file. Raises `DataError` when no environment has held-out tasks.
     """
     environments = await asyncio.to_thread(load_environments, settings)
-    if not any(len(loaded.spec.eval_tasks) for loaded in environments.values()):
-        raise DataError(
-            f"there is no held-out task in {', '.join(environments)}: set environment.eval_tasks or "
-            "environment.eval_data"
-        )
+    require_held_out_tasks(environments)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))
         renderer = await asyncio.to_thread(make_renderer, settings, folder)
@@ -72,21 +65,15 @@ async def evaluate_model(
 
 async def _evaluate_one(
     settings: RunSettings, environment: LoadedEnvironment, runner: EnvironmentRunner, limit: int | None
-) -> Evaluation:
+) -> EnvironmentEvaluation:
     clock = asyncio.get_running_loop().time
     since = clock()
-    result = await evaluate(_tasks(environment, settings.seed, limit), runner, concurrency=settings.max_running)
-    return Evaluation(environment.spec.name, result, clock() - since)
+    tasks = held_out_tasks(environment, settings.seed, limit)
+    results = await evaluate(tasks, runner, concurrency=settings.max_running)
+    return EnvironmentEvaluation(environment.spec.name, results[environment.spec.name], clock() - since)
 
 
-def _tasks(environment: LoadedEnvironment, seed: int, limit: int | None) -> Iterator[Task]:
-    count = len(environment.spec.eval_tasks)
-    seeds = np.random.default_rng(seed).integers(2**31, size=count)
-    for index in range(min(count, limit or count)):
-        yield environment.spec.eval_task(index, seed=int(seeds[index]))
-
-
-def _save(evaluations: list[Evaluation], path: Path) -> None:
+def _save(evaluations: list[EnvironmentEvaluation], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         for evaluation in evaluations:
@@ -94,17 +81,17 @@ def _save(evaluations: list[Evaluation], path: Path) -> None:
                 file.write(encode_line(rollout_record(RolloutEntry(rollout, EVALUATED), step=0)))
 
 
-def evaluation_text(model: str, evaluations: list[Evaluation]) -> str:
+def evaluation_text(model: str, evaluations: list[EnvironmentEvaluation]) -> str:
     """One line per environment, for people."""
     return "\n".join(_line(model, evaluation) for evaluation in evaluations)
 
 
-def evaluation_json(evaluations: list[Evaluation]) -> str:
+def evaluation_json(evaluations: list[EnvironmentEvaluation]) -> str:
     """One JSON object by environment, for programs."""
     return msgspec.json.encode({evaluation.environment: _figures(evaluation) for evaluation in evaluations}).decode()
 
 
-def _line(model: str, evaluation: Evaluation) -> str:
+def _line(model: str, evaluation: EnvironmentEvaluation) -> str:
     result = evaluation.result
     lost = "".join(f", {count} lost ({reason})" for reason, count in sorted(result.failed.items()))
     return (
@@ -113,7 +100,7 @@ def _line(model: str, evaluation: Evaluation) -> str:
     )
 
 
-def _figures(evaluation: Evaluation) -> dict[str, object]:
+def _figures(evaluation: EnvironmentEvaluation) -> dict[str, object]:
     result = evaluation.result
     return {
         "reward_mean": result.mean_reward,

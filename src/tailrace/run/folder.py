@@ -10,7 +10,7 @@ import tomli_w
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError
-from tailrace.observability.sinks import rollouts_path
+from tailrace.observability.sinks import evaluation_path, rollouts_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,9 @@ class RunPaths:
         return self.root / "tokenizer"
 
 
+_ROLLOUT_PATHS = (rollouts_path, evaluation_path)
+
+
 class _MetricsLine(msgspec.Struct):
     step: int = 0
 
@@ -107,9 +110,9 @@ def wind_back(paths: RunPaths, step: int) -> None:
         kept = paths.metrics.with_suffix(".jsonl.part")
         kept.write_bytes(b"".join(line for line in lines if line not in lost))
         kept.replace(paths.metrics)
-        for rollouts in (rollouts_path(paths.rollouts, number) for number in lost.values()):
-            if rollouts.is_file():
-                rollouts.replace(paths.superseded / rollouts.name)
+        for path in (path_of(paths.rollouts, number) for number in lost.values() for path_of in _ROLLOUT_PATHS):
+            if path.is_file():
+                path.replace(paths.superseded / path.name)
     except OSError as error:
         raise DataError(f"cannot set aside the steps after {step} in {paths.root}: {error.strerror}") from error
 

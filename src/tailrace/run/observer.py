@@ -18,6 +18,7 @@ from tailrace.observability.phases import PhaseTimer
 from tailrace.observability.recording import RunRecorder
 from tailrace.observability.rollout_records import RolloutEntry
 from tailrace.observability.sinks import JsonlSink, RolloutWriter
+from tailrace.observability.summary import EvaluationSummary
 from tailrace.records import (
     Completion,
     Group,
@@ -28,8 +29,9 @@ from tailrace.records import (
     StepTrained,
     TerminalState,
 )
+from tailrace.run.evaluation_figures import evaluation_entries, evaluation_metrics, followed
 from tailrace.run.usage import ProcessMeter, total_cpu_s
-from tailrace.scheduling import EnvironmentFigures, Verdict
+from tailrace.scheduling import EnvironmentFigures, Evaluation, Verdict
 from tailrace.scheduling.stream import SchedulerStatistics
 
 _logger = logging.getLogger(__name__)
@@ -80,6 +82,8 @@ class RunObserver:
     ) -> None:
         self.totals, self.history = Totals(), History()
         self.latest: dict[str, float] = {}
+        self.evaluations: dict[str, EvaluationSummary] = {}
+        """The course of the evaluations beside training, by environment."""
         self.phases = PhaseTimer()
         self._metrics = MetricsAccumulator()
         self._recorder = RunRecorder(self._metrics)
@@ -170,6 +174,17 @@ class RunObserver:
     def weights_not_installed(self) -> None:
         """The generator could not take newer weights, and goes on with the old ones."""
         self._metrics.add("generation/failed_loads", 1)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""
+        metrics = evaluation_metrics(evaluation)
+        self._sink.write({"step": evaluation.step, "wall_s": self._clock() - self.started_s, **metrics})
+        self._rollouts.write_evaluation(evaluation.step, evaluation_entries(evaluation))
+        for environment in evaluation.results:
+            course = followed(self.evaluations.get(environment), evaluation, environment)
+            if course is not None:
+                self.evaluations[environment] = course
+                _logger.info("held-out %s: %s", environment, course.line())
 
     def write_rest(self, step: int) -> None:
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""

@@ -1,9 +1,11 @@
 """One run: the scheduler, the weights' way to the generators, and the event log that ends it.
 
     follow   reads the event log: steps to the scheduler, published weights to the loader; the terminal record ends it
-    work     schedules, loads weights, watches the roles; when it fails or is through, the trainer is asked to stop
+    work     schedules, evaluates, loads weights, watches the roles; when it fails, or every task was handed out and
+             trained, the trainer is asked to stop
 
-The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place.
+The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place. After
+the record of a run that finished, an evaluation that is due or goes on is waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tailrace.errors import EngineFailed, LifecycleError, SettingsError, TailraceError, TransportError
@@ -29,7 +32,7 @@ from tailrace.records import (
 )
 from tailrace.run.observer import RunObserver
 from tailrace.run.placement import SHUTDOWN, Placement, Wait
-from tailrace.scheduling import StreamScheduler
+from tailrace.scheduling import Evaluator, StreamScheduler
 from tailrace.transport.channels import wait_until
 from tailrace.transport.event_log import MemoryEventLog
 
@@ -42,7 +45,19 @@ DATA_EXHAUSTED = "every task was handed out max_epochs times"
 _EXPLANATION_S = 1.0
 """How long a failed engine's process has to be seen leaving, which tells more than the call that failed."""
 
-StartScheduler = Callable[[TrainerStarted], tuple[StreamScheduler, RunObserver]]
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """What the orchestrator runs once the trainer told where it is."""
+
+    scheduler: StreamScheduler
+    observer: RunObserver
+    evaluator: Evaluator | None
+
+
+WeightsInstalled = Callable[[int], Awaitable[None]]
+"""Waits until every generator serves weights of this version, or newer ones."""
+StartScheduler = Callable[[TrainerStarted, WeightsInstalled], Scheduling]
 
 
 class Orchestrator:
@@ -53,6 +68,7 @@ class Orchestrator:
     ) -> None:
         self.scheduler: StreamScheduler | None = None
         self.observer: RunObserver | None = None
+        self.evaluator: Evaluator | None = None
         self.checkpoint = ""
         """Path of the newest one."""
         self.step = 0
@@ -67,27 +83,35 @@ class Orchestrator:
         self._stop_requested = False
         self._stop_seen = asyncio.Event()
         self._scheduling: asyncio.Task[None] | None = None
+        self._exhausted = asyncio.Event()
+        self._interrupted = asyncio.Event()
+        self._has_ended = False
         self._changed = asyncio.Event()
 
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
         follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
-        asked = asyncio.create_task(self._asked_to_stop())
+        asked = asyncio.create_task(self._stop_seen.wait())
+        through = asyncio.create_task(self._exhausted.wait())
         try:
-            await asyncio.wait({follower, worker, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({follower, worker, asked, through}, return_when=asyncio.FIRST_COMPLETED)
             if not follower.done():
-                if worker.done():
-                    await self._ask_to_stop(worker.exception())
+                if worker.done() or through.done():
+                    await self._ask_to_stop(worker.exception() if worker.done() else None)
                 await self._wait_for_record(follower)
+            await self._finish_evaluating(follower.result(), worker)
             return follower.result()
         finally:
-            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(worker, follower, asked))
+            started = (worker, follower, asked, through)
+            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(*started))
             if self.scheduler:
                 self.scheduler.finish(RUN_ENDED)
 
     async def request_stop(self, status: RunStatus, reason: str) -> None:
-        """Ask the trainer to end; the first wish counts."""
-        if not self._stop_requested:
+        """Ask the trainer to end; the first wish counts. What is left to do once it has ended is left."""
+        if status is RunStatus.CANCELLED:
+            self._interrupted.set()
+        if not self._stop_requested and not self._has_ended:
             self._stop_requested = True
             await self._log.append(StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason))
 
@@ -96,6 +120,8 @@ class Orchestrator:
         """One word for people."""
         if self.scheduler is None:
             return "starting"
+        if self._has_ended:
+            return "evaluating" if self.evaluator and self.evaluator.step is not None else "stopping"
         return "stopping" if self._stop_requested else "training"
 
     @property
@@ -119,6 +145,7 @@ class Orchestrator:
                     self.step, self.version = event.step, event.version
                     if self.scheduler:
                         self.scheduler.handle(event)
+                        self._tell_evaluator(event.step)
                 case CheckpointWritten():
                     self.checkpoint = event.path
                 case StopRequested():
@@ -128,13 +155,10 @@ class Orchestrator:
                     if self._scheduling:
                         self._scheduling.cancel()
                 case TrainerEnded():
+                    self._has_ended = True
                     return event
             self._changed.set()
         raise LifecycleError("the event log ended without the trainer's terminal record")
-
-    async def _asked_to_stop(self) -> None:
-        """Waits for a wish to end, whoever has it: from then on the trainer's answer has a deadline."""
-        await self._stop_seen.wait()
 
     async def _ask_to_stop(self, error: BaseException | None) -> None:
         if error is None:
@@ -175,23 +199,53 @@ class Orchestrator:
     # --- the work ------------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Waits for the scheduler to be through or stopped; any failure ends all of it."""
+        """Goes on until cancelled; any failure ends all of it."""
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self._placement.watch()), tasks.create_task(self._load_weights())]
+            tasks.create_task(self._placement.watch())
+            tasks.create_task(self._load_weights())
             self._scheduling = tasks.create_task(self._schedule())
-            await asyncio.wait({self._scheduling})
-            for task in background if self._scheduling.cancelled() or not self._scheduling.exception() else []:
-                task.cancel()
+            tasks.create_task(self._evaluate())
 
     async def _schedule(self) -> None:
         await wait_until(self._changed, lambda: self._started is not None)
         assert self._started is not None
-        await wait_until(self._changed, lambda: self._installed_version >= self.version)
+        await self._installed(self.version)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._placement.ready())
             starting.create_task(self._start_workers())
-        self.scheduler, self.observer = self._start_scheduler(self._started)
+        started = self._start_scheduler(self._started, self._installed)
+        self.scheduler, self.observer, self.evaluator = started.scheduler, started.observer, started.evaluator
+        if self.step == 0:
+            self._tell_evaluator(0)
+        self._changed.set()
         await self.scheduler.run()
+        self._exhausted.set()
+
+    async def _installed(self, version: int) -> None:
+        await wait_until(self._changed, lambda: self._installed_version >= version)
+
+    async def _evaluate(self) -> None:
+        await wait_until(self._changed, lambda: self.evaluator is not None)
+        assert self.evaluator is not None
+        await self.evaluator.run()
+
+    def _tell_evaluator(self, step: int) -> None:
+        if self.evaluator is not None:
+            self.evaluator.step_ended(step, self.version)
+
+    async def _finish_evaluating(self, ended: TrainerEnded, worker: asyncio.Task[None]) -> None:
+        """After a run that finished: wait for what is left to evaluate, until its deadline or a signal."""
+        evaluator = self.evaluator
+        if evaluator is None or evaluator.is_idle:
+            return
+        if ended.status is RunStatus.FINISHED and self._scheduling and not worker.done():
+            self._scheduling.cancel()
+            finishing = asyncio.create_task(evaluator.finish())
+            interrupted = asyncio.create_task(self._interrupted.wait())
+            await asyncio.wait({finishing, interrupted, worker}, return_when=asyncio.FIRST_COMPLETED)
+            await _cancelled(finishing, interrupted)
+        if not evaluator.is_idle:
+            _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
 
     async def _load_weights(self) -> None:
         """Waits for newer weights, and tells of them at once: a generator that is slow to load holds no other up."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
-from tailrace.errors import SettingsError
+from tailrace.errors import DataError, SettingsError
 from tailrace.generation.engines.loading import require_weights, tokenizer_folder
 from tailrace.generation.engines.protocol import Engine
 from tailrace.generation.engines.vllm.options import require_vllm
@@ -98,6 +100,23 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
         sampling = settings.rollouts.training_sampling(temperature=chosen.temperature, max_tokens=chosen.max_tokens)
         loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), sampling)
     return loaded
+
+
+def require_held_out_tasks(environments: Mapping[str, LoadedEnvironment]) -> None:
+    """Raise `DataError` where nothing could be evaluated."""
+    if not any(len(loaded.spec.eval_tasks) for loaded in environments.values()):
+        raise DataError(
+            f"there is no held-out task in {', '.join(environments)}: set environment.eval_tasks or "
+            "environment.eval_data"
+        )
+
+
+def held_out_tasks(environment: LoadedEnvironment, seed: int, limit: int | None = None) -> Iterator[Task]:
+    """Held-out tasks of one environment, the first so many: the same ones every time. Making one may take a while."""
+    count = len(environment.spec.eval_tasks)
+    seeds = np.random.default_rng(seed).integers(2**31, size=count)
+    for index in range(min(count, limit or count)):
+        yield environment.spec.eval_task(index, seed=int(seeds[index]))
 
 
 def task_stream(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> TaskStream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from tailrace.observability.summary import LedgerSummary
+from tailrace.observability.summary import EvaluationSummary, LedgerSummary
 from tailrace.records import TerminalState
 from tailrace.run.observer import RunObserver
 from tailrace.scheduling import Ledger
@@ -18,6 +18,7 @@ class Figures(TypedDict, total=False):
     reward_first: float | None
     reward_last: float | None
     reward_best: float | None
+    evaluations: dict[str, EvaluationSummary]
     tokens_generated: int
     tokens_trained: int
     generation_tokens_per_s: float | None
@@ -42,6 +43,7 @@ def figures(ledger: Ledger, observer: RunObserver) -> Figures:
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         reward_best=max(rewards, default=None),
+        evaluations=dict(observer.evaluations),
         tokens_generated=totals.tokens_generated,
         tokens_trained=totals.tokens_trained,
         generation_tokens_per_s=_per(totals.tokens_generated, observer.wall_s),

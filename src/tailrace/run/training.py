@@ -23,18 +23,20 @@ from tailrace.observability.report import write_report
 from tailrace.observability.run_view import RunView
 from tailrace.observability.sinks import BackgroundWriter, JsonlSink, RolloutWriter
 from tailrace.observability.summary import RunSummary, write_summary
-from tailrace.records import Completion, RunStatus, TrainerEnded, TrainerStarted
-from tailrace.rollouts import ChatRenderer
+from tailrace.records import Completion, RunStatus, Task, TrainerEnded, TrainerStarted
+from tailrace.rollouts import ChatRenderer, Rollouter
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
-from tailrace.run.orchestrator import Orchestrator
+from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
 from tailrace.run.parts import (
     EnvironmentRunner,
     LoadedEnvironment,
+    held_out_tasks,
     load_environments,
     make_renderer,
     make_rollouter,
     require_engine,
+    require_held_out_tasks,
     task_stream,
 )
 from tailrace.run.placement import Placement, open_placement
@@ -42,7 +44,7 @@ from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.summary import Figures, figures
 from tailrace.run.usage import ProcessMeter
 from tailrace.run.view import run_view
-from tailrace.scheduling import StreamScheduler
+from tailrace.scheduling import Evaluator, StreamScheduler
 from tailrace.transport.event_log import FileEventLog
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     """
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings)
+    if settings.evaluation.every_steps is not None:
+        require_held_out_tasks(environments)
     paths = find_run_folder(settings, parent)
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
     make_run_folder(settings, paths)
@@ -93,6 +97,7 @@ class _Training:
         self._settings, self._paths, self._environments, self._lag = settings, paths, environments, lag
         self._renderer = renderer
         self._orchestrator: Orchestrator | None = None
+        self._held_out: list[Task] = []
         self._writer = BackgroundWriter(queue_records=settings.observability.queue_records)
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
@@ -118,12 +123,12 @@ class _Training:
                     log_folder=self._paths.logs,
                 )
             )
-            runner = EnvironmentRunner(rollouter, self._environments, self._settings)
+            self._held_out = await asyncio.to_thread(self._make_held_out)
             orchestrator = self._orchestrator = Orchestrator(
                 placement,
                 log,
                 lambda: rollouter.start(loaded.spec for loaded in self._environments.values()),
-                lambda started: self._start(started, placement, runner, meter),
+                lambda started, installed: self._start(started, installed, placement, rollouter, meter),
             )
             signals = stack.enter_context(self._signals(orchestrator, placement, live))
             ended = await orchestrator.run()
@@ -133,10 +138,23 @@ class _Training:
         if self._orchestrator and self._orchestrator.observer:
             self._orchestrator.observer.completion_sampled(completion)
 
+    def _make_held_out(self) -> list[Task]:
+        """What evaluations beside training run: made before it, since making a task may take a while."""
+        chosen = self._settings.evaluation
+        if chosen.every_steps is None:
+            return []
+        environments = self._environments.values()
+        return [task for one in environments for task in held_out_tasks(one, self._settings.seed, chosen.tasks)]
+
     def _start(
-        self, started: TrainerStarted, placement: Placement, runner: EnvironmentRunner, meter: ProcessMeter
-    ) -> tuple[StreamScheduler, RunObserver]:
-        """The scheduler and its observer, from where the trainer is."""
+        self,
+        started: TrainerStarted,
+        installed: WeightsInstalled,
+        placement: Placement,
+        rollouter: Rollouter,
+        meter: ProcessMeter,
+    ) -> Scheduling:
+        """The scheduler, its observer and the evaluator, from where the trainer is."""
         settings, observability = self._settings, self._settings.observability
         tasks = task_stream(settings, self._environments)
         if settings.resume:
@@ -154,7 +172,7 @@ class _Training:
         )
         scheduler = StreamScheduler(
             tasks,
-            runner,
+            EnvironmentRunner(rollouter, self._environments, settings),
             placement.batches.send,
             observer,
             settings=settings.scheduling,
@@ -165,7 +183,16 @@ class _Training:
             step=started.step,
             version=started.version,
         )
-        return scheduler, observer
+        evaluator = Evaluator(
+            self._held_out,
+            EnvironmentRunner(rollouter, self._environments, settings, evaluation_seed=settings.seed),
+            observer.evaluated,
+            settings=settings.evaluation,
+            max_running=settings.max_running,
+            lend=scheduler.lend,
+            installed=installed,
+        )
+        return Scheduling(scheduler, observer, evaluator if self._held_out else None)
 
     def _signals(self, orchestrator: Orchestrator, placement: Placement, live: LiveView) -> StopSignals:
         """Once: an orderly stop. Twice: everything at once."""

@@ -47,6 +47,9 @@ def run_view(
         zero_spread_share=latest.get("group/zero_spread_share"),
         completion_tokens=latest.get("rollout/completion_tokens"),
         turns=latest.get("rollout/turns"),
+        held_out={name: course.reward_last for name, course in observer.evaluations.items()},
+        evaluating_step=orchestrator.evaluator.step if orchestrator.evaluator else None,
+        evaluated_rollouts=orchestrator.evaluator.ended if orchestrator.evaluator else 0,
         policy_version=orchestrator.version,
         staleness_mean=latest.get("staleness/mean", 0.0),
         staleness_max=int(latest.get("staleness/max", 0)),
@@ -81,6 +84,8 @@ def _groups_per_batch(settings: RunSettings) -> int:
 
 def _waiting_for(orchestrator: Orchestrator, statistics: SchedulerStatistics) -> str:
     """The stages that have work: whichever of them is stuck holds the run up."""
+    if orchestrator.stage == "evaluating":
+        return "the last evaluation"
     if orchestrator.stage == "stopping":
         return "the trainer's last save"
     busy = []

@@ -8,11 +8,11 @@ rollout without a reason in the ledger, and never decides when training is over:
 
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.budget import StalenessBudget
-from tailrace.scheduling.evaluation import EvaluationResult, evaluate
+from tailrace.scheduling.evaluation import Evaluation, EvaluationResult, Evaluator, evaluate
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
 from tailrace.scheduling.observer import SchedulerObserver
-from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
 from tailrace.scheduling.stream import StreamScheduler
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 
@@ -20,7 +20,10 @@ __all__ = [
     "AdmissionState",
     "EnvironmentFigures",
     "EnvironmentMix",
+    "Evaluation",
     "EvaluationResult",
+    "EvaluationSettings",
+    "Evaluator",
     "Ledger",
     "SchedulerObserver",
     "SchedulingSettings",

@@ -1,21 +1,32 @@
-"""Measure a policy: each task a fixed number of times, nothing trained."""
+"""Measure a policy on held-out tasks, each run once: by itself, or beside training.
+
+    every n steps ─► the newest step that is due ─► its weights are installed ─► tasks, so many at once ─► result
+
+Beside training an evaluation has slots of its own, which admission leaves free while it goes on; nothing is paused.
+Weights move on meanwhile, so a result says which versions made it. One evaluation runs at a time; of those that fall
+due meanwhile only the newest is made. Nothing of it enters the ledger or the staleness budget.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
+from tailrace.scheduling.settings import EvaluationSettings
 from tailrace.scheduling.stream import GroupRunner
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationResult:
-    """Scored rollouts in task order, and how many were lost, by reason."""
+    """One environment's scored rollouts in task order, and how many were lost, by reason."""
 
     rollouts: list[Rollout]
     failed: dict[str, int]
@@ -39,37 +50,170 @@ class EvaluationResult:
         variance = math.fsum((reward - mean) ** 2 for reward in self.rewards) / (len(self.rewards) - 1)
         return math.sqrt(variance / len(self.rewards))
 
+    @property
+    def policy_versions(self) -> tuple[int, int] | None:
+        """Lowest and highest version that sampled a token of it; None without a token."""
+        branches = [branch for rollout in self.rollouts for branch in rollout.branches]
+        sampled = [branch.policy_versions[branch.loss_mask] for branch in branches]
+        versions = np.concatenate(sampled) if sampled else np.empty(0, np.int32)
+        return (int(versions.min()), int(versions.max())) if versions.size else None
 
-async def evaluate(
-    tasks: Iterable[Task],
-    runner: GroupRunner,
-    *,
-    concurrency: int,
-    on_rollout: Callable[[Rollout], None] = lambda rollout: None,
-) -> EvaluationResult:
-    """Run every task once, at most `concurrency` at a time."""
-    finished: dict[int, Rollout] = {}
-    failed: Counter[str] = Counter()
-    numbered = enumerate(tasks)
 
-    async def work(queue: Iterator[tuple[int, Task]]) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """What was measured beside training."""
+
+    step: int
+    """The step that it was due at; no token is of older weights than that step left."""
+    results: dict[str, EvaluationResult]
+    """By environment."""
+    duration_s: float
+    coalesced: int = 0
+    """Evaluations not made since the run began, as a newer one fell due before they could begin."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Of one environment, while it goes on."""
+
+    finished: dict[int, Rollout] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def result(self) -> EvaluationResult:
+        return EvaluationResult([self.finished[number] for number in sorted(self.finished)], dict(self.failed))
+
+
+class _Walk:
+    """Every task once, at most so many at a time."""
+
+    def __init__(self, tasks: Iterable[Task], runner: GroupRunner, name: str) -> None:
+        self._numbered = enumerate(tasks)
+        self._runner, self._name = runner, name
+        self._tallies: dict[str, _Tally] = {}
+        self._workers: asyncio.TaskGroup | None = None
+        self._concurrency = 0
+        self.ended = 0
+        """Rollouts finished or lost."""
+
+    async def run(self, concurrency: int) -> dict[str, EvaluationResult]:
+        async with asyncio.TaskGroup() as self._workers:
+            self.widen(concurrency)
+        return {environment: tally.result() for environment, tally in self._tallies.items()}
+
+    def widen(self, concurrency: int) -> None:
+        """Run so many at a time from now on, if that is more."""
+        if self._workers is not None:
+            for _ in range(concurrency - self._concurrency):
+                self._workers.create_task(self._work(self._numbered))
+            self._concurrency = max(self._concurrency, concurrency)
+
+    async def _work(self, queue: Iterator[tuple[int, Task]]) -> None:
         for number, task in queue:
+            tally = self._tallies.setdefault(task.environment, _Tally())
             try:
-                finished[number] = await _run_one(task, number, runner)
-                on_rollout(finished[number])
+                tally.finished[number] = await self._run_one(task, number)
             except RolloutError as error:
-                failed[error.reason] += 1
+                tally.failed[error.reason] += 1
             except RequestRefused:
-                failed["request_refused"] += 1
+                tally.failed["request_refused"] += 1
+            self.ended += 1
 
-    async with asyncio.TaskGroup() as workers:
-        for _ in range(concurrency):
-            workers.create_task(work(numbered))
-    return EvaluationResult([finished[number] for number in sorted(finished)], dict(failed))
+    async def _run_one(self, task: Task, number: int) -> Rollout:
+        group_id = GroupId(f"{self._name}/{task.task_id}#{number}")
+        rollout = await self._runner.run(task, group_id=group_id, rollout_id=RolloutId(f"{group_id}.0"), attempt=0)
+        await self._runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
+        return rollout
 
 
-async def _run_one(task: Task, number: int, runner: GroupRunner) -> Rollout:
-    group_id = GroupId(f"eval/{task.task_id}#{number}")
-    rollout = await runner.run(task, group_id=group_id, rollout_id=RolloutId(f"{group_id}.0"), attempt=0)
-    await runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
-    return rollout
+async def evaluate(tasks: Iterable[Task], runner: GroupRunner, *, concurrency: int) -> dict[str, EvaluationResult]:
+    """Run every task once, at most `concurrency` at a time; the results by environment."""
+    return await _Walk(tasks, runner, "eval").run(concurrency)
+
+
+class Evaluator:
+    """Evaluates beside training, one evaluation at a time; `run` it in a task of its own."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        runner: GroupRunner,
+        on_result: Callable[[Evaluation], None],
+        *,
+        settings: EvaluationSettings,
+        max_running: int,
+        lend: Callable[[int], None],
+        installed: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """`lend` is told how many slots to leave free, `installed` waits until weights of a version serve."""
+        self._tasks, self._runner, self._on_result = tasks, runner, on_result
+        self._settings, self._max_running, self._slots = settings, max_running, settings.slots(max_running)
+        self._lend, self._installed = lend, installed
+        self._due: tuple[int, int] | None = None
+        self._step: int | None = None
+        self._walk: _Walk | None = None
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._coalesced = 0
+
+    def step_ended(self, step: int, version: int) -> None:
+        """The weights that this step left are of this version: an evaluation of them, or newer ones, may fall due."""
+        if self._settings.every_steps is None or step % self._settings.every_steps:
+            return
+        self._coalesced += self._due is not None
+        self._due = (step, version)
+        self._idle.clear()
+        self._wake.set()
+
+    @property
+    def step(self) -> int | None:
+        """Of the evaluation that goes on, or waits for its weights; None while there is none."""
+        return self._step
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is due and none goes on."""
+        return self._idle.is_set()
+
+    def describe(self) -> str:
+        """What goes on or is due, for people."""
+        steps = [step for step in (self._step, self._due[0] if self._due else None) if step is not None]
+        return ", ".join(f"step {step}" for step in steps)
+
+    @property
+    def ended(self) -> int:
+        """Rollouts of the evaluation that goes on that are finished or lost."""
+        return self._walk.ended if self._walk else 0
+
+    async def run(self) -> None:
+        """Evaluate what falls due, for ever. Raises what an engine's failure raises."""
+        while True:
+            while self._due is None:
+                self._wake.clear()
+                await self._wake.wait()
+            (self._step, version), self._due = self._due, None
+            await self._installed(version)
+            await self._evaluate(self._step)
+            self._step = None
+            if self._due is None:
+                self._idle.set()
+
+    async def finish(self) -> None:
+        """Training is over: wait, for `finish_s` at most, for what is due and goes on, in all the slots there are."""
+        self._slots = self._max_running
+        if self._walk is not None:
+            self._walk.widen(self._slots)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.finish_s):
+                await self._idle.wait()
+
+    async def _evaluate(self, step: int) -> None:
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        self._walk = _Walk(self._tasks, self._runner, f"eval-{step}")
+        self._lend(self._slots)
+        try:
+            results = await self._walk.run(self._slots)
+        finally:
+            self._lend(0)
+            self._walk = None
+        self._on_result(Evaluation(step, results, clock() - since, self._coalesced))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tailrace.batching import BatchingSettings
 
@@ -45,3 +45,38 @@ class SchedulingSettings(BatchingSettings):
     max_barren_batches: int = Field(
         10, ge=1, description="Batches' worth of rollouts in a row with nothing trainable in them that end the run."
     )
+
+
+class EvaluationSettings(BaseModel):
+    """Section `evaluation`: held-out tasks, measured beside training (sampled as `rollouts.evaluation` says)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every_steps: int | None = Field(
+        None, ge=1, description="Evaluate before the first step and after every so many; unset: never."
+    )
+    tasks: int = Field(
+        64,
+        ge=1,
+        description="Held-out tasks of each environment that an evaluation takes, once each: the first so many.",
+    )
+    share: float = Field(
+        0.125,
+        gt=0,
+        lt=1,
+        description="Of the rollouts that may run at once, those that are an evaluation's while one goes on.",
+    )
+    finish_s: float = Field(
+        600.0,
+        ge=0,
+        description="Seconds that an evaluation may go on, in all slots, once training is finished; then it is"
+        " cancelled, as it is at once when training is stopped or fails.",
+    )
+
+    def slots(self, max_running: int) -> int:
+        """Rollouts of an evaluation that run at once, out of `max_running`; at least one, and one is left for training.
+
+        >>> EvaluationSettings().slots(64)
+        8
+        """
+        return max(1, min(round(self.share * max_running), max_running - 1))

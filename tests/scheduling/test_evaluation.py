@@ -1,0 +1,207 @@
+"""Evaluations beside training: which are made, in how many slots, and what their results say."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tailrace.errors import EngineFailed, RequestRefused
+from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
+from tailrace.scheduling import Evaluation, EvaluationSettings, Evaluator, evaluate
+from tests.scheduling.world import FAILURES, environment, make_rollout
+
+
+class HeldOut:
+    """Held-out tasks of two environments, a runner that waits to be let go, and what an evaluator did with them."""
+
+    def __init__(self, *, tasks: int = 6, max_running: int = 8, share: float = 0.25, **settings: object) -> None:
+        self.tasks = [
+            spec.train_task(index) for spec in (environment("a"), environment("b")) for index in range(tasks // 2)
+        ]
+        self.version = 0
+        self.installed = 0
+        self.lent: list[int] = []
+        self.results: list[Evaluation] = []
+        self.running = self.most_running = 0
+        self.group_ids: list[str] = []
+        self.fate: dict[str, str | Exception] = {}
+        self.going = asyncio.Event()
+        self.going.set()
+        self.changed = asyncio.Event()
+        self.evaluator = Evaluator(
+            self.tasks,
+            self,
+            self.results.append,
+            settings=EvaluationSettings.model_validate({"every_steps": 2, "share": share, **settings}),
+            max_running=max_running,
+            lend=self.lent.append,
+            installed=self._installed,
+        )
+
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[Evaluator]:
+        running = asyncio.create_task(self.evaluator.run())
+        try:
+            yield self.evaluator
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+        self.group_ids.append(group_id)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await self.going.wait()
+            await asyncio.sleep(0)
+            fate = self.fate.get(task.task_id, "")
+            if isinstance(fate, Exception):
+                raise fate
+            if fate:
+                raise FAILURES[fate]("scripted")
+            return make_rollout(task, group_id, rollout_id, reward=float(task["n"]), version=self.version)
+        finally:
+            self.running -= 1
+
+    async def score(self, group: Group) -> list[Group]:
+        return [group]
+
+    async def _installed(self, version: int) -> None:
+        while self.installed < version:
+            self.changed.clear()
+            await self.changed.wait()
+
+    def install(self, version: int) -> None:
+        self.installed = self.version = version
+        self.changed.set()
+
+
+async def settle() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+async def test_results_are_told_by_environment_and_lost_rollouts_counted() -> None:
+    held_out = HeldOut()
+    held_out.fate = {"a/train/1": "timeout", "b/train/0": RequestRefused("too long")}
+    results = await evaluate(held_out.tasks, held_out, concurrency=2)
+    assert results["a"].rewards == [0.0, 2.0]
+    assert results["a"].failed == {"timeout": 1}
+    assert results["b"].failed == {"request_refused": 1}
+    assert results["b"].mean_reward == 1.5
+
+
+async def test_an_environment_whose_rollouts_are_all_lost_has_no_reward() -> None:
+    held_out = HeldOut(tasks=2)
+    held_out.fate = {"a/train/0": "timeout"}
+    result = (await evaluate(held_out.tasks, held_out, concurrency=2))["a"]
+    assert math.isnan(result.mean_reward)
+    assert result.policy_versions is None
+
+
+async def test_an_evaluation_falls_due_every_so_many_steps() -> None:
+    held_out = HeldOut()
+    async with held_out.evaluating() as evaluator:
+        for step in range(6):
+            held_out.install(step)
+            evaluator.step_ended(step, version=step)
+            await settle()
+    assert [evaluation.step for evaluation in held_out.results] == [0, 2, 4]
+    assert held_out.group_ids[0].startswith("eval-0/")
+    assert len(set(held_out.group_ids)) == len(held_out.group_ids) == 18
+
+
+async def test_none_falls_due_where_none_is_asked_for() -> None:
+    held_out = HeldOut(every_steps=None)
+    async with held_out.evaluating() as evaluator:
+        evaluator.step_ended(0, version=0)
+        await settle()
+    assert held_out.results == []
+
+
+async def test_it_borrows_its_share_of_the_slots_and_gives_it_back() -> None:
+    held_out = HeldOut(max_running=8, share=0.25)
+    async with held_out.evaluating() as evaluator:
+        evaluator.step_ended(2, version=0)
+        await settle()
+    assert held_out.most_running == 2
+    assert held_out.lent == [2, 0]
+
+
+@pytest.mark.parametrize(("max_running", "share", "slots"), [(64, 0.125, 8), (4, 0.9, 3), (4, 0.01, 1), (1, 0.5, 1)])
+def test_training_and_evaluation_both_keep_a_slot(max_running: int, share: float, slots: int) -> None:
+    assert EvaluationSettings(share=share).slots(max_running) == slots
+
+
+async def test_what_falls_due_meanwhile_is_made_once_and_of_the_newest_weights() -> None:
+    held_out = HeldOut()
+    held_out.going.clear()
+    async with held_out.evaluating() as evaluator:
+        for step in (0, 2, 4, 6):
+            held_out.install(step)
+            evaluator.step_ended(step, version=step)
+            await settle()
+        held_out.going.set()
+        await settle()
+    assert [evaluation.step for evaluation in held_out.results] == [0, 6]
+    assert held_out.results[-1].coalesced == 2
+
+
+async def test_it_waits_for_its_weights_and_says_which_versions_made_it() -> None:
+    held_out = HeldOut(tasks=4, max_running=4, share=0.25)
+    async with held_out.evaluating() as evaluator:
+        evaluator.step_ended(2, version=2)
+        await settle()
+        assert held_out.group_ids == []  # version 2 is not installed yet
+        held_out.going.clear()
+        held_out.install(2)
+        await settle()
+        held_out.install(3)  # weights move on under it
+        held_out.going.set()
+        await settle()
+    (evaluation,) = held_out.results
+    versions = [result.policy_versions for result in evaluation.results.values()]
+    assert versions[0] is not None
+    assert min(low for low, _ in filter(None, versions)) >= 2
+    assert max(high for _, high in filter(None, versions)) == 3
+
+
+async def test_after_training_it_is_finished_in_all_the_slots() -> None:
+    held_out = HeldOut(tasks=8, max_running=8, share=0.25)
+    held_out.going.clear()
+    async with held_out.evaluating() as evaluator:
+        evaluator.step_ended(2, version=0)
+        await settle()
+        finishing = asyncio.create_task(evaluator.finish())
+        await settle()
+        assert held_out.running == 8
+        held_out.going.set()
+        await finishing
+        assert evaluator.is_idle
+    assert [evaluation.step for evaluation in held_out.results] == [2]
+
+
+async def test_after_training_it_has_a_deadline() -> None:
+    held_out = HeldOut(finish_s=0.01)
+    held_out.going.clear()
+    async with held_out.evaluating() as evaluator:
+        evaluator.step_ended(2, version=0)
+        await evaluator.finish()
+        assert not evaluator.is_idle
+        assert evaluator.describe() == "step 2"
+    assert held_out.running == 0
+    assert held_out.results == []
+
+
+async def test_an_engines_failure_is_not_a_result() -> None:
+    held_out = HeldOut()
+    held_out.fate = {"a/train/0": EngineFailed("gone")}
+    held_out.evaluator.step_ended(0, version=0)
+    with pytest.raises(ExceptionGroup) as caught:
+        await held_out.evaluator.run()
+    assert caught.group_contains(EngineFailed)
+    assert held_out.lent == [2, 0]
