@@ -229,3 +229,21 @@ def test_a_worker_ends_when_its_parent_vanishes_even_in_an_endless_call() -> Non
         psutil.Process(worker).wait(timeout=10)
     except psutil.NoSuchProcess:
         return
+
+
+@pytest.mark.parametrize(("name", "behave"), [("judged", "hang"), ("counting", "hang in reset")])
+async def test_cancelling_a_rollout_ends_what_it_called_in_a_worker(
+    renderer: ChatRenderer, name: str, behave: str
+) -> None:
+    async with Run(renderer, worker_timeout_s=600, timeout_s=600) as run:
+        await run.rollout("judged")
+        (worker,) = children()
+        hanging = asyncio.create_task(run.rollout(name, behave))
+        while worker.cpu_percent(0.02) < 50:  # noqa: ASYNC110  (nothing tells of a call that loops)
+            await asyncio.sleep(0.02)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+        assert (await run.rollout(name)).reward is not None
+    assert children() == []

@@ -32,6 +32,9 @@ from tailrace.records import (
 from tailrace.rollouts.conversations import BranchConversation, Match, Turn, longest_match
 from tailrace.rollouts.rendering import ChatRenderer
 
+_REFUSAL_S = 0.02
+"""How long a request of a rollout that was cancelled waits for its refusal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBudget:
@@ -62,6 +65,9 @@ class RolloutPolicy:
         self._budget = budget
         self._system_prompt = system_prompt
         self._conversations: list[BranchConversation] = []
+        self._closed = False
+        self._turns: set[asyncio.Task[object]] = set()
+        """Tasks that wait for a completion."""
         self._reserved_tokens = 0
         """That completions being sampled may still add."""
 
@@ -74,7 +80,9 @@ class RolloutPolicy:
             BudgetExceeded: No turn or token is left for it.
             RequestRefused: The engine cannot take it (longer than the model's context, ...).
             EnvironmentFailed: The model's chat template refuses the conversation.
+            CancelledError: The rollout was cancelled, or has ended: nothing more is sampled for it.
         """
+        await self._require_open()
         messages = self._with_system_prompt(messages)
         self._require_turn()
         conversation, context = self._place(messages, tools)
@@ -86,6 +94,26 @@ class RolloutPolicy:
     def keep(self, messages: Sequence[Message]) -> None:
         """Add what follows the last reply to the conversation kept for people; the policy never answers it."""
         self._rollout.messages = [*self._rollout.messages, *messages]
+
+    def stop(self) -> None:
+        """The rollout is to end: no new turn from now on."""
+        self._closed = True
+
+    def close(self) -> None:
+        """The agent has returned: no new turn, and those that tasks of its own still wait for are cancelled."""
+        self._closed = True
+        for task in self._turns - {asyncio.current_task()}:
+            task.cancel()
+
+    async def _require_open(self) -> None:
+        """Raise `CancelledError` where an agent that ignored its cancellation, or outlived its rollout, asks for more.
+
+        Waits a moment first, so that one that asks again and again does not take the event loop.
+        """
+        task = asyncio.current_task()
+        if self._closed or (task is not None and task.cancelling()):
+            await asyncio.sleep(_REFUSAL_S)
+            raise asyncio.CancelledError(f"rollout {self._rollout.rollout_id} was cancelled or has ended")
 
     # ---- where the conversation goes on
 
@@ -172,6 +200,9 @@ class RolloutPolicy:
         conversation.is_waiting = True
         self._reserved_tokens += limit
         started_s = clock.time()
+        task = asyncio.current_task()
+        assert task is not None  # coroutines run in tasks
+        self._turns.add(task)
         try:
             completion = await self._generate(
                 conversation.branch.token_ids,
@@ -182,6 +213,7 @@ class RolloutPolicy:
             )
         finally:
             conversation.is_waiting = False
+            self._turns.discard(task)
             self._reserved_tokens -= limit
         self._count("generate_s", clock.time() - started_s)
         if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):

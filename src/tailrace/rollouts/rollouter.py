@@ -23,6 +23,7 @@ from tailrace.errors import (
 )
 from tailrace.records import Generate, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agents import environment_agent, hosted_agent
+from tailrace.rollouts.attempts import Attempts
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
 from tailrace.rollouts.rendering import ChatRenderer
 from tailrace.rollouts.scoring import require_reward, score_group
@@ -51,6 +52,7 @@ class Rollouter:
         self._renderer = renderer
         self._generate = generate
         self._max_model_tokens = max_model_tokens
+        self._attempts = Attempts()
         self._workers = WorkerPool(settings, environments or {}, log_path=worker_log)
 
     async def __aenter__(self) -> Rollouter:
@@ -89,6 +91,9 @@ class Rollouter:
     ) -> Rollout:
         """One attempt at a task, scored. `max_turns` and `timeout_s` override the settings for one environment.
 
+        Cancelling this cancels the agent, its tools, its requests and its reward, and returns once they have ended: see
+        `Attempts`. No request of the rollout is taken any more.
+
         Raises:
             RolloutError: This rollout alone is lost; the class and `reason` say how, the message names the task.
             RequestRefused: The engine cannot take one of its prompts.
@@ -97,9 +102,13 @@ class Rollouter:
         clock = asyncio.get_running_loop()
         rollout = Rollout(rollout_id, group_id, task, sampling, started_s=clock.time(), attempt=attempt)
         limit_s = timeout_s or self._settings.timeout_s
-        async with _blamed_on(task), _within(limit_s, task):
-            returned = await self._play(rollout, spec, max_turns or self._settings.max_turns)
-            rollout.reward = _saving(await self._score(rollout, spec, returned), spec.saved_columns)
+        policy = self._policy(rollout, max_turns or self._settings.max_turns)
+        await self._attempts.run(
+            self._attempt(rollout, policy, spec, limit_s),
+            what=f"task {task.task_id}: rollout {rollout_id}",
+            limit_s=limit_s,
+            stop=policy.stop,
+        )
         rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
         rollout.ended_s = clock.time()
         return rollout
@@ -110,14 +119,24 @@ class Rollouter:
         `timeout_s` stands in for the settings' where they have no `reward_timeout_s`. Raises `RolloutError` for the
         whole group.
         """
-        limit_s = self._settings.reward_timeout_s or timeout_s or self._settings.timeout_s
-        async with _blamed_on(group.task), _within(limit_s, group.task):
+        if spec.score_group is None:
             return await score_group(group, spec)
+        limit_s = self._settings.reward_timeout_s or timeout_s or self._settings.timeout_s
 
-    async def _play(self, rollout: Rollout, spec: EnvironmentSpec, max_turns: int) -> float | Reward | None:
-        """What the agent returned; None where it did not score, or ran out of budget and `spec.reward` will."""
-        clock = asyncio.get_running_loop()
-        policy = RolloutPolicy(
+        async def scored() -> list[Group]:
+            async with _blamed_on(group.task), _within(limit_s, group.task):
+                return await score_group(group, spec)
+
+        what = f"task {group.task.task_id}: score_group of group {group.group_id}"
+        return await self._attempts.run(scored(), what=what, limit_s=limit_s, stop=_nothing)
+
+    async def _attempt(self, rollout: Rollout, policy: RolloutPolicy, spec: EnvironmentSpec, limit_s: float) -> None:
+        async with _blamed_on(rollout.task), _within(limit_s, rollout.task):
+            returned = await self._play(rollout, policy, spec)
+            rollout.reward = _saving(await self._score(rollout, spec, returned), spec.saved_columns)
+
+    def _policy(self, rollout: Rollout, max_turns: int) -> RolloutPolicy:
+        return RolloutPolicy(
             rollout,
             renderer=self._renderer,
             generate=self._generate,
@@ -128,6 +147,10 @@ class Rollouter:
             ),
             system_prompt=self._settings.system_prompt,
         )
+
+    async def _play(self, rollout: Rollout, policy: RolloutPolicy, spec: EnvironmentSpec) -> float | Reward | None:
+        """What the agent returned; None where it did not score, or ran out of budget and `spec.reward` will."""
+        clock = asyncio.get_running_loop()
         started_s = clock.time()
         try:
             return await self._agent(spec)(rollout.task, policy)
@@ -136,6 +159,7 @@ class Rollouter:
                 raise
             return None
         finally:
+            policy.close()
             playing_s = clock.time() - started_s
             rollout.metrics["environment_s"] = max(0.0, playing_s - rollout.metrics.get("generate_s", 0.0))
 
@@ -177,6 +201,10 @@ class Rollouter:
             value = await self._workers.reward(rollout.task, rollout.messages)
         rollout.metrics["score_s"] = clock.time() - started_s
         return _merged(require_reward(value, what), returned)
+
+
+def _nothing() -> None:
+    """There is no policy to close."""
 
 
 def _saving(reward: Reward | None, saved_columns: Sequence[str] | None) -> Reward | None:

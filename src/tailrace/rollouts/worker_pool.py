@@ -1,9 +1,9 @@
 """Killable worker processes for users' synchronous code (`environment.reset`, `step`, rewards) that is not trusted.
 
-One call at a time per worker. A call that does not return in time costs its own rollout: the worker is killed with
-its whole process group and replaced. Other rollouts whose environments lived there are rebuilt in the new worker, by
-resetting them and replaying the replies that they have answered; so an environment must do the same for the same
-task (`task.seed` is there to draw from) and the same replies.
+One call at a time per worker. A call that does not return in time, or soon after its rollout was cancelled, costs its
+own rollout: the worker is killed with its whole process group and replaced. Other rollouts whose environments lived
+there are rebuilt in the new worker, by resetting them and replaying the replies that they have answered; so an
+environment must do the same for the same task (`task.seed` is there to draw from) and the same replies.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from tailrace.rollouts.worker_messages import (
     reward_from_json,
 )
 
+CANCELLED_CALL_S = 1.0
+"""Seconds that a call has to return once its rollout was cancelled; then its worker process is killed."""
 CLOSE_S = 2.0
 """Seconds that a worker may take to end by itself once its pipe is closed; then it is killed."""
 
@@ -184,8 +186,6 @@ class _Worker:
             self._process = None
 
     async def _ready(self) -> _Process:
-        if self._process is not None:
-            await self._process.finish_abandoned_call()
         if self._process is None or self._process.is_gone:
             self._process = await _Process.start(self._environments, self._log_path)
         return self._process
@@ -202,7 +202,6 @@ class _Process:
         self._answers = process.stdout
         self._loaded: set[str] = set()
         self._body_bytes: int | None = None
-        self._abandoned: asyncio.TimerHandle | None = None
         self._is_killed = False
         self.released: list[int] = []
         """Environments to let go with the next call."""
@@ -251,10 +250,8 @@ class _Process:
         return await self._exchange(call, limit_s, f"task {task.task_id}: {_NAMES[type(call)]}")
 
     async def _exchange(self, call: Call, limit_s: float, what: str) -> Json:
-        clock = asyncio.get_running_loop()
-        deadline_s = clock.time() + limit_s
         try:
-            async with asyncio.timeout_at(deadline_s):
+            async with asyncio.timeout(limit_s):
                 self._send(call, what)
                 answer = answer_decoder.decode(await self._read())
         except TimeoutError:
@@ -263,7 +260,7 @@ class _Process:
                 f"{what} did not return within {limit_s:g} s (rollouts.worker_timeout_s); its worker process was killed"
             ) from None
         except asyncio.CancelledError:
-            self._abandoned = clock.call_at(deadline_s, self.kill)
+            await self._finish_cancelled_call()
             raise
         except (asyncio.IncompleteReadError, ConnectionError):
             self.kill()
@@ -289,14 +286,17 @@ class _Process:
         self._body_bytes = None
         return body
 
-    async def finish_abandoned_call(self) -> None:
-        """Wait until a call whose caller was cancelled is through, or killed at its deadline."""
-        if self._abandoned is None or self.is_gone:
-            return
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            await self._read()
-        self._abandoned.cancel()
-        self._abandoned = None
+    async def _finish_cancelled_call(self) -> None:
+        """Wait until a call whose caller was cancelled has returned, or end the process: nothing of it runs on."""
+        try:
+            async with asyncio.timeout(CANCELLED_CALL_S):
+                await self._read()
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+            self.kill()
+            await self._process.wait()
+        except asyncio.CancelledError:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """End the process group at once; whoever reads from the process sees the end of its pipe."""
@@ -306,8 +306,6 @@ class _Process:
 
     async def close(self) -> None:
         """Close the pipe, which ends an idle worker; kill what is left."""
-        if self._abandoned is not None:
-            self._abandoned.cancel()
         self._requests.close()
         try:
             async with asyncio.timeout(CLOSE_S):

@@ -1,0 +1,119 @@
+"""Users' coroutines, each in a task of its own, so that none outlives its cancellation or its deadline unnoticed.
+
+    caller cancelled, or deadline ─► stop() ─► cancel ─► CANCEL_S ─► cancel again ─► CANCEL_S ─► left behind, by name
+
+Whoever cancels an attempt waits until it has ended: its agent, its tools, its reward. A coroutine that ignores one
+cancellation meets the next; one that ignores both is named in the log, with the line it waits in, and waited for no
+longer. It holds nothing of the run any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Coroutine
+from types import CodeType
+from typing import Any, TypeVar
+
+from tailrace.errors import EnvironmentFailed, RolloutTimeout
+
+CANCEL_S = 2.0
+"""Seconds that a coroutine has to end once it is cancelled, twice."""
+
+ResultT = TypeVar("ResultT")
+_logger = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Runs attempts, any number at once."""
+
+    def __init__(self, cancel_s: float = CANCEL_S) -> None:
+        self._cancel_s = cancel_s
+        self._left_behind: set[asyncio.Task[Any]] = set()
+
+    @property
+    def left_behind(self) -> int:
+        """Attempts that ignored their cancellation and still run."""
+        return len(self._left_behind)
+
+    async def run(
+        self, work: Coroutine[Any, Any, ResultT], *, what: str, limit_s: float, stop: Callable[[], None]
+    ) -> ResultT:
+        """What `work` returns or raises. It ends itself after `limit_s`; when it does not, this ends it.
+
+        `stop` is called before it is cancelled from here.
+
+        Raises:
+            RolloutTimeout: It ignored the cancellation of its own deadline.
+            EnvironmentFailed: It raised `CancelledError` although nobody cancelled it.
+        """
+        loop = asyncio.get_running_loop()
+        task, ended = loop.create_task(work, name=what), loop.create_future()
+
+        def wake(_: object = None) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        task.add_done_callback(wake)
+        deadline = loop.call_later(limit_s + self._cancel_s, wake)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            stop()
+            await self._end(task)
+            raise
+        finally:
+            deadline.cancel()
+        if not task.done():
+            stop()
+            where = innermost_line(task)
+            await self._end(task)
+            raise RolloutTimeout(f"{what} did not end after {limit_s:g} s, and ignored its cancellation in {where}")
+        if task.cancelled():
+            raise EnvironmentFailed(f"{what} raised CancelledError although nobody cancelled it")
+        return task.result()
+
+    async def _end(self, task: asyncio.Task[Any]) -> None:
+        """Cancel, and wait until it has ended; when that is cut short, it is left behind at once."""
+        task.add_done_callback(_take_exception)
+        try:
+            for _ in range(2):
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait({task}, timeout=self._cancel_s)
+        finally:
+            if not task.done():
+                self._leave_behind(task)
+
+    def _leave_behind(self, task: asyncio.Task[Any]) -> None:
+        self._left_behind.add(task)
+        task.add_done_callback(self._left_behind.discard)
+        _logger.error(
+            "%s ignored its cancellation and is waited for no longer; it waits in %s. A coroutine must let "
+            "asyncio.CancelledError pass",
+            *(task.get_name(), innermost_line(task)),
+        )
+
+
+def _take_exception(task: asyncio.Task[Any]) -> None:
+    """What a cancelled attempt raised on its way out is nobody's any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def innermost_line(task: asyncio.Task[Any]) -> str:
+    """The innermost line of users' or our code that a suspended task waits in."""
+    where = "an unknown place"
+    awaiting: object = task.get_coro()
+    while awaiting is not None:
+        frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "gi_frame", None)
+        if frame is not None and _is_code_of_interest(frame.f_code):
+            where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        is_generator = inspect.isgenerator(awaiting)
+        awaiting = getattr(awaiting, "gi_yieldfrom" if is_generator else "cr_await", None)
+    return where
+
+
+def _is_code_of_interest(code: CodeType) -> bool:
+    return "/asyncio/" not in code.co_filename
