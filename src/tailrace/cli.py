@@ -9,7 +9,6 @@ tailrace recipes
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -206,13 +205,9 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[s
 
 
 def _run(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """On uvloop, where it is."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+    from tailrace.lifecycle.event_loop import run_on_event_loop
+
+    return run_on_event_loop(work)
 
 
 def _show_plan(settings: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.records import RunStatus
 from tailrace.run import orchestrator
-from tests.run.runs import environment, records, run_inline, trained_tasks
+from tests.run.runs import command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
 
 
@@ -61,3 +61,13 @@ async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadl
     assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.CANCELLED, 130, 0)
     assert summary.ledger.balances
     assert "cancel_rollouts took longer" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+
+
+def test_agents_that_refuse_every_cancellation_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
+    with command(tmp_path, *environment("stubborn"), "--placement", "inline", "--max_steps", "1") as run:
+        status, printed = run.wait()
+    assert status == 130, printed
+    log = (run.folder / "logs" / "orchestrator.log").read_text()
+    assert "ignored its cancellation and is waited for no longer" in log
+    assert "run_environments.py" in log
+    assert "admitted" in printed  # the summary

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+
+from tailrace.lifecycle.event_loop import run_on_event_loop
+
+
+def test_it_returns_what_the_work_returns_and_ends_what_it_left_running() -> None:
+    ended = []
+
+    async def background() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def work() -> int:
+        kept.append(asyncio.create_task(background()))
+        await asyncio.sleep(0)
+        return 3
+
+    kept: list[asyncio.Task[None]] = []
+    assert run_on_event_loop(work()) == 3
+    assert ended == [True]
+
+
+def test_it_raises_what_the_work_raises() -> None:
+    async def work() -> None:
+        raise KeyError("oh")
+
+    with pytest.raises(KeyError, match="oh"):
+        run_on_event_loop(work())
+
+
+def test_a_task_that_ignores_its_cancellation_is_named_and_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.lifecycle.event_loop._END_S", 0.01)
+
+    async def refuse() -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    async def work() -> int:
+        kept.append(asyncio.create_task(refuse(), name="rollout r0"))
+        await asyncio.sleep(0)
+        return 3
+
+    kept: list[asyncio.Task[None]] = []
+    with caplog.at_level(logging.ERROR, logger="tailrace"):
+        assert run_on_event_loop(work()) == 3
+    assert "ignores its cancellation: rollout r0" in caplog.text
