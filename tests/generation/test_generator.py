@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -191,6 +192,41 @@ async def test_a_crash_fails_every_outstanding_and_every_later_call_from_the_ori
     with pytest.raises(EngineFailed, match="the wheel came off"):
         await generator.load_model_state_dict(opener(make_model()), 1)
     await generator.close()
+
+
+class Stuck(TorchEngine):
+    """Its step waits for a rank that died, as one does in an exchange of tensors that never ends."""
+
+    def step(self):
+        self.stepping.set()
+        self.let_go.wait(60)
+        return super().step()
+
+    def watch(self, on_failure):
+        self.stepping, self.let_go, self.tell = threading.Event(), threading.Event(), on_failure
+
+
+async def test_an_engine_that_ends_by_itself_inside_a_step_fails_everyone_at_once(model) -> None:
+    engines: list[Stuck] = []
+
+    def build() -> Stuck:
+        engines.append(Stuck(copy.deepcopy(model), slots=4))
+        return engines[0]
+
+    generator = Generator(build)
+    await generator.ready()
+    call = ask(generator, "r", [1, 2], max_tokens=9)
+    failed = asyncio.create_task(generator.failed())
+    await asyncio.to_thread(engines[0].stepping.wait)
+    engines[0].tell(EngineFailed("rank 1 died"))
+    async with asyncio.timeout(30):
+        with pytest.raises(EngineFailed, match=r"the engine failed: .*rank 1 died"):
+            await call
+        assert "rank 1 died" in str(await failed)
+        with pytest.raises(EngineFailed, match="rank 1 died"):
+            await ask(generator, "later", [1, 2])
+        await generator.close()  # although the step never ends
+    engines[0].let_go.set()
 
 
 async def test_an_engine_that_cannot_be_built_says_why() -> None:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from tailrace.errors import EngineFailed, ModelError
 from tailrace.generation.decisions import WeightPolicy
-from tailrace.generation.engines.lockstep import LockstepEngine, RankGroup, follow, join_ranks
+from tailrace.generation.engines.lockstep import LockstepEngine, follow
 from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.ranks import RankGroup, join_ranks
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.generator import Generator
 from tailrace.records import Completion, SamplingParams

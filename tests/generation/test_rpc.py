@@ -4,14 +4,18 @@ import asyncio
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.generation.engines.protocol import FailureListener
+from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.generator import Generator
 from tailrace.generation.rpc import GeneratorClient
 from tailrace.generation.rpc_server import GeneratorServer
@@ -164,6 +168,35 @@ async def test_the_death_of_the_servers_process_fails_outstanding_calls_at_once(
         await client.close()
         (folder / "generator").unlink(missing_ok=True)
         folder.rmdir()
+
+
+async def test_an_idle_engine_that_ends_by_itself_is_told_to_every_client_at_once() -> None:
+    folder = create_socket_folder()
+    engine = EndsByItself()
+    server = GeneratorServer(Generator(lambda: engine), MemoryModelStateDictStore().open, ipc_address(folder, "g"))
+    serving = asyncio.create_task(server.serve())
+    clients = [GeneratorClient(server.address) for _ in range(2)]
+    for client in clients:
+        await client.hello()
+    threading.Thread(target=engine.end).start()
+    async with asyncio.timeout(30):  # nothing is asked of it: only the end itself can tell
+        for client in clients:
+            assert "a rank of it died" in str(await client.failed())
+        with pytest.raises(EngineFailed, match="a rank of it died"):
+            await serving
+    for client in clients:
+        with pytest.raises(EngineFailed, match="a rank of it died"):
+            await ask(client, "late", [1])
+        await client.leave()
+    (folder / "g").unlink(missing_ok=True)
+    folder.rmdir()
+
+
+class EndsByItself(SimulatedEngine):
+    """As one does whose processes are others than the one that steps it."""
+
+    def watch(self, on_failure: FailureListener) -> None:
+        self.end = partial(on_failure, EngineFailed("a rank of it died"))
 
 
 async def test_a_server_that_is_alive_and_stuck_fails_outstanding_calls_by_the_deadline_for_progress() -> None:

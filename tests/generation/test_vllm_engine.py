@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import queue
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import pytest
 
-from tailrace.errors import ModelError, SettingsError
+from tailrace.errors import EngineFailed, ModelError, SettingsError
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.engines.vllm.options import known_options, require_vllm
@@ -89,7 +91,9 @@ def test_batch_invariance_is_refused_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_that_hold_half_a_model_each_take_over_new_weights(tmp_path: Path) -> None:
+def test_two_processes_that_hold_half_a_model_each_take_over_new_weights_and_are_missed_when_they_die(
+    tmp_path: Path,
+) -> None:
     contract_model().save_pretrained(tmp_path)
     settings = GeneratorSettings(engine="vllm", slots=4, tensor_parallel=2, vllm={"block_size": 32})
     driver = Driver(VllmEngine(build_core(ModelSettings(name=str(tmp_path), max_model_tokens=128), settings)))
@@ -100,6 +104,11 @@ def test_two_processes_that_hold_half_a_model_each_take_over_new_weights(tmp_pat
             expected = forward_logprobs(model, [4, 2, 3], done.token_ids)
             np.testing.assert_allclose(done.logprobs, expected, atol=1e-3)
             assert set(done.policy_versions.tolist()) == {version}
+        told: queue.Queue[EngineFailed] = queue.Queue()
+        driver.engine.watch(told.put)
+        psutil.Process().children()[-1].kill()
+        assert "a worker process of vLLM died" in str(told.get(timeout=60))  # though nothing is asked of it
+        assert not [path for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
     finally:
         driver.engine.close()
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,43 +14,8 @@ from tailrace.errors import SettingsError
 from tailrace.generation.rpc import GeneratorClient
 from tailrace.generation.rpc_keys import CurveKeys, write_keys
 from tailrace.observability.summary import read_summary
-from tests.run.runs import IMPORTS, PATIENCE_S, command, records
-
-SMALL = ("--generator.slots", "8", "--generator.max_cache_tokens", "512", "--generator.router.report_every_s", "0.1")
-
-
-@contextmanager
-def serving(*arguments: str, model: str = "bundled:quickstart") -> Iterator[subprocess.Popen[str]]:
-    """`tailrace serve` as a process, which is gone afterwards."""
-    process = subprocess.Popen(
-        [Path(sys.executable).with_name("tailrace"), "serve", model, *arguments, *SMALL],
-        env={**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def address_of(process: subprocess.Popen[str]) -> str:
-    """Where it says that it listens."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.search(r"is served at (\S+);", line):
-            return found[1]
-    raise AssertionError("it ended before it served")
-
-
-def refusal(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit status and what was printed, in one line."""
-    printed, _ = process.communicate(timeout=PATIENCE_S)
-    return process.returncode, " ".join(printed.split())
+from tests.run.runs import command, records
+from tests.run.served import address_of, refusal, serving
 
 
 def test_a_run_trains_with_generators_that_run_already_and_so_does_the_next(tmp_path: Path) -> None:

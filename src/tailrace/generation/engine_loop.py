@@ -88,13 +88,12 @@ class EngineLoop:
         return True
 
     def fail(self, failure: Callable[[], Exception]) -> None:
-        """Fail what is in flight, what waits, and all that will come."""
+        """Fail what is in flight, what waits, and all that will come. From any thread: the engine's may be stuck."""
         fail_inbox(self._inbox, failure)
-        for call in self._calls.values():
+        for call in [*self._calls.values()]:
             post(call.loop, set_error, call.future, failure())
-        for releasing in self._releasing:
+        for releasing in [*self._releasing]:
             releasing.release.done.fail(failure())
-        self._calls.clear()
 
     # --- requests ------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ _log = logging.getLogger(__name__)
 _STAGING_END_S = 2.0
 """How long closing waits for a model state dict that is being opened."""
 
+_STUCK_END_S = 2.0
+"""How long closing waits for a step of an engine that failed from outside, which may never end."""
+
 
 class Generator:
     """Serves `generate` from one engine. Implements `records.Generate` by `generate`, and by calling it.
@@ -150,10 +153,16 @@ class Generator:
             load_error=loads.error,
         )
 
+    async def failed(self) -> Exception:
+        """Wait for an engine that was built to end by itself, idle or not; why it did."""
+        waiter: Waiter[Exception] = Waiter.here()
+        self._worker.tell_failure(waiter)
+        return await waiter.future
+
     async def close(self) -> None:
         """End the thread after its present step; what is outstanding fails with `EngineFailed`."""
         self._inbox.close()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _STUCK_END_S if self._worker.is_broken else None)
         await asyncio.to_thread(self._stager.join, _STAGING_END_S)
 
     async def _release(self, *, hold: bool, request_ids: frozenset[str] | None = None) -> int:
@@ -185,6 +194,13 @@ class _Worker:
         self.built = threading.Event()
         self.build_error: Exception | None = None
         self.loop: EngineLoop | None = None
+        self.is_broken = False
+        """Whether it was another thread that found the engine's end."""
+        self._failing = threading.Lock()
+        self._has_ended = False
+        self._failure: Callable[[], EngineFailed] | None = None
+        """Of an engine that was built."""
+        self._to_tell: list[Waiter[Exception]] = []
 
     def run(self) -> None:
         """Build, serve, close; a failure anywhere fails every outstanding and every later call."""
@@ -199,17 +215,36 @@ class _Worker:
             return
         self.loop = loop
         self._stager.start(loop.statistics.policy_version)
+        engine.watch(self._broke)
         self.built.set()
         try:
             loop.run()
             engine.close()
         except Exception as error:  # noqa: BLE001 - told to every caller
-            _log.error("the engine failed", exc_info=True)
+            if not self.is_broken:
+                _log.error("the engine failed", exc_info=True)
             self._fail(error, "failed")
         else:
             self._fail(None, "is closed")
 
+    def tell_failure(self, waiter: Waiter[Exception]) -> None:
+        """Resolve it once the engine, which was built, failed."""
+        with self._failing:
+            failure = self._failure
+            if failure is None:
+                self._to_tell.append(waiter)
+        if failure is not None:
+            waiter.resolve(failure())
+
+    def _broke(self, error: EngineFailed) -> None:
+        """From any thread: the engine's own may be idle, or in a step that will never end."""
+        _log.error("the engine failed: %s", error)
+        self.is_broken = True
+        self._fail(error, "failed")
+        self._inbox.close()
+
     def _fail(self, error: Exception | None, what: str) -> None:
+        """The first failure stays."""
         reason = "" if error is None else f": {type(error).__name__}: {error}"
 
         def failure() -> EngineFailed:
@@ -217,11 +252,20 @@ class _Worker:
             failed.__cause__ = error
             return failed
 
+        with self._failing:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            if error is not None and self.loop is not None:
+                self._failure = failure
         if self.loop is not None:
             self.loop.fail(failure)
         else:
             fail_inbox(self._inbox, failure)
         self._stager.fail(failure)
+        if self._failure is not None:
+            for waiter in self._to_tell:
+                waiter.resolve(failure())
 
 
 def _prefetch(tensors: Mapping[str, torch.Tensor]) -> None:

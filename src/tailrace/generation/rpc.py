@@ -313,7 +313,7 @@ class GeneratorClient:
             while True:
                 header, *frames = await self._socket.recv_multipart()
                 self._handle(unpack_reply(header), frames)
-        except CorruptData as error:
+        except (CorruptData, EngineFailed) as error:
             self.fail(error)
 
     def _handle(self, reply: AnyReply, frames: Frames) -> None:
@@ -327,7 +327,7 @@ class GeneratorClient:
                 on_chunk(unpack_chunk(request_id, reply, frames))
             return
         if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
-            raise CorruptData(reply.message)
+            raise unpack_error(reply)
         future = self._replies.get(reply.call_id)
         if future is not None and not future.done():
             future.set_result((reply, frames))

@@ -69,8 +69,8 @@ OpenModelStateDict: TypeAlias = "Callable[[ModelStateDictRef], AbstractContextMa
 class StandAlone:
     """What a server needs that no run started."""
 
-    new_generator: Callable[[], Generator]
-    """For the next run: with the first weights and an empty cache."""
+    new_generator: Callable[[], Generator] | None
+    """For the next run: with the first weights and an empty cache. None where there can be no other run."""
     uploads: UploadedModelStateDicts
     keys: CurveKeys | None = None
 
@@ -116,6 +116,8 @@ class GeneratorServer:
         self._clients: dict[bytes, _Client] = {}
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
         self._epoch = ""
         self._renewing, self._uploading = asyncio.Lock(), asyncio.Lock()
 
@@ -129,15 +131,20 @@ class GeneratorServer:
     async def serve(self) -> None:
         """Answer calls until a client asks to close; the generator is closed then, and every call answered.
 
-        A stand-alone server answers until it is cancelled; its generator is closed then.
+        A stand-alone server answers until it is cancelled; its generator is closed then. Raises `EngineFailed` at once
+        when the engine fails, which every client is told.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
+                self._watching = group.create_task(self._watch(self._generator))
                 reports = group.create_task(self._report())
                 while await self._take(group):
                     pass
                 reports.cancel()
+                self._watching.cancel()
+        except ExceptionGroup as group_error:
+            raise (self._failure or group_error) from group_error
         finally:
             if self._stand_alone:
                 await self._generator.close()
@@ -249,8 +256,17 @@ class GeneratorServer:
                 )
             await self._generator.ready()
             if epoch != self._epoch and self._generator.statistics().policy_version != 0:
+                if stand_alone.new_generator is None:
+                    raise SettingsError(
+                        "generator.connect: the generator served a run already, and ranks in lockstep cannot begin "
+                        "anew: start it again"
+                    )
                 await self._generator.close()
                 self._generator = stand_alone.new_generator()
+                assert self._group is not None
+                assert self._watching is not None
+                self._watching.cancel()
+                self._watching = self._group.create_task(self._watch(self._generator))
             self._epoch = epoch
 
     async def _generate(self, client: bytes, call: GenerateCall, frames: Frames) -> Completion:
@@ -296,6 +312,13 @@ class GeneratorServer:
         async with self._uploading:  # in the order in which the pieces came
             uri = await asyncio.to_thread(self._stand_alone.uploads.write, call.num_bytes, call.offset, frames[0])
         return UploadedReply(call_id=call.call_id, uri=uri)
+
+    async def _watch(self, generator: Generator) -> None:
+        """Waits for the engine to fail, which may be idle, and ends the server with that."""
+        self._failure = await generator.failed()
+        for client in [*self._clients]:
+            await self._send(client, pack_error(TO_ALL, self._failure))
+        raise self._failure
 
     async def _report(self) -> None:
         """Waits between reports; ends with the server."""

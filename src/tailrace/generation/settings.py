@@ -40,6 +40,11 @@ class GeneratorSettings(BaseModel):
     tensor_parallel: int = Field(
         default=1, ge=1, description="Devices (on a CPU: processes) that hold one copy of the model; vLLM only"
     )
+    lockstep: bool = Field(
+        default=False,
+        description="Under tensor_parallel every process runs the whole engine and is driven alike by the first, "
+        "instead of vLLM's own executor; with the torch engine each holds the whole model",
+    )
     vllm: dict[str, JsonValue] = Field(
         default_factory=dict, description="Options of vLLM's engine by their own names, as in vllm.max_num_seqs = 256"
     )
@@ -100,6 +105,15 @@ class GeneratorSettings(BaseModel):
     @classmethod
     def _split_addresses(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _lockstep_needs_ranks(self) -> GeneratorSettings:
+        if self.lockstep and self.tensor_parallel == 1:
+            raise ValueError(
+                "generator.lockstep drives several processes alike, and generator.tensor_parallel is 1: raise it to "
+                "their number, or leave lockstep off"
+            )
+        return self
 
     @model_validator(mode="after")
     def _weights_take_over_cleanly(self) -> GeneratorSettings:

@@ -83,10 +83,16 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
         trainer = asyncio.create_task(run_trainer_role(role, batches, store, log), name="trainer")
 
         async def watch() -> None:
-            await asyncio.wait({trainer})
-            if error := trainer.exception():
-                raise LifecycleError(f"the trainer failed: {error}") from error
-            await asyncio.Event().wait()
+            broken = asyncio.create_task(generator.failed())
+            try:
+                await asyncio.wait({trainer, broken}, return_when=asyncio.FIRST_COMPLETED)
+                if broken.done():
+                    raise LifecycleError(f"the generator failed: {broken.result()}") from broken.result()
+                if error := trainer.exception():
+                    raise LifecycleError(f"the trainer failed: {error}") from error
+                raise LifecycleError(f"the generator failed: {await broken}")
+            finally:
+                broken.cancel()
 
         async def trainer_left() -> None:
             await asyncio.wait({trainer})

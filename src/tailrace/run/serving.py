@@ -7,6 +7,7 @@ import contextlib
 import signal
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tailrace.config.serving import ServeSettings
@@ -17,7 +18,8 @@ from tailrace.generation.rpc_server import GeneratorServer, StandAlone
 from tailrace.generation.rpc_uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
-from tailrace.run.parts import engine_factory
+from tailrace.run.parts import build_engine, engine_factory, require_engine
+from tailrace.run.ranks import follow_rank, torchrun_rank
 
 _SIGNALS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 
@@ -27,6 +29,12 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
 
     Raises `SettingsError` for an address that is in use or not safe, and `ModelError` for a model that it cannot load.
     """
+    rank = torchrun_rank(settings.generator)
+    if rank is not None and rank.number:
+        require_engine(settings.generator)
+        await asyncio.to_thread(require_weights, settings.model.name)
+        follow_rank(lambda: build_engine(settings), rank)
+        return ExitCode.FINISHED
     require_safe_address(address, has_keys=key is not None, setting="--address", key_setting="--key")
     keys = await asyncio.to_thread(_keys, key, say) if key else None
     require_weights(settings.model.name)
@@ -34,15 +42,15 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
     with RunResources(uuid.uuid4().hex) as resources, contextlib.ExitStack() as stack:
         uploads = UploadedModelStateDicts(resources.shared_memory)
         stack.callback(uploads.close)
-        factory = engine_factory(settings)
-        generator = Generator(factory, settings.generator.weights)
+        new_generator = partial(Generator, engine_factory(settings, rank), settings.generator.weights)
+        generator = new_generator()
         server = GeneratorServer(
             generator,
             uploads.open,
             address,
             model=settings.model.name,
             report_every_s=settings.generator.router.report_every_s,
-            stand_alone=StandAlone(lambda: Generator(factory, settings.generator.weights), uploads, keys),
+            stand_alone=StandAlone(None if settings.generator.lockstep else new_generator, uploads, keys),
         )
         stack.callback(server.close)
         await generator.ready()

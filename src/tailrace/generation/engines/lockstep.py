@@ -4,27 +4,34 @@
                                        ←─ every rank to all: done or not, a digest of its tokens ──→
 
 For engines that split a model over ranks and expect each rank to be driven alike. Orders are broadcast over a gloo
-group of their own (`join_ranks`), as msgpack. A rank that fails tells all others its error before it ends; one that
-dies closes its connections, which fails the exchange that the others are in. Either way every rank ends with
-`EngineFailed`. While nothing is to be done followers wait in the exchange, for as long as it takes.
+group of their own (`ranks.join_ranks`), as msgpack. A rank that fails tells all others its error before it ends; one
+that dies closes its connections, which fails the exchange that the others are in, and which a `Lifeline` tells at once.
+Either way every rank ends with `EngineFailed`. While nothing is to be done followers wait in the exchange, for as long
+as it takes.
 """
 
 from __future__ import annotations
 
-import datetime
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from tailrace.errors import EngineFailed, GenerationError, ModelError, RequestRefused
-from tailrace.generation.engines.protocol import Engine, EngineLimits, EngineStatistics, SampledTokens
+from tailrace.generation.engines.lifeline import Lifeline
+from tailrace.generation.engines.protocol import (
+    Engine,
+    EngineLimits,
+    EngineStatistics,
+    FailureListener,
+    SampledTokens,
+)
+from tailrace.generation.engines.ranks import RankGroup
 from tailrace.records import (
     Completion,
     FinishReason,
@@ -35,39 +42,12 @@ from tailrace.records import (
     SessionId,
 )
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 _ERROR_BYTES = 2000
 
 
 def _is_survivable(error: Exception) -> bool:
     """Whether an engine may raise it of an order and go on, if every rank does: bad weights, a refused reset."""
     return isinstance(error, ModelError | GenerationError) and not isinstance(error, EngineFailed | RequestRefused)
-
-
-class _Work(Protocol):
-    def wait(self) -> object: ...
-
-
-class RankGroup(Protocol):
-    """What is used of a process group of torch, whose own types leave it out."""
-
-    def rank(self) -> int:
-        """This rank's number."""
-        ...
-
-    def size(self) -> int:
-        """How many ranks there are."""
-        ...
-
-    def broadcast(self, tensor: torch.Tensor, root: int, /) -> _Work:
-        """Fill every rank's tensor with that of `root`."""
-        ...
-
-    def allgather(self, tensors: list[torch.Tensor], own: torch.Tensor, /) -> _Work:
-        """Fill every rank's list with all ranks' tensors."""
-        ...
 
 
 class _Add(msgspec.Struct, frozen=True, tag=True):
@@ -185,24 +165,19 @@ class _Ranks:
         except RuntimeError as error:
             raise EngineFailed(
                 f"rank {self.group.rank()} of the engine lost another rank, which died or was ended: "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0].partition('. ')[0]}"
             ) from error
-
-
-def join_ranks(store: Store, rank: int, size: int) -> RankGroup:
-    """The group over which `size` ranks exchange orders; waits until all have joined.
-
-    Not the default group, which belongs to the engine. Exchanges wait for years: an idle follower is no failure.
-    """
-    return cast("RankGroup", dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(days=1000)))
 
 
 class LockstepEngine:
     """All ranks' engines as one, on rank 0. Implements `Engine`; every other rank runs `follow`."""
 
-    def __init__(self, engine: Engine, group: RankGroup):
-        """`engine` is this rank's own, built alike on every rank (the same seed, too)."""
-        self._engine, self._ranks = engine, _Ranks(group)
+    def __init__(self, engine: Engine, group: RankGroup, lifeline: Lifeline | None = None):
+        """`engine` is this rank's own, built alike on every rank (the same seed, too).
+
+        With a `lifeline` a rank that dies is noticed at once, without one in the next exchange.
+        """
+        self._engine, self._ranks, self._lifeline = engine, _Ranks(group), lifeline
         self._arrivals: list[_Add | _Abort] = []
 
     @property
@@ -214,6 +189,12 @@ class LockstepEngine:
     def has_work(self) -> bool:
         """See `Engine`."""
         return self._engine.has_work
+
+    def watch(self, on_failure: FailureListener) -> None:
+        """See `Engine.watch`."""
+        self._engine.watch(on_failure)
+        if self._lifeline is not None:
+            self._lifeline.watch(on_failure)
 
     def add(self, request: GenerationRequest) -> None:
         """See `Engine.add`. The other ranks are told with the next step."""
@@ -251,9 +232,11 @@ class LockstepEngine:
         """End all ranks' engines."""
         self._ranks.send(_Close())
         self._engine.close()
+        if self._lifeline is not None:
+            self._lifeline.part()
 
 
-def follow(engine: Engine, group: RankGroup) -> None:
+def follow(engine: Engine, group: RankGroup, lifeline: Lifeline | None = None) -> None:
     """Do what rank 0 does, on every other rank; returns when it closes. Raises `EngineFailed` when any rank fails."""
     ranks = _Ranks(group)
     while True:
@@ -268,6 +251,8 @@ def follow(engine: Engine, group: RankGroup) -> None:
                 _survive(ranks, partial(engine.reset_prefix_cache, preempt_running=preempt))
             case _Close():
                 engine.close()
+                if lifeline is not None:
+                    lifeline.part()
                 return
 
 

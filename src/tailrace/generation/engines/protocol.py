@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
+from tailrace.errors import EngineFailed
 from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array, RequestId
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and completion together."""
 
 
+FailureListener: TypeAlias = Callable[[EngineFailed], None]
+"""Told, from any thread, that an engine can never step again."""
+
+
 class Engine(Protocol):
     """Synchronous, and owned by the one thread that builds, steps and closes it."""
 
@@ -96,6 +101,10 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step would do or return anything."""
+        ...
+
+    def watch(self, on_failure: FailureListener) -> None:
+        """Tell at once when the engine ends by itself, idle or in a step: a process or a rank of it died."""
         ...
 
     def add(self, request: GenerationRequest) -> None:

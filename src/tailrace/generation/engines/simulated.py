@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailrace.errors import GenerationError
-from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, SampledTokens
+from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
 from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.records import FinishReason, GenerationRequest, Int32Array
 
@@ -74,6 +74,9 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         """Whether a step would do or return anything."""
         return bool(self._running or self._waiting or self._outbox)
+
+    def watch(self, on_failure: FailureListener) -> None:
+        """Nothing of it lives outside of its thread."""
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tailrace.errors import GenerationError, RequestRefused, SettingsError
 from tailrace.generation.decisions import KvCache
 from tailrace.generation.engines.loading import load_causal_lm
-from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, SampledTokens
+from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
 from tailrace.generation.engines.torch.attention import Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
 from tailrace.generation.engines.torch.lanes import ordering_exchanges, plan_lanes
@@ -110,6 +110,9 @@ class TorchEngine:
     def has_work(self) -> bool:
         """Whether a step would do or return anything."""
         return bool(self._added_s or self._outbox)
+
+    def watch(self, on_failure: FailureListener) -> None:
+        """Nothing of it lives outside of its thread."""
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
@@ -21,6 +22,8 @@ from tailrace.generation.settings import GeneratorSettings, ModelSettings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor import Executor
+    from vllm.v1.worker.worker_base import WorkerBase
 
 Options: TypeAlias = dict[str, Any]
 """Options of vLLM's engine by name."""
@@ -34,6 +37,7 @@ _DEFAULT_ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker of tensor parallelism wants a memory node of its own
 }
+_SHARED_MEMORY = Path("/dev/shm")
 _CACHE_SHARE_OF_MEMORY = 0.25
 """Of the memory that is free, on a CPU, for keys and values, where nothing else is chosen."""
 
@@ -94,18 +98,46 @@ def make_config(source: ModelSource, model: ModelSettings, generator: GeneratorS
 def start_core(config: VllmConfig, source: ModelSource) -> InprocClient:
     """Load the model and make the cache. Raises `ModelError`."""
     from vllm.v1.engine.core_client import EngineCoreClient
-    from vllm.v1.executor import Executor
 
     try:
-        return EngineCoreClient.make_client(
+        core: InprocClient = EngineCoreClient.make_client(
             multiprocess_mode=False,
             asyncio_mode=False,
             vllm_config=config,
-            executor_class=Executor.get_class(config),
+            executor_class=_executor(config),
             log_stats=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, AttributeError) as error:
         raise _cannot_load(source, error) from error
+    if config.parallel_config.world_size > 1 and _SHARED_MEMORY.is_dir():
+        core.collective_rpc(_forget_shared_names)
+    return core
+
+
+def _forget_shared_names(worker: WorkerBase) -> None:
+    """Runs on every worker. On a CPU they sum in shared memory that all have mapped by now, whose names nobody removes
+    later: this way it goes with the last of them, however they end.
+    """
+    mine = f"-cpushm_{worker.rank}"
+    for path in _SHARED_MEMORY.iterdir():
+        if path.name.startswith(f"{os.environ.get('VLLM_DIST_IDENT')}-") and path.name.endswith(mine):
+            path.unlink(missing_ok=True)
+
+
+def _executor(config: VllmConfig) -> type[Executor]:
+    """vLLM's own choice; where others start the ranks, that one with a meeting place of its own."""
+    from vllm.v1.executor import Executor
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class LockstepExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+        """Its ranks share memory under a name made of this address, and `env://` is the same for every engine."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            return address, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+
+    chosen: type[Executor] = Executor.get_class(config)
+    return LockstepExecutor if chosen is ExecutorWithExternalLauncher else chosen
 
 
 def _options(source: ModelSource, model: ModelSettings, generator: GeneratorSettings) -> Options:
@@ -120,6 +152,7 @@ def _options(source: ModelSource, model: ModelSettings, generator: GeneratorSett
         "dtype": model.dtype,
         "max_model_len": min(capacity, _positions(source) or capacity),
         "tensor_parallel_size": generator.tensor_parallel,
+        **({"distributed_executor_backend": "external_launcher"} if generator.lockstep else {}),
         "seed": generator.seed,
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.errors import EngineFailed, GenerationError, RequestRefused
 from tailrace.generation.decisions import KvCache
-from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, SampledTokens
+from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
@@ -68,8 +68,9 @@ class VllmEngine:
         self._limits = EngineLimits(
             vocab_size=config.model_config.get_vocab_size(), max_model_tokens=config.model_config.max_model_len
         )
-        workers = config.parallel_config.world_size
-        self._weights = WeightInstaller(core, config.model_config.hf_config, in_process=workers == 1)
+        parallel = config.parallel_config
+        in_process = parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher"
+        self._weights = WeightInstaller(core, config.model_config.hf_config, in_process=in_process)
         self._kv_capacity_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         self._chunk_tokens = chunk_tokens
         self._version = version
@@ -93,6 +94,14 @@ class VllmEngine:
     def has_work(self) -> bool:
         """Whether a step would do or return anything."""
         return bool(self._running or self._outbox)
+
+    def watch(self, on_failure: FailureListener) -> None:
+        """See `Engine.watch`: vLLM's executor waits for the end of its worker processes."""
+
+        def died() -> None:
+            on_failure(EngineFailed("a worker process of vLLM died or was ended; the log has its last words"))
+
+        self._core.model_executor.register_failure_callback(died)
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""

@@ -1,0 +1,222 @@
+"""Several processes that run one engine in lockstep: this one leads, and torchrun or `lead` itself starts the others.
+
+    rank 0: Generator, or `tailrace serve` ── LockstepEngine ──→ rank 1, 2, ...: follow()
+
+Followers end with rank 0, whose signals are nobody else's: they ignore SIGINT and SIGTERM. A follower that dies while
+engines are built leaves rank 0 waiting in the engine's own rendezvous, which nothing ends but the end of the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tailrace.config.serving import ServeSettings
+from tailrace.errors import EngineFailed, SettingsError
+from tailrace.generation.settings import GeneratorSettings
+from tailrace.lifecycle.exit_codes import ExitCode, describe_exit
+from tailrace.lifecycle.roles import Launch, RoleSpec, child_environment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from tailrace.generation.engines.lifeline import Lifeline
+    from tailrace.generation.engines.lockstep import LockstepEngine
+    from tailrace.generation.engines.protocol import Engine
+    from tailrace.generation.engines.ranks import RankGroup
+    from tailrace.run.parts import EngineSettings
+
+_logger = logging.getLogger(__name__)
+
+FOLLOWER = "tailrace.run.ranks:follower"
+_LAST_WORDS_S = 2.0
+"""Within which a follower that lost rank 0 may end by itself, and say why."""
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One process of an engine, and where all of them meet."""
+
+    number: int
+    size: int
+    host: str
+    port: int
+    local: int = 0
+    """Its number on its own machine."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What engines that others start look for."""
+        return {
+            "RANK": str(self.number),
+            "LOCAL_RANK": str(self.local),
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already
+        }
+
+
+class _Follower(msgspec.Struct, frozen=True):
+    """What a process that `lead` starts is told."""
+
+    rank: Rank
+    settings: str
+
+
+def torchrun_rank(generator: GeneratorSettings, environment: Mapping[str, str] = os.environ) -> Rank | None:
+    """This process among those of torchrun; None where it was started alone.
+
+    Raises `SettingsError` where torchrun's processes are not what the settings need.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    rank = Rank(
+        number=int(environment["RANK"]),
+        size=int(environment["WORLD_SIZE"]),
+        host=environment["MASTER_ADDR"],
+        port=int(environment["MASTER_PORT"]),
+        local=int(environment["LOCAL_RANK"]),
+    )
+    if rank.size == 1 and not generator.lockstep:
+        return None
+    if not generator.lockstep:
+        raise SettingsError(
+            f"torchrun started {rank.size} processes, and each would serve alone: set generator.lockstep = true and "
+            f"generator.tensor_parallel = {rank.size}, or start one"
+        )
+    if rank.size != generator.tensor_parallel:
+        raise SettingsError(
+            f"generator.tensor_parallel is {generator.tensor_parallel}, and torchrun started {rank.size} processes: "
+            "give both the same number"
+        )
+    return rank
+
+
+def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank | None = None) -> LockstepEngine:
+    """Build rank 0's engine, and drive all ranks by it. Call it in the thread that steps the engine.
+
+    Without `torchrun` the other ranks are started here. Raises what building the engine raises.
+    """
+    import torch.distributed as dist
+
+    from tailrace.generation.engines.lockstep import LockstepEngine
+
+    if torchrun is not None:
+        return LockstepEngine(*_joined(build, torchrun, _store_of(torchrun)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    rank = Rank(number=0, size=settings.generator.tensor_parallel, host="127.0.0.1", port=store.port)
+    followers = _Followers(settings, rank)
+    try:
+        joined = _joined(build, rank, store)
+    except BaseException:
+        followers.end()
+        raise
+    followers.is_built = True
+    return LockstepEngine(*joined)
+
+
+def follow_rank(build: Callable[[], Engine], rank: Rank) -> None:
+    """Do what rank 0 does, until it ends. Raises `EngineFailed` when any rank fails; ends the process if it cannot."""
+    from tailrace.generation.engines.lockstep import follow
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follow(*_joined(build, rank, _store_of(rank)))
+
+
+async def follower(encoded: bytes) -> None:
+    """The process of a rank that `lead` started."""
+    from tailrace.run.parts import build_engine
+
+    told = msgspec.json.decode(encoded, type=_Follower)
+    settings = ServeSettings.model_validate_json(told.settings)
+    follow_rank(lambda: build_engine(settings), told.rank)
+
+
+class _Followers:
+    """The processes of all other ranks, in this one's process group. Their output is this process's."""
+
+    def __init__(self, settings: EngineSettings, leader: Rank) -> None:
+        self.is_built = self._is_ending = False
+        """Whether all ranks are there: from then on the lifeline tells of one that dies."""
+        text = ServeSettings(model=settings.model, generator=settings.generator).model_dump_json()
+        self._processes = [
+            _start(_Follower(msgspec.structs.replace(leader, number=number, local=number), text))
+            for number in range(1, leader.size)
+        ]
+        for number, process in enumerate(self._processes, 1):
+            threading.Thread(
+                target=self._wait_for, args=(number, process), name=f"tailrace-rank-{number}-exit", daemon=True
+            ).start()
+
+    def end(self) -> None:
+        """Rank 0 could not be built."""
+        self._is_ending = True
+        for process in self._processes:
+            process.kill()
+
+    def _wait_for(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if status == 0 or self._is_ending:
+            return
+        _logger.error("rank %d of the engine left early, %s", number, describe_exit(status))
+        if not self.is_built:
+            logging.shutdown()
+            os._exit(ExitCode.FAILED)
+
+
+def _leave(number: int, lost: EngineFailed) -> None:
+    """What a follower does when rank 0 dies: nobody needs it any more, and it may be stuck in a step."""
+    threading.Event().wait(_LAST_WORDS_S)
+    _logger.error("rank %d of the engine ends: %s", number, lost)
+    logging.shutdown()
+    os._exit(ExitCode.FAILED)
+
+
+def _joined(build: Callable[[], Engine], rank: Rank, store: Store) -> tuple[Engine, RankGroup, Lifeline]:
+    """Meet the other ranks, then build this one's engine."""
+    from tailrace.generation.engines.lifeline import Lifeline
+    from tailrace.generation.engines.ranks import join_ranks
+
+    os.environ.update(rank.environment)
+    lifeline = Lifeline(store, rank.number, rank.size)
+    if rank.number:
+        lifeline.watch(partial(_leave, rank.number))
+    return build(), join_ranks(store, rank.number, rank.size), lifeline
+
+
+def _store_of(rank: Rank) -> Store:
+    import torch.distributed as dist
+
+    store: Store = dist.TCPStore(rank.host, rank.port, is_master=False)  # type: ignore[attr-defined]
+    return store
+
+
+def _start(told: _Follower) -> subprocess.Popen[bytes]:
+    role = RoleSpec(
+        f"rank {told.rank.number}",
+        FOLLOWER,
+        msgspec.json.encode(told),
+        threads=ServeSettings.model_validate_json(told.settings).generator.threads,
+        environment=told.rank.environment,
+    )
+    launch = Launch(role.name, role.function, role.settings, [path for path in sys.path if path], _LAST_WORDS_S)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tailrace.lifecycle.child"],
+        stdin=subprocess.PIPE,
+        env=child_environment(role),
+        bufsize=0,
+    )
+    assert process.stdin
+    process.stdin.write(msgspec.json.encode(launch) + b"\n")
+    return process
