@@ -1,0 +1,237 @@
+"""A generator of the fleet, modelled: the router's client on one side, an `EngineModel` on the other, one timer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailrace.errors import EngineFailed
+from tailrace.generation.completions import assembled
+from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
+from tailrace.generation.inbox import ChunkListener
+from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, RequestId, SamplingParams
+from tailrace.simulation.engine_model import EngineModel, Sequence
+from tailrace.simulation.lengths import LengthSource
+from tailrace.simulation.settings import EngineSettings
+
+CHUNK_TOKENS = 32
+"""Tokens are streamed in such pieces; what a replica sampled since the last one is lost when it dies."""
+
+_LOGPROB = -1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One request here."""
+
+    future: asyncio.Future[Completion]
+    prefix: Completion | None
+    limit: int
+    """Tokens of the completion at most, prefix included."""
+    on_chunk: ChunkListener | None
+
+
+class ModelledReplica:
+    """Implements the router's `ReplicaClient`. Make it on a running event loop."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        lengths: LengthSource,
+        on_report: Callable[[EngineStatistics, int], None],
+        *,
+        load_s: float,
+        load_holds: bool,
+        version: int = 0,
+    ) -> None:
+        """`load_s` is what new weights take to come in; the engine stands still meanwhile if `load_holds`."""
+        self._loop = asyncio.get_running_loop()
+        self._settings, self._lengths, self._on_report = settings, lengths, on_report
+        self._load_s, self._load_holds = load_s, load_holds
+        self.engine = EngineModel(settings, version=version)
+        self._calls: dict[str, _Call] = {}
+        self._received = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: Exception | None = None
+        self._failed: asyncio.Future[Exception] = self._loop.create_future()
+
+    # --- what the router asks ------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> Exception | None:
+        """See `ReplicaClient.failure`."""
+        return self._failure
+
+    async def generate(
+        self,
+        prompt_token_ids: Int32Array,
+        *,
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        group_id: str,
+        prefix: Completion | None = None,
+        on_chunk: ChunkListener | None = None,
+    ) -> Completion:
+        """See `ReplicaClient.generate`. The length is that of the whole completion, whatever was interrupted."""
+        self._require_alive()
+        self._advance()
+        before = prefix.num_tokens if prefix is not None else 0
+        length = self._lengths.draw(group_id.partition("#")[0], request_id.partition("+")[0])
+        self.engine.add(
+            request_id,
+            context_tokens=len(prompt_token_ids) + before,
+            length=max(1, min(length, sampling.max_tokens) - before),
+            now_s=self._now(),
+        )
+        limit = sampling.max_tokens if length > sampling.max_tokens else length + 1
+        call = self._calls[request_id] = _Call(self._loop.create_future(), prefix, limit, on_chunk)
+        self._received += 1
+        self._changed()
+        try:
+            return await call.future
+        finally:
+            if self._calls.pop(request_id, None) is not None and self._failure is None:
+                self._take_off(request_id)
+                self._changed()
+
+    async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
+        """See `ReplicaClient.load_model_state_dict`."""
+        self._require_alive()
+        if not self._load_holds:
+            await self._unless_failed(self._load_s)
+        self.engine.begin_load(ref.version, self._load_s if self._load_holds else 0.0, self._now())
+        self._changed()
+        while self.engine.is_loading:
+            await self._unless_failed(max(0.0, self.engine.next_event_s() - self._now()))
+        await self._unless_failed(self.engine.loaded_s - self._now())
+        return ref.version
+
+    async def pause(self) -> int:
+        """See `ReplicaClient.pause`."""
+        self._require_alive()
+        self._advance()
+        paused = self.engine.pause(self._now())
+        self._changed()
+        return paused
+
+    async def resume(self) -> None:
+        """See `ReplicaClient.resume`."""
+        self._require_alive()
+        self.engine.resume(self._now())
+        self._changed()
+
+    async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
+        """See `ReplicaClient.interrupt`."""
+        self._require_alive()
+        self._advance()
+        ids = list(self._calls) if request_ids is None else sorted(set(request_ids) & set(self._calls))
+        for request_id in ids:
+            call = self._calls.pop(request_id)
+            sampled = self._take_off(request_id)
+            if not call.future.done():
+                call.future.set_result(self._completion(call, sampled, FinishReason.ABORTED))
+        self._changed()
+        return len(ids)
+
+    async def failed(self) -> Exception:
+        """See `ReplicaClient.failed`."""
+        return await asyncio.shield(self._failed)
+
+    def fail(self, failure: Exception) -> None:
+        """See `ReplicaClient.fail`. Whole chunks have reached the router, the rest of what was sampled is lost."""
+        if self._failure is not None:
+            return
+        self._advance()
+        self._failure = failure
+        self._failed.set_result(failure)
+        if self._timer is not None:
+            self._timer.cancel()
+        for request_id, call in self._calls.items():
+            sampled = self._take_off(request_id)
+            if call.on_chunk is not None and (whole := sampled.sampled // CHUNK_TOKENS * CHUNK_TOKENS):
+                call.on_chunk(self._chunk(sampled, None, whole))
+            if not call.future.done():
+                call.future.set_exception(EngineFailed(str(failure)))
+        self._calls.clear()
+
+    # --- the engine ----------------------------------------------------------------------------------------------
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot."""
+        engine = self.engine
+        return EngineStatistics(
+            policy_version=engine.version,
+            running=engine.running,
+            waiting=engine.waiting,
+            running_tokens=engine.running_tokens,
+            cached_sessions=0,
+            kv_tokens=engine.running_tokens,
+            kv_capacity_tokens=self._settings.kv_capacity_tokens,
+            steps_total=engine.steps,
+            sampled_tokens_total=engine.sampled_tokens(self._now()),
+            prefilled_tokens_total=engine.prefilled_tokens,
+            cached_prompt_tokens_total=0,
+            evicted_sessions_total=0,
+            step_s_total=0.0,
+            preemptions_total=engine.preemptions,
+        )
+
+    def _changed(self) -> None:
+        """Something was asked of the engine, or it finished something: report, and wake up when it will again."""
+        self._on_report(self.statistics(), self._received)
+        due_s = self.engine.next_event_s()
+        if self._timer is not None:
+            if self._timer.when() == due_s and not self._timer.cancelled():
+                return
+            self._timer.cancel()
+        self._timer = None if due_s == math.inf else self._loop.call_at(due_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._advance()
+        self._changed()
+
+    def _advance(self) -> None:
+        for sequence in self.engine.advance(self._now()):
+            call = self._calls.pop(sequence.request_id)
+            if not call.future.done():
+                call.future.set_result(self._completion(call, sequence, None))
+
+    def _take_off(self, request_id: str) -> Sequence:
+        sequence = self.engine.abort(request_id, self._now())
+        assert sequence is not None  # what the engine finished, `_advance` took out of the calls
+        return sequence
+
+    def _completion(self, call: _Call, sequence: Sequence, reason: FinishReason | None) -> Completion:
+        before = call.prefix.num_tokens if call.prefix is not None else 0
+        if reason is None:
+            reason = FinishReason.LENGTH if before + sequence.sampled >= call.limit else FinishReason.STOP
+        return assembled(call.prefix, [self._chunk(sequence, reason, sequence.sampled)], reason)
+
+    def _chunk(self, sequence: Sequence, reason: FinishReason | None, tokens: int) -> SampledTokens:
+        return SampledTokens(
+            request_id=RequestId(sequence.request_id),
+            token_ids=np.zeros(tokens, np.int32),
+            logprobs=np.full(tokens, _LOGPROB, np.float32),
+            policy_versions=self.engine.versions_of(sequence)[:tokens],
+            finish_reason=reason,
+        )
+
+    # --- time and failure ----------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure))
+
+    async def _unless_failed(self, seconds: float) -> None:
+        """Wait so long. Raises `EngineFailed` when the replica fails meanwhile."""
+        await asyncio.wait([self._failed], timeout=max(0.0, seconds))
+        self._require_alive()

@@ -1,0 +1,161 @@
+"""Settings of a simulation: the plan of a cluster and of what it is to train on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tailrace.generation.router.settings import RouterSettings
+from tailrace.scheduling.settings import MAX_STALENESS, Schedule, SchedulingSettings
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSettings(_Section):
+    """The engines, modelled: all alike."""
+
+    replicas: int = Field(8, ge=1, description="How many there are.")
+    slots: int = Field(64, ge=1, description="Requests that run at once on each.")
+    step_base_s: float = Field(0.015, gt=0, description="Seconds of a step, whatever runs.")
+    step_per_running_s: float = Field(0.0003, ge=0, description="Seconds that each running request adds to a step.")
+    prefill_s_per_token: float = Field(
+        20e-6, ge=0, description="Seconds to read one token of a prompt, or of what an interrupted request had sampled."
+    )
+    kv_capacity_tokens: int = Field(
+        1_048_576, ge=1, description="Tokens whose keys and values fit; beyond them the newest requests are preempted."
+    )
+    router: RouterSettings = Field(
+        default_factory=lambda: RouterSettings(policy="least_loaded", loading_share=1.0),
+        description="Of the real router, which spreads the requests over them.",
+    )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """All of them together with every slot taken."""
+        return self.replicas * self.slots / (self.step_base_s + self.step_per_running_s * self.slots)
+
+
+class ModelledTrainerSettings(_Section):
+    """The trainer and the weights' way, modelled."""
+
+    train_s: float = Field(30.0, ge=0, description="Seconds of a step, whatever its batch holds.")
+    train_s_per_token: float = Field(0.0, ge=0, description="Seconds that each token of the batch adds.")
+    sync_s: float = Field(2.0, ge=0, description="Seconds from the end of a step until the engines hold its weights.")
+    sync_holds_engines: bool = Field(True, description="The engines stand still while they take weights.")
+    sync_holds_trainer: bool = Field(True, description="The next step begins only once the weights are away.")
+
+
+class LognormalLengths(_Section):
+    """Lognormal, cut off."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    mean_log: float = Field(6.0, description="Mean of the natural logarithm of the length.")
+    sigma: float = Field(1.2, ge=0, description="Standard deviation of that logarithm, over all rollouts.")
+    task_sigma: float = Field(0.7, ge=0, description="The part of it that the rollouts of one task share.")
+    cap: int = Field(16_384, ge=1, description="Longer ones are this long.")
+
+    @property
+    def own_sigma(self) -> float:
+        """The part that is each rollout's own."""
+        return math.sqrt(self.sigma**2 - self.task_sigma**2)
+
+    @model_validator(mode="after")
+    def _require_part_of_the_whole(self) -> LognormalLengths:
+        if self.task_sigma > self.sigma:
+            raise ValueError(
+                f"task_sigma is {self.task_sigma}, the part that rollouts of one task share; it is a part of sigma, "
+                f"which is {self.sigma}"
+            )
+        return self
+
+
+class MixturePart(_Section):
+    """One kind of completion among others."""
+
+    weight: float = Field(gt=0, description="Its share, up to a common factor.")
+    lengths: LognormalLengths
+
+
+class MixtureLengths(_Section):
+    """Several lognormals: a tail of its own, runaways."""
+
+    kind: Literal["mixture"] = "mixture"
+    parts: tuple[MixturePart, ...] = Field(min_length=1)
+
+
+class EmpiricalLengths(_Section):
+    """Measured lengths, drawn at random."""
+
+    kind: Literal["empirical"] = "empirical"
+    file: Path = Field(description="A text file with one length in tokens a line.")
+
+
+LengthSettings: TypeAlias = LognormalLengths | MixtureLengths | EmpiricalLengths
+
+
+class LoadSettings(_Section):
+    """What is trained on."""
+
+    group_size: int = Field(8, ge=1, description="Rollouts of one task.")
+    prompt_tokens: int = Field(16, ge=1, description="Of a rollout's first prompt, and of each later turn's.")
+    max_tokens: int = Field(16_384, ge=1, description="Of one completion at most.")
+    turns: int = Field(1, ge=1, description="Completions of a rollout.")
+    environment_s: float = Field(0.0, ge=0, description="Mean seconds of the environment after each turn, exponential.")
+    score_s: float = Field(0.0, ge=0, description="Seconds to score a finished rollout.")
+    timeout_s: float = Field(86_400.0, gt=0, description="Seconds that one rollout may take.")
+    pass_share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Rewards are 1 at this rate on average over tasks, else 0, so that some groups have no spread;"
+        " unset: normally distributed.",
+    )
+    lengths: Annotated[LengthSettings, Field(discriminator="kind")] = Field(default_factory=LognormalLengths)
+
+
+class SimulationPlan(_Section):
+    """A cluster, its load and how it is scheduled."""
+
+    name: str = Field("stream", description="In tables.")
+    seed: int = Field(0, ge=0, description="The same seed gives the same run, event for event.")
+    steps: int = Field(80, ge=1, description="Optimizer steps.")
+    warmup_steps: int = Field(20, ge=0, description="Steps at the start that the figures leave out.")
+    schedule: Schedule = Field("stream", description="Sets the default of scheduling.max_staleness.")
+    engines: EngineSettings = Field(default_factory=EngineSettings)
+    trainer: ModelledTrainerSettings = Field(default_factory=ModelledTrainerSettings)
+    load: LoadSettings = Field(default_factory=LoadSettings)
+    scheduling: SchedulingSettings = Field(
+        default_factory=lambda: SchedulingSettings(batch_size=512, row_tokens=32_768), description="As in a run."
+    )
+
+    @property
+    def max_staleness(self) -> int:
+        """Oldest tokens that bear loss, in policy versions."""
+        chosen = self.scheduling.max_staleness
+        return MAX_STALENESS[self.schedule] if chosen is None else chosen
+
+    @property
+    def max_running(self) -> int:
+        """Rollouts whose agents run at once, at most."""
+        return self.scheduling.max_in_flight or self.engines.replicas * self.engines.slots
+
+    @model_validator(mode="after")
+    def _require_possible(self) -> SimulationPlan:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps is {self.warmup_steps}; nothing is measured in {self.steps} steps")
+        if self.scheduling.batch_size % self.load.group_size:
+            raise ValueError(
+                f"scheduling.batch_size is {self.scheduling.batch_size}; it must be a multiple of load.group_size, "
+                f"{self.load.group_size}"
+            )
+        longest = self.load.turns * (self.load.prompt_tokens + self.load.max_tokens)
+        if longest > self.scheduling.row_tokens:
+            raise ValueError(
+                f"a rollout may hold {longest} tokens, more than scheduling.row_tokens = {self.scheduling.row_tokens}"
+            )
+        return self
