@@ -7,7 +7,7 @@ never becomes a reward, and nothing here knows of schedules, weights or torch.
 
 from tailrace.rollouts.agents import EnvironmentHost, environment_agent, hosted_agent
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
-from tailrace.rollouts.rendering import ChatRenderer
+from tailrace.rollouts.rendering import ChatRenderer, Renderer
 from tailrace.rollouts.replies import ParsedReply
 from tailrace.rollouts.rollouter import Rollouter, needs_workers
 from tailrace.rollouts.scoring import require_number, require_reward, score_group
@@ -21,6 +21,7 @@ __all__ = [
     "EnvironmentHost",
     "EvaluationSampling",
     "ParsedReply",
+    "Renderer",
     "RolloutBudget",
     "RolloutPolicy",
     "RolloutSettings",

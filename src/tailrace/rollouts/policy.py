@@ -30,7 +30,7 @@ from tailrace.records import (
     ToolSpec,
 )
 from tailrace.rollouts.conversations import BranchConversation, Match, Turn, longest_match
-from tailrace.rollouts.rendering import ChatRenderer
+from tailrace.rollouts.rendering import Renderer
 
 _REFUSAL_S = 0.02
 """How long a request of a rollout that was cancelled waits for its refusal."""
@@ -54,7 +54,7 @@ class RolloutPolicy:
         self,
         rollout: Rollout,
         *,
-        renderer: ChatRenderer,
+        renderer: Renderer,
         generate: Generate,
         budget: RolloutBudget,
         system_prompt: str | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from tailrace.errors import EnvironmentFailed
 from tailrace.records import Completion, Int32Array, Json, Message, ToolSpec, as_token_ids
@@ -17,6 +17,40 @@ from tailrace.rollouts.family_rendering import family_rendering
 from tailrace.rollouts.replies import ParsedReply
 from tailrace.rollouts.template_rendering import TemplateRendering
 from tailrace.rollouts.tokenizer import ChatTokenizer
+
+
+class Renderer(Protocol):
+    """All that a policy asks of the rendering of a model's chats: `ChatRenderer`, or a model of one."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a reply."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
+        """See `ChatRenderer.render`."""
+        ...
+
+    def bridge(
+        self,
+        token_ids: Int32Array,
+        reply_start: int,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+    ) -> Int32Array | None:
+        """See `ChatRenderer.bridge`."""
+        ...
+
+    def parse(
+        self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
+    ) -> ParsedReply:
+        """See `ChatRenderer.parse`."""
+        ...
+
+    def drifts(self, completion: Completion) -> bool:
+        """See `ChatRenderer.drifts`."""
+        ...
 
 
 class ChatRenderer:

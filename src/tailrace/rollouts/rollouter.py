@@ -25,7 +25,7 @@ from tailrace.records import Generate, Group, GroupId, Reward, Rollout, RolloutI
 from tailrace.rollouts.agents import environment_agent, hosted_agent
 from tailrace.rollouts.attempts import Attempts
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
-from tailrace.rollouts.rendering import ChatRenderer
+from tailrace.rollouts.rendering import Renderer
 from tailrace.rollouts.scoring import require_reward, score_group
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.worker_pool import WorkerEnvironment, WorkerPool
@@ -42,7 +42,7 @@ class Rollouter:
         self,
         settings: RolloutSettings,
         *,
-        renderer: ChatRenderer,
+        renderer: Renderer,
         generate: Generate,
         environments: Mapping[str, EnvironmentSettings] | None = None,
         max_model_tokens: int | None = None,

@@ -6,6 +6,8 @@ Nothing here may read a wall clock or draw from an unseeded generator: the same 
 event.
 """
 
+from tailrace.simulation.run import SimulatedRun, Simulation, simulate
+from tailrace.simulation.settings import SimulationPlan
 from tailrace.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
 
-__all__ = ["VirtualTimeLoop", "run_in_virtual_time"]
+__all__ = ["SimulatedRun", "Simulation", "SimulationPlan", "VirtualTimeLoop", "run_in_virtual_time", "simulate"]

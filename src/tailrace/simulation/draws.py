@@ -20,7 +20,7 @@ def uniform(seed: int, *names: object) -> float:
     True
     """
     name = "\0".join(map(str, (seed, *names))).encode()
-    number = int.from_bytes(blake2b(name, digest_size=8).digest()) >> (64 - _BITS)
+    number = int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> (64 - _BITS)
     return (number + 0.5) / 2.0**_BITS
 
 

@@ -71,6 +71,8 @@ class EngineModel:
         self._step_s = 0.0
         self._held_tokens = 0
         """Of running requests at step 0, extrapolated: at step n they hold `_held_tokens + n * running`."""
+        self._started_steps = 0
+        """Sum of the steps at which running requests started."""
         self._sampled_before = 0
         self._version_steps, self._versions = [0], [version]
         self._load: tuple[int, float] | None = None
@@ -222,6 +224,7 @@ class EngineModel:
             sequence.finish_step = self._step + sequence.length - sequence.sampled
             self._running[sequence.request_id] = sequence
             self._held_tokens += sequence.tokens - self._step
+            self._started_steps += self._step
             heapq.heappush(self._finishing, (sequence.finish_step, sequence.number, sequence))
         self.prefilled_tokens += prefilled
         self._step_ended_s += prefilled * self._settings.prefill_s_per_token
@@ -229,6 +232,7 @@ class EngineModel:
     def _stop(self, sequence: Sequence) -> None:
         del self._running[sequence.request_id]
         self._held_tokens -= sequence.tokens - sequence.started_step
+        self._started_steps -= sequence.started_step
         sampled = self._step - sequence.started_step
         sequence.sampled += sampled
         self._sampled_before += sampled
@@ -281,5 +285,11 @@ class EngineModel:
 
     def sampled_tokens(self, now_s: float) -> int:
         """Sampled since the start, by requests that run as well."""
-        started = sum(sequence.started_step for sequence in self._running.values())
-        return self._sampled_before + (self._step + self._whole_steps(now_s)) * len(self._running) - started
+        step = self._step + self._whole_steps(now_s)
+        return self._sampled_before + step * len(self._running) - self._started_steps
+
+    def open_tokens(self, now_s: float) -> int:
+        """Of those, the ones of requests that did not finish."""
+        step = self._step + self._whole_steps(now_s)
+        running = sum(sequence.sampled + step - sequence.started_step for sequence in self._running.values())
+        return running + sum(sequence.sampled for sequence in self._waiting)

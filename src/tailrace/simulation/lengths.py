@@ -11,6 +11,8 @@ from tailrace.simulation.draws import standard_normal, uniform
 from tailrace.simulation.settings import EmpiricalLengths, LengthSettings, LognormalLengths, MixtureLengths
 
 _NORMAL = NormalDist()
+_REMEMBERED = 8192
+"""Lengths kept, since each is asked for again soon; drawing one again would give the same."""
 
 
 class LengthSource:
@@ -26,12 +28,21 @@ class LengthSource:
         self._settings = settings
         self._observed = _read(settings.file) if isinstance(settings, EmpiricalLengths) else []
         self._weights: list[float] = []
+        self._drawn: dict[tuple[str, str], int] = {}
         if isinstance(settings, MixtureLengths):
             total = math.fsum(part.weight for part in settings.parts)
             self._weights = [part.weight / total for part in settings.parts]
 
     def draw(self, task: str, completion: str) -> int:
         """The length of a completion of a task, by their names."""
+        length = self._drawn.get((task, completion))
+        if length is None:
+            if len(self._drawn) >= _REMEMBERED:
+                self._drawn.clear()
+            length = self._drawn[task, completion] = self._draw(task, completion)
+        return length
+
+    def _draw(self, task: str, completion: str) -> int:
         match self._settings:
             case LognormalLengths():
                 return self._lognormal(self._settings, task, completion)

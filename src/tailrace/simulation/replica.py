@@ -181,6 +181,12 @@ class ModelledReplica:
             preemptions_total=engine.preemptions,
         )
 
+    @property
+    def open_tokens(self) -> int:
+        """Sampled of completions that are not finished, here and before they came here."""
+        before = sum(call.prefix.num_tokens for call in self._calls.values() if call.prefix is not None)
+        return before + self.engine.open_tokens(self._now())
+
     def _changed(self) -> None:
         """Something was asked of the engine, or it finished something: report, and wake up when it will again."""
         self._on_report(self.statistics(), self._received)

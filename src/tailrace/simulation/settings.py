@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.scheduling.settings import MAX_STALENESS, Schedule, SchedulingSettings
@@ -95,7 +95,17 @@ class EmpiricalLengths(_Section):
     file: Path = Field(description="A text file with one length in tokens a line.")
 
 
-LengthSettings: TypeAlias = LognormalLengths | MixtureLengths | EmpiricalLengths
+def _kind(given: object) -> object:
+    """Lognormal lengths need not say so."""
+    return given.get("kind", "lognormal") if isinstance(given, dict) else getattr(given, "kind", None)
+
+
+LengthSettings: TypeAlias = Annotated[
+    Annotated[LognormalLengths, Tag("lognormal")]
+    | Annotated[MixtureLengths, Tag("mixture")]
+    | Annotated[EmpiricalLengths, Tag("empirical")],
+    Discriminator(_kind),
+]
 
 
 class LoadSettings(_Section):
@@ -115,7 +125,7 @@ class LoadSettings(_Section):
         description="Rewards are 1 at this rate on average over tasks, else 0, so that some groups have no spread;"
         " unset: normally distributed.",
     )
-    lengths: Annotated[LengthSettings, Field(discriminator="kind")] = Field(default_factory=LognormalLengths)
+    lengths: LengthSettings = Field(default_factory=LognormalLengths, description="Of completions.")
 
 
 class SimulationPlan(_Section):

@@ -1,0 +1,92 @@
+"""What is trained on, modelled: tasks without content, an agent that only takes time, rewards that are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextvars import ContextVar
+from typing import Protocol
+
+from tailrace.environments import EnvironmentSpec, Policy
+from tailrace.records import Group, GroupId, Message, Rollout, RolloutId, SamplingParams, Task
+from tailrace.rollouts import Rollouter
+from tailrace.simulation.draws import standard_normal, uniform
+from tailrace.simulation.settings import LoadSettings
+
+ENVIRONMENT = "modelled"
+
+_ROWS = 65_536
+_PASS_SPREAD = 1.5
+"""Standard deviation, over tasks, of the logit of passing."""
+
+_playing: ContextVar[RolloutId] = ContextVar("the rollout whose agent runs")
+
+
+class Disturbance(Protocol):
+    """What may go wrong in an environment."""
+
+    async def playing(self, rollout_id: RolloutId) -> None:
+        """Between an agent's last turn and its reward; may raise, or take for ever."""
+        ...
+
+    async def scoring(self, group: Group) -> Group | None:
+        """As an environment's `score_group`."""
+        ...
+
+
+def modelled_environment(load: LoadSettings, *, seed: int, disturbance: Disturbance | None = None) -> EnvironmentSpec:
+    """An environment that behaves as the load says. Rewards are drawn by the rollout's name."""
+
+    async def agent(task: Task, policy: Policy) -> float:
+        rollout_id = _playing.get()
+        messages: list[Message] = []
+        for turn in range(load.turns):
+            messages.append({"role": "user", "content": ""})
+            messages.append((await policy.chat(messages)).message)
+            if load.environment_s:
+                share = uniform(seed, "environment", rollout_id, turn)
+                await asyncio.sleep(-load.environment_s * math.log(share))
+        if disturbance is not None:
+            await disturbance.playing(rollout_id)
+        if load.score_s:
+            await asyncio.sleep(load.score_s)
+        return _reward(load, seed, task, rollout_id)
+
+    return EnvironmentSpec(
+        name=ENVIRONMENT,
+        agent=agent,
+        train_tasks=[{}] * _ROWS,
+        score_group=disturbance.scoring if disturbance is not None else None,
+    )
+
+
+def _reward(load: LoadSettings, seed: int, task: Task, rollout_id: RolloutId) -> float:
+    if load.pass_share is None:
+        return standard_normal(seed, "reward", rollout_id)
+    logit = math.log(load.pass_share / (1 - load.pass_share))
+    logit += _PASS_SPREAD * standard_normal(seed, "pass", task.task_id)
+    return float(uniform(seed, "reward", rollout_id) < 1 / (1 + math.exp(-logit)))
+
+
+class ModelledRunner:
+    """The scheduler's `GroupRunner` over a real rollouter and the modelled environment."""
+
+    def __init__(self, rollouter: Rollouter, spec: EnvironmentSpec, load: LoadSettings) -> None:
+        self._rollouter, self._spec = rollouter, spec
+        self._sampling = SamplingParams(max_tokens=load.max_tokens)
+
+    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+        """See `GroupRunner.run`."""
+        _playing.set(rollout_id)
+        return await self._rollouter.run(
+            task,
+            rollout_id=rollout_id,
+            group_id=group_id,
+            spec=self._spec,
+            sampling=self._sampling,
+            attempt=attempt,
+        )
+
+    async def score(self, group: Group) -> list[Group]:
+        """See `GroupRunner.score`."""
+        return await self._rollouter.score(group, self._spec)

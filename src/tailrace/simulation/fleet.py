@@ -1,0 +1,98 @@
+"""The modelled engines behind the real router: each lives, may die, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from tailrace.errors import EngineFailed
+from tailrace.generation.router.router import Router
+from tailrace.records import ModelStateDictRef
+from tailrace.simulation.lengths import LengthSource
+from tailrace.simulation.replica import ModelledReplica
+from tailrace.simulation.settings import EngineSettings, ModelledTrainerSettings
+
+
+class ModelledFleet:
+    """All replicas of a simulated run, and the router over them. Make it on a running event loop."""
+
+    def __init__(
+        self,
+        engines: EngineSettings,
+        trainer: ModelledTrainerSettings,
+        lengths: LengthSource,
+        *,
+        max_staleness: int,
+        restart_s: float = 60.0,
+    ) -> None:
+        """A replica that died serves again after `restart_s`, once it has the current weights."""
+        self._engines, self._trainer, self._lengths, self._restart_s = engines, trainer, lengths, restart_s
+        self._names = [f"replica{index}" for index in range(engines.replicas)]
+        self.router = Router(self._names, engines.router, max_staleness=max_staleness)
+        self._alive: dict[str, ModelledReplica] = {}
+        self._sampled_by_dead = 0
+        self._preempted_by_dead = 0
+
+    async def run(self) -> None:
+        """Keep every replica, for ever."""
+        async with asyncio.TaskGroup() as lives:
+            for name in self._names:
+                lives.create_task(self._keep(name), name=f"life of {name}")
+
+    async def load(self, version: int) -> None:
+        """Bring weights to every replica that is there."""
+        await self.router.load_model_state_dict(ModelStateDictRef(version=version, uri="modelled", num_bytes=0))
+
+    def kill(self, index: int) -> bool:
+        """Let a replica die with everything that it holds; whether it was there."""
+        replica = self._alive.get(self._names[index])
+        if replica is None:
+            return False
+        replica.fail(EngineFailed(f"{self._names[index]} died"))
+        return True
+
+    @property
+    def running(self) -> list[int]:
+        """Requests that hold a slot, by replica; 0 for one that is not there."""
+        return [self._alive[name].engine.running if name in self._alive else 0 for name in self._names]
+
+    @property
+    def waiting(self) -> int:
+        """Requests that replicas accepted and have no slot for."""
+        return sum(replica.engine.waiting for replica in self._alive.values())
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Since the start, what died with a replica included."""
+        now_s = asyncio.get_running_loop().time()
+        return self._sampled_by_dead + sum(replica.engine.sampled_tokens(now_s) for replica in self._alive.values())
+
+    @property
+    def open_tokens(self) -> int:
+        """Sampled of completions that are not finished."""
+        return sum(replica.open_tokens for replica in self._alive.values())
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that lost their place because a cache was full."""
+        return self._preempted_by_dead + sum(replica.engine.preemptions for replica in self._alive.values())
+
+    async def _keep(self, name: str) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            replica = ModelledReplica(
+                self._engines,
+                self._lengths,
+                partial(self.router.heard, name),
+                load_s=self._trainer.sync_s,
+                load_holds=self._trainer.sync_holds_engines,
+            )
+            self._alive[name] = replica
+            try:
+                await self.router.use(name, replica, replica.statistics())
+            finally:
+                del self._alive[name]
+                self._sampled_by_dead += replica.engine.sampled_tokens(clock())
+                self._preempted_by_dead += replica.engine.preemptions
+            self.router.restarted(name)
+            await asyncio.sleep(self._restart_s)

@@ -1,0 +1,157 @@
+"""What a simulated run is measured by, from below: tokens that engines sampled, and what became of them.
+
+It does not believe the scheduler's own accounts: waste is what was sampled, less what was trained, less what is on its
+way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailrace.batching import FormedBatch
+from tailrace.observability.recording import BiasMeter
+from tailrace.records import (
+    Completion,
+    Generate,
+    Group,
+    Int32Array,
+    Outcome,
+    Rollout,
+    RolloutId,
+    SamplingParams,
+    StepSkipped,
+    StepTrained,
+    TerminalState,
+)
+from tailrace.simulation.lengths import LengthSource
+
+
+class MeteredGenerate:
+    """Implements `Generate` over another one, and counts."""
+
+    def __init__(self, generate: Generate, lengths: LengthSource) -> None:
+        self.asked_completions = 0
+        self.asked_tokens = 0
+        """Full lengths of all completions that were begun."""
+        self.open_tokens: Counter[str] = Counter()
+        """Tokens of finished completions, by rollouts that are not terminal."""
+        self._generate, self._lengths = generate, lengths
+
+    async def __call__(
+        self,
+        prompt_token_ids: Int32Array,
+        *,
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        group_id: str,
+        prefix: Completion | None = None,
+    ) -> Completion:
+        """See `Generate`."""
+        if prefix is None:
+            self.asked_completions += 1
+            length = self._lengths.draw(group_id.partition("#")[0], request_id)
+            self.asked_tokens += min(length, sampling.max_tokens)
+        completion = await self._generate(
+            prompt_token_ids,
+            sampling=sampling,
+            request_id=request_id,
+            session_id=session_id,
+            group_id=group_id,
+            prefix=prefix,
+        )
+        before = prefix.num_tokens if prefix is not None else 0
+        self.open_tokens[request_id.rsplit("/", 2)[0]] += completion.num_tokens - before
+        return completion
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums since the start of a run; the difference of two is what happened in between."""
+
+    time_s: float = 0.0
+    sampled_tokens: int = 0
+    on_the_way_tokens: int = 0
+    """Sampled, of rollouts that are not terminal."""
+    asked_completions: int = 0
+    asked_tokens: int = 0
+    trained_rollouts: int = 0
+    trained_groups: int = 0
+    trained_tokens: int = 0
+    """Completion tokens of trained rollouts, masked ones included."""
+    batch_tokens: int = 0
+    """All tokens of trained batches, prompts included."""
+    loss_tokens: int = 0
+    masked_tokens: int = 0
+    """Stale ones in trained rollouts."""
+    staleness_sum: int = 0
+    trainer_idle_s: float = 0.0
+
+    def since(self, earlier: Totals) -> Totals:
+        """What was added."""
+        return Totals(*(getattr(self, name) - getattr(earlier, name) for name in Totals.__slots__))
+
+
+class SimulationObserver:
+    """Implements `SchedulerObserver`. Keeps totals, and what histograms are made of."""
+
+    def __init__(self, generate: MeteredGenerate, *, warmup_steps: int) -> None:
+        self.bias = BiasMeter(warmup_steps=warmup_steps)
+        self.totals = Totals()
+        self.staleness: Counter[int] = Counter()
+        """Tokens that bore loss, by their staleness, after warm-up."""
+        self.outcomes: Counter[str] = Counter()
+        """Rollouts by terminal state and reason."""
+        self.journal: list[str] = []
+        """Every event, where `keeps_journal`."""
+        self.keeps_journal = False
+        self._generate, self._warmup_steps = generate, warmup_steps
+
+    def rollout_finished(self, rollout: Rollout) -> None:
+        """See `SchedulerObserver`."""
+        self.bias.finished(rollout)
+        self._note("finished", rollout.rollout_id, rollout.num_completion_tokens)
+
+    def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
+        """See `SchedulerObserver`."""
+        self._note("ended", rollout_id, outcome)
+        tokens = self._generate.open_tokens.pop(rollout_id, 0)
+        self.outcomes[f"{outcome.state}({outcome.reason})" if outcome.reason else outcome.state] += 1
+        if rollout is not None:
+            self.bias.ended(rollout, outcome)
+        if outcome.state is TerminalState.TRAINED:
+            self.totals.trained_rollouts += 1
+            self.totals.trained_tokens += tokens
+
+    def group_scored(self, group: Group, filter_reason: str | None) -> None:
+        """See `SchedulerObserver`."""
+        self._note("scored", group.group_id, filter_reason)
+
+    def batch_sent(self, formed: FormedBatch) -> None:
+        """See `SchedulerObserver`."""
+        self.bias.sent(formed.batch.summary)
+        self._note("sent", formed.batch.summary)
+
+    def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
+        """See `SchedulerObserver`."""
+        self._note("step", event)
+        if isinstance(event, StepSkipped):
+            return
+        batch, totals = formed.batch, self.totals
+        staleness = event.version - 1 - batch.policy_versions[batch.loss_mask]
+        totals.trained_groups += len(formed.groups)
+        totals.batch_tokens += batch.summary.num_tokens
+        totals.loss_tokens += batch.summary.loss_tokens
+        trained = sum(rollout.num_completion_tokens for group in formed.groups for rollout in group.trained)
+        totals.masked_tokens += trained - batch.summary.loss_tokens
+        totals.staleness_sum += int(staleness.sum())
+        if event.step > self._warmup_steps:
+            self.staleness.update(dict(enumerate(np.bincount(staleness).tolist())))
+
+    def _note(self, *what: object) -> None:
+        if self.keeps_journal:
+            self.journal.append(f"{asyncio.get_running_loop().time()!r} {' '.join(map(str, what))}")

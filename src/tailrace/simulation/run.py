@@ -1,0 +1,288 @@
+"""One simulated run: the real scheduler, rollouter, router and batching over modelled engines and a modelled trainer.
+
+StreamScheduler ─► Rollouter ─► agent ─► Router ─► ModelledReplica      (versions come back as weights)
+       └──────── batches ─► ModelledTrainer ─► publish ──────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tailrace.rollouts import Rollouter, RolloutSettings
+from tailrace.scheduling import StreamScheduler, TaskSource, TaskStream, Verdict
+from tailrace.simulation.environment import ENVIRONMENT, Disturbance, ModelledRunner, modelled_environment
+from tailrace.simulation.fleet import ModelledFleet
+from tailrace.simulation.lengths import LengthSource
+from tailrace.simulation.metering import MeteredGenerate, SimulationObserver, Totals
+from tailrace.simulation.rendering import ModelledRenderer
+from tailrace.simulation.settings import SimulationPlan
+from tailrace.simulation.trainer import Hiccup, ModelledTrainer, StepEnded
+from tailrace.simulation.virtual_time import run_in_virtual_time
+
+RUN_ENDED = "run_ended"
+
+_SAMPLES = 600
+"""Points of the timeline, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The cluster at one time."""
+
+    time_s: float
+    running: int
+    """Requests that hold a slot."""
+    waiting_groups: int
+    """Scored, and in no batch yet."""
+    is_training: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """What a simulated run came to. Figures are of the time after warm-up, unless they say otherwise."""
+
+    plan: SimulationPlan
+    duration_s: float
+    """Of the whole run, in virtual time."""
+    measured: Totals
+    length_mean: float
+    """Of the load, known."""
+    length_ratio: float
+    """Mean full length of trained rollouts over that of all that were begun."""
+    loss_length_ratio: float
+    """Mean tokens that bear loss of trained rollouts over the same."""
+    finished_length_ratio: float
+    """As a run's bias meter has it: over all that finished."""
+    staleness: Mapping[int, int]
+    """Tokens that bore loss, by their staleness."""
+    waited_s: Mapping[Verdict, float]
+    """That admission was held, by what held it; whole run."""
+    outcomes: Mapping[str, int]
+    """Rollouts by terminal state and reason; whole run."""
+    ledger: str
+    timeline: list[Moment] = field(repr=False)
+    steps_ended_s: list[float] = field(repr=False)
+    journal: list[str] = field(repr=False)
+
+    @property
+    def groups_per_s(self) -> float:
+        """Trained."""
+        return self.measured.trained_groups / self.measured.time_s
+
+    @property
+    def loss_tokens_per_s(self) -> float:
+        """Trained, and bearing loss."""
+        return self.measured.loss_tokens / self.measured.time_s
+
+    @property
+    def bound_ratio(self) -> float:
+        """Groups per second over what the slower of engines and trainer can do."""
+        return self.groups_per_s / capacity_groups_per_s(self.plan, self.length_mean)
+
+    @property
+    def engine_utilization(self) -> float:
+        """Tokens sampled over those of engines whose every slot is always taken."""
+        return self.measured.sampled_tokens / (self.measured.time_s * self.plan.engines.tokens_per_s)
+
+    @property
+    def trainer_utilization(self) -> float:
+        """Share of the time that it had a batch, or was sending weights."""
+        return 1 - self.measured.trainer_idle_s / self.measured.time_s
+
+    @property
+    def wasted_share(self) -> float:
+        """Tokens sampled that will never be in a batch, over all sampled."""
+        done = self.measured.sampled_tokens - self.measured.on_the_way_tokens
+        return max(0.0, done - self.measured.trained_tokens) / self.measured.sampled_tokens
+
+    @property
+    def masked_share(self) -> float:
+        """Stale tokens over all tokens of trained batches."""
+        return self.measured.masked_tokens / self.measured.batch_tokens
+
+    @property
+    def staleness_mean(self) -> float:
+        """Of tokens that bear loss."""
+        return self.measured.staleness_sum / self.measured.loss_tokens
+
+    @property
+    def staleness_max(self) -> int:
+        """Of tokens that bear loss."""
+        return max((age for age, tokens in self.staleness.items() if tokens), default=0)
+
+
+def capacity_groups_per_s(plan: SimulationPlan, length_mean: float) -> float:
+    """What engines and trainer can do, the lesser of the two, if nothing ever waited.
+
+    Engines: every slot always taken, less prefill and the stalls for new weights. Trainer: a step and its sync.
+    """
+    rollouts, load, engines = plan.scheduling.batch_size, plan.load, plan.engines
+    tokens = rollouts * load.turns * length_mean
+    read = rollouts * load.turns * load.prompt_tokens * engines.prefill_s_per_token / engines.replicas
+    stall_s = plan.trainer.sync_s if plan.trainer.sync_holds_engines else 0.0
+    generating_s = tokens / engines.tokens_per_s + read + stall_s
+    training_s = plan.trainer.train_s + plan.trainer.train_s_per_token * tokens
+    training_s += plan.trainer.sync_s if plan.trainer.sync_holds_trainer else 0.0
+    return rollouts / load.group_size / max(generating_s, training_s)
+
+
+def simulate(plan: SimulationPlan, *, keep_journal: bool = False) -> SimulatedRun:
+    """Run a plan in virtual time. Raises what a run would, and `Deadlock`."""
+
+    async def main() -> SimulatedRun:
+        return await Simulation(plan, keep_journal=keep_journal).run()
+
+    return run_in_virtual_time(main())
+
+
+class Simulation:
+    """The parts of one simulated run. Make it on a running event loop in virtual time, and run it once."""
+
+    def __init__(
+        self,
+        plan: SimulationPlan,
+        *,
+        disturbance: Disturbance | None = None,
+        skips: Iterable[int] = (),
+        hiccup: Hiccup = lambda step: 0.0,
+        restart_s: float = 60.0,
+        keep_journal: bool = False,
+    ) -> None:
+        self.plan = plan
+        self._clock = asyncio.get_running_loop().time
+        lengths = LengthSource(plan.load.lengths, seed=plan.seed)
+        self._length_mean = lengths.mean
+        self.fleet = ModelledFleet(
+            plan.engines, plan.trainer, lengths, max_staleness=plan.max_staleness, restart_s=restart_s
+        )
+        self._generate = MeteredGenerate(self.fleet.router, lengths)
+        self.observer = SimulationObserver(self._generate, warmup_steps=plan.warmup_steps)
+        self.observer.keeps_journal = keep_journal
+        self.trainer = ModelledTrainer(
+            plan.trainer,
+            max_staleness=plan.max_staleness,
+            publish=self._publish,
+            on_step=self._step_ended,
+            skips=frozenset(skips).__contains__,
+            hiccup=hiccup,
+        )
+        spec = modelled_environment(plan.load, seed=plan.seed, disturbance=disturbance)
+        self._rollouter = Rollouter(
+            RolloutSettings(
+                group_size=plan.load.group_size,
+                max_tokens=plan.load.max_tokens,
+                max_turns=plan.load.turns,
+                timeout_s=plan.load.timeout_s,
+                workers=0,
+            ),
+            renderer=ModelledRenderer(plan.load.prompt_tokens),
+            generate=self._generate,
+        )
+        self.scheduler = StreamScheduler(
+            TaskStream([TaskSource(spec)], seed=plan.seed),
+            ModelledRunner(self._rollouter, spec, plan.load),
+            self.trainer.send,
+            self.observer,
+            settings=plan.scheduling,
+            max_staleness=plan.max_staleness,
+            max_running=plan.max_running,
+            group_sizes={ENVIRONMENT: plan.load.group_size},
+        )
+        self._publishing: asyncio.TaskGroup | None = None
+        self._ended = asyncio.Event()
+        self._warm: Totals | None = Totals() if plan.warmup_steps == 0 else None
+        self._timeline: list[Moment] = []
+        self._steps_ended_s: list[float] = []
+
+    async def run(self) -> SimulatedRun:
+        """Until the last step ended. Raises whatever ends the run earlier; the ledger balances in either case."""
+        work = asyncio.create_task(self._work(), name="work")
+        ended = asyncio.create_task(self._ended.wait(), name="end")
+        try:
+            await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            totals = self._totals()
+        finally:
+            for task in (work, ended):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            self.scheduler.finish(RUN_ENDED)
+        return self._result(totals)
+
+    async def _work(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._publishing = tasks
+            tasks.create_task(self.fleet.run(), name="fleet")
+            await asyncio.sleep(0)
+            await self.fleet.load(0)
+            tasks.create_task(self.trainer.run(), name="trainer")
+            tasks.create_task(self._watch(), name="timeline")
+            tasks.create_task(self.scheduler.run(), name="scheduler")
+
+    async def _publish(self, version: int) -> None:
+        assert self._publishing is not None
+        self._publishing.create_task(self.fleet.load(version), name=f"weights of version {version}")
+        await asyncio.sleep(0)
+
+    def _step_ended(self, event: StepEnded) -> None:
+        self._steps_ended_s.append(self._clock())
+        self.scheduler.handle(event)
+        if event.step == self.plan.warmup_steps:
+            self._warm = self._totals()
+        if event.step >= self.plan.steps:
+            self._ended.set()
+
+    async def _watch(self) -> None:
+        """Look at the cluster from time to time, ever more seldom."""
+        every_s = 1.0
+        while True:
+            self._timeline.append(
+                Moment(
+                    time_s=self._clock(),
+                    running=sum(self.fleet.running),
+                    waiting_groups=self.scheduler.statistics.waiting_groups,
+                    is_training=self.trainer.training_since_s is not None,
+                )
+            )
+            if len(self._timeline) >= 2 * _SAMPLES:
+                del self._timeline[1::2]
+                every_s *= 2
+            await asyncio.sleep(every_s)
+
+    def _totals(self) -> Totals:
+        observed = self.observer.totals
+        observed.time_s = self._clock()
+        observed.sampled_tokens = self.fleet.sampled_tokens
+        observed.on_the_way_tokens = self._generate.open_tokens.total() + self.fleet.open_tokens
+        observed.asked_completions = self._generate.asked_completions
+        observed.asked_tokens = self._generate.asked_tokens
+        observed.trainer_idle_s = self.trainer.idle_s
+        return observed.since(Totals())
+
+    def _result(self, totals: Totals) -> SimulatedRun:
+        assert self._warm is not None
+        measured = totals.since(self._warm)
+        per_rollout = self.plan.load.turns * measured.asked_tokens / measured.asked_completions
+        trained = max(1, measured.trained_rollouts)
+        return SimulatedRun(
+            plan=self.plan,
+            duration_s=totals.time_s,
+            measured=measured,
+            length_mean=self._length_mean,
+            length_ratio=measured.trained_tokens / trained / per_rollout,
+            loss_length_ratio=measured.loss_tokens / trained / per_rollout,
+            finished_length_ratio=self.observer.bias.length_ratio or math.nan,
+            staleness=dict(sorted(self.observer.staleness.items())),
+            waited_s=self.scheduler.statistics.waited_s,
+            outcomes=dict(sorted(self.observer.outcomes.items())),
+            ledger=str(self.scheduler.ledger),
+            timeline=self._timeline,
+            steps_ended_s=self._steps_ended_s,
+            journal=self.observer.journal,
+        )

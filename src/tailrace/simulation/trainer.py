@@ -1,0 +1,85 @@
+"""The trainer as a clock: batches in, versions out, each step as long as the plan says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+from tailrace.errors import TrainingError
+from tailrace.records import Batch, StepSkipped, StepTrained
+from tailrace.simulation.settings import ModelledTrainerSettings
+
+StepEnded: TypeAlias = StepTrained | StepSkipped
+Hiccup: TypeAlias = Callable[[int], float]
+"""Seconds by which something delays a step, by its number: a restart, and the replay of what was not yet saved."""
+
+
+class ModelledTrainer:
+    """Trains on batches in order. It asserts order and staleness bound, as the real one does."""
+
+    def __init__(
+        self,
+        settings: ModelledTrainerSettings,
+        *,
+        max_staleness: int,
+        publish: Callable[[int], Awaitable[None]],
+        on_step: Callable[[StepEnded], None],
+        skips: Callable[[int], bool] = lambda step: False,
+        hiccup: Hiccup = lambda step: 0.0,
+    ) -> None:
+        """`publish` is given each new version and returns once its weights are away."""
+        self.version = 0
+        self.step = 0
+        self.idle_s = 0.0
+        """Waited for a batch."""
+        self.training_since_s: float | None = None
+        """None while it waits."""
+        self._settings, self._max_staleness = settings, max_staleness
+        self._publish, self._on_step, self._skips, self._hiccup = publish, on_step, skips, hiccup
+        self._batches: asyncio.Queue[Batch] = asyncio.Queue()
+
+    async def send(self, batch: Batch) -> None:
+        """Hand a batch over."""
+        self._batches.put_nowait(batch)
+
+    async def run(self) -> None:
+        """Train on what comes, for ever."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            since_s = clock()
+            batch = await self._batches.get()
+            self.idle_s += clock() - since_s
+            self.training_since_s = clock()
+            await self._train(batch)
+            self.training_since_s = None
+
+    async def _train(self, batch: Batch) -> None:
+        """One step. The weights are on their way before anybody hears that it ended."""
+        self._require_trainable(batch)
+        settings, step = self._settings, batch.summary.step
+        tokens = batch.summary.num_tokens
+        await asyncio.sleep(settings.train_s + settings.train_s_per_token * tokens + self._hiccup(step))
+        self.step = step
+        if self._skips(step):
+            self._on_step(StepSkipped(epoch="", step=step, version=self.version, reason="not_finite"))
+            return
+        self.version += 1
+        await self._publish(self.version)
+        self._on_step(StepTrained(epoch="", step=step, version=self.version, metrics={}))
+        if settings.sync_holds_trainer:
+            await asyncio.sleep(settings.sync_s)
+
+    def _require_trainable(self, batch: Batch) -> None:
+        if batch.summary.step != self.step + 1:
+            raise TrainingError(f"the batch of step {batch.summary.step} came after step {self.step}")
+        loss_versions = batch.policy_versions[batch.loss_mask]
+        if not len(loss_versions):
+            raise TrainingError(f"the batch of step {batch.summary.step} bears no loss")
+        if int(loss_versions.max()) > self.version:
+            raise TrainingError(f"step {batch.summary.step} was sampled by a version that was never trained")
+        if (age := self.version - int(loss_versions.min())) > self._max_staleness:
+            raise TrainingError(
+                f"step {batch.summary.step} trains on tokens that are {age} versions old; max_staleness is "
+                f"{self._max_staleness}"
+            )
