@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,17 @@ from pathlib import Path
 import msgspec
 
 from tailrace.config import RunSettings
-from tailrace.generation.generator import Generator
 from tailrace.observability.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.run.evaluation_figures import EVALUATED
+from tailrace.run.generators import Wait, open_generate
 from tailrace.run.parts import (
     EnvironmentRunner,
     LoadedEnvironment,
-    engine_factory,
     held_out_tasks,
     load_environments,
     make_renderer,
     make_rollouter,
+    require_engine,
     require_held_out_tasks,
 )
 from tailrace.scheduling import EvaluationResult, evaluate
@@ -41,26 +42,44 @@ async def evaluate_model(
 ) -> list[EnvironmentEvaluation]:
     """Run every held-out task of every environment once; `limit` takes the first so many of each.
 
-    `save` appends readable rollouts to that file. Raises `DataError` when no environment has held-out tasks.
+    Generators are those that `train` would use; a single one runs in this process. `save` appends readable rollouts to
+    that file. Raises `DataError` when no environment has held-out tasks, and what all generators failed with.
     """
+    require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings)
     require_held_out_tasks(environments)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))
         renderer = await asyncio.to_thread(make_renderer, settings, folder)
         async with (
-            Generator(engine_factory(settings)) as generator,
-            make_rollouter(settings, environments, renderer=renderer, generate=generator) as rollouter,
+            open_generate(settings, folder) as (generate, failed),
+            make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
         ):
             runner = EnvironmentRunner(rollouter, environments, settings, evaluation_seed=settings.seed)
             found = [
-                await _evaluate_one(settings, loaded, runner, limit)
+                await _unless(failed, _evaluate_one(settings, loaded, runner, limit))
                 for loaded in environments.values()
                 if len(loaded.spec.eval_tasks)
             ]
     if save is not None:
         await asyncio.to_thread(_save, found, save)
     return found
+
+
+async def _unless(failed: Wait, work: Coroutine[None, None, EnvironmentEvaluation]) -> EnvironmentEvaluation:
+    """The work's result, unless its generators fail; then that failure, which all of its rollouts meet, once."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(failed())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+        return await working
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _evaluate_one(

@@ -30,8 +30,9 @@ from tailrace.records import (
     TrainerEnded,
     TrainerStarted,
 )
+from tailrace.run.generators import Wait
 from tailrace.run.observer import RunObserver
-from tailrace.run.placement import SHUTDOWN, Placement, Wait
+from tailrace.run.placement import SHUTDOWN, Placement
 from tailrace.scheduling import Evaluator, StreamScheduler
 from tailrace.transport.channels import wait_until
 from tailrace.transport.event_log import MemoryEventLog

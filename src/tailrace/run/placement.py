@@ -10,40 +10,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
 
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError
 from tailrace.generation.generator import Generator
 from tailrace.generation.router.replica import ReplicaFigures
-from tailrace.generation.router.router import Router
-from tailrace.generation.rpc_keys import read_keys
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
 from tailrace.records import Generate, ModelStateDictRef
-from tailrace.run.fleet import Fleet, ReplicaSource
 from tailrace.run.folder import RunPaths
+from tailrace.run.generators import Wait, start_fleet
 from tailrace.run.parts import engine_factory
-from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
 from tailrace.transport.batch_queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.event_log import MemoryEventLog
 from tailrace.transport.event_log_rpc import EventLogServer
-from tailrace.transport.model_state_dicts import MemoryModelStateDictStore, SharedMemoryModelStateDictStore
+from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
 from tailrace.transport.shared_memory import SharedMemoryBatchSender
 
 SHUTDOWN = ShutdownSettings()
 BATCH_QUEUE_CAPACITY = 3
 """More than the scheduler sends ahead, so that it never waits inside `send`."""
-
-Wait: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +120,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 _end, ShutdownStage.CLOSE_EVENT_LOG, lambda: _let_trainer_leave(supervisor, server)
             )
             role = RoleSettings.of(settings, paths, log.epoch, resources)
-            generator = settings.generator
-            router = Router(generator.replica_names, generator.router, max_staleness=settings.max_staleness)
-            fleet = Fleet(router, _sources(settings, role, resources, supervisor), generator)
+            router, fleet = start_fleet(settings, role, resources, supervisor)
             supervisor.start(RoleSpec("trainer", TRAINER, role.encoded(), threads=settings.trainer.threads))
             stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, fleet.close)
             batches = SharedMemoryBatchSender(
@@ -165,26 +156,6 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 replicas=router.figures,
                 kill=kill,
             )
-
-
-def _sources(
-    settings: RunSettings, role: RoleSettings, resources: RunResources, supervisor: Supervisor
-) -> list[ReplicaSource]:
-    """Where the run's generators come from."""
-    generator = settings.generator
-    if not generator.connect:
-        return [
-            StartedGenerator(name, index, role, generator, supervisor)
-            for index, name in enumerate(generator.replica_names)
-        ]
-    keys = read_keys(Path(generator.connect_key), "generator.connect_key") if generator.connect_key else None
-    store = SharedMemoryModelStateDictStore(resources.shared_memory)
-    return [
-        ConnectedGenerator(
-            name, address, epoch=role.epoch, settings=generator.router, keys=keys, lend_file=store.lend_file
-        )
-        for name, address in zip(generator.replica_names, generator.connect, strict=True)
-    ]
 
 
 async def _end(stage: ShutdownStage, action: Action) -> None:

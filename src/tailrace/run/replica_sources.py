@@ -102,10 +102,12 @@ class ConnectedGenerator:
         settings: RouterSettings,
         keys: CurveKeys | None,
         lend_file: LendFile,
+        serving_model: str | None = None,
     ) -> None:
+        """`serving_model` is the model that it has to serve, where it is sent no other weights."""
         self.name = name
         self._address, self._epoch, self._settings = address, epoch, settings
-        self._keys, self._lend_file = keys, lend_file
+        self._keys, self._lend_file, self._serving_model = keys, lend_file, serving_model
 
     def open(self, on_report: ReportListener) -> GeneratorClient:
         """See `ReplicaSource.open`."""
@@ -128,7 +130,13 @@ class ConnectedGenerator:
                 f"generator.connect: no generator answers at {self._address} within {_CONNECT_S:g} s; start it with "
                 "`tailrace serve MODEL --address ...`"
             ) from None
-        return await client.hello(self._epoch)
+        welcome = await client.hello(self._epoch)
+        if self._serving_model not in (None, welcome.model):
+            raise SettingsError(
+                f"generator.connect: the generator at {self._address} serves {welcome.model}, not model.name = "
+                f"{self._serving_model}: start it with `tailrace serve {self._serving_model}`"
+            )
+        return welcome
 
     async def end(self, client: GeneratorClient, failure: Exception) -> Exception:
         """See `ReplicaSource.end`: the generator itself is not ours to end."""

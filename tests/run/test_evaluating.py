@@ -1,0 +1,48 @@
+"""Evaluations with the generators that a training run would use."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tailrace.config import RunSettings
+from tailrace.config.sources import recipe_folder
+from tailrace.errors import LifecycleError, SettingsError
+from tailrace.lifecycle.resources import shared_memory_folder
+from tailrace.run.evaluating import evaluate_model
+from tests.run.runs import tiny_settings
+from tests.run.test_serve import address_of, serving
+
+GREEDY = ("--rollouts.evaluation.temperature", "0")
+
+
+def settings(*overrides: str) -> RunSettings:
+    return tiny_settings(*GREEDY, *overrides)
+
+
+async def rewards(*overrides: str) -> list[float]:
+    [found] = await evaluate_model(settings(*overrides), limit=6)
+    assert found.result.failed == {}
+    return found.result.rewards
+
+
+async def test_several_generators_measure_what_one_does_and_leave_nothing() -> None:
+    alone = await rewards()
+    assert len(alone) == 6
+    assert await rewards("--generator.replicas", "2") == alone
+    assert not [*shared_memory_folder().glob(f"tailrace-run-{os.getpid()}-*")]
+
+
+async def test_generators_that_run_already_measure_the_model_that_they_serve() -> None:
+    with serving("--address", "tcp://127.0.0.1:0") as process:
+        assert await rewards("--generator.connect", address_of(process)) == await rewards()
+    folder = str(recipe_folder() / "models" / "quickstart")
+    refused = pytest.raises(SettingsError, match=rf"serves {folder}, not model\.name = bundled:quickstart")
+    with serving("--address", "tcp://127.0.0.1:0", model=folder) as process, refused:
+        await rewards("--generator.connect", address_of(process))
+
+
+async def test_generators_that_fail_before_they_served_fail_the_evaluation_once() -> None:
+    with pytest.raises(LifecycleError, match=r"generator-\d left early"):
+        await evaluate_model(settings("--generator.replicas", "2", "--generator.device", "cuda:7"), limit=2)
