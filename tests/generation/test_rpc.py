@@ -10,8 +10,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
+import zmq.asyncio
 
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
 from tailrace.generation.engines.protocol import FailureListener
@@ -111,6 +114,36 @@ async def test_errors_keep_their_type(model) -> None:
             await client.load_model_state_dict(ModelStateDictRef(version=9, uri="memory:nowhere", num_bytes=0))
         assert type(raised.value).__module__ == "tailrace.errors"
         assert (await ask(client, "good", [1], max_tokens=2)).num_tokens == 2
+
+
+async def test_a_call_that_cannot_be_read_costs_only_that_call(model) -> None:
+    def call(name: str, *frames: bytes, **fields: object) -> list[bytes]:
+        header = {"type": "GenerateCall", "request_id": name, "session_id": name, "group_id": name, **fields}
+        return [msgspec.msgpack.encode(header), *frames]
+
+    prefix = {"finish_reason": "aborted", "metrics": {}}
+    async with served(model) as client:
+        good = ask(client, "good", [1, 2], max_tokens=200)
+        stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        stranger.connect(client.address)
+        for number, (message, said) in enumerate(
+            (
+                (call("a", bytes(4), sampling={"top_kk": 1}, call_id=0), b"unknown field `top_kk`"),
+                (call("b", sampling={}, call_id=1), b"without its prompt"),
+                (call("c", bytes(3), sampling={}, call_id=2), b"without its prompt"),
+                (call("d", bytes(4), bytes(8), sampling={}, call_id=3, prefix=prefix), b"without its arrays"),
+                (call("e", bytes(4), sampling={"max_tokens": 0}, call_id=4), b"request e"),
+                (call("f", bytes([255] * 4), sampling={}, call_id=5), b"request f"),
+            )
+        ):
+            await stranger.send_multipart(message)
+            answer = await asyncio.wait_for(stranger.recv(), 20)
+            reply = msgspec.msgpack.decode(answer)
+            assert (reply["type"], reply["call_id"]) == ("ErrorReply", number)
+            assert reply["kind"] in {"CorruptData", "RequestRefused"}
+            assert said in answer
+        stranger.close(linger=0)
+        assert (await good).num_tokens == 200
 
 
 async def test_cancelling_the_caller_aborts_the_remote_request(model) -> None:

@@ -18,6 +18,7 @@ from tailrace.records import (
     Array,
     Completion,
     FinishReason,
+    Int32Array,
     ModelStateDictRef,
     PayloadRef,
     RequestId,
@@ -208,6 +209,11 @@ AnyReply: TypeAlias = (
 )
 
 
+class _CallId(msgspec.Struct):
+    call_id: int = TO_ALL
+
+
+_CALL_IDS = msgspec.msgpack.Decoder(_CallId)
 _CALLS: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
 _REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
@@ -218,6 +224,22 @@ def unpack_call(header: bytes) -> AnyCall:
         return _CALLS.decode(header)
     except msgspec.DecodeError as error:
         raise CorruptData(f"a generator was sent what is no call: {error}") from error
+
+
+def call_id_of(header: bytes) -> int:
+    """Of what may be no call: so that an error reaches the one whom it concerns; `TO_ALL` where there is none."""
+    try:
+        return _CALL_IDS.decode(header).call_id
+    except msgspec.DecodeError:
+        return TO_ALL
+
+
+def unpack_prompt(frames: Frames) -> Int32Array:
+    """The prompt of a `GenerateCall`. Raises `CorruptData`."""
+    try:
+        return np.frombuffer(frames[0], np.int32)
+    except (IndexError, ValueError) as error:
+        raise CorruptData(f"a call of generate came without its prompt's token ids: {error}") from error
 
 
 def unpack_reply(header: bytes) -> AnyReply:
@@ -255,17 +277,23 @@ def unpack_chunk(request_id: str, reply: ChunkReply, frames: Frames) -> SampledT
 
 
 def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
-    """The completion that `pack_completion` took apart; arrays are read-only views of the frames."""
-    token_ids, logprobs, policy_versions = frames
-    return Completion(
-        token_ids=np.frombuffer(token_ids, np.int32),
-        logprobs=np.frombuffer(logprobs, np.float32),
-        policy_versions=np.frombuffer(policy_versions, np.int32),
-        finish_reason=header.finish_reason,
-        routed_experts=header.routed_experts,
-        mixed_spans=header.mixed_spans,
-        metrics=header.metrics,
-    )
+    """The completion that `pack_completion` took apart; arrays are read-only views of the frames.
+
+    Raises `CorruptData` for frames that are none.
+    """
+    try:
+        token_ids, logprobs, policy_versions = frames
+        return Completion(
+            token_ids=np.frombuffer(token_ids, np.int32),
+            logprobs=np.frombuffer(logprobs, np.float32),
+            policy_versions=np.frombuffer(policy_versions, np.int32),
+            finish_reason=header.finish_reason,
+            routed_experts=header.routed_experts,
+            mixed_spans=header.mixed_spans,
+            metrics=header.metrics,
+        )
+    except ValueError as error:
+        raise CorruptData(f"a completion came without its arrays: {error}") from error
 
 
 def pack_array(array: Array) -> bytes:

@@ -46,14 +46,16 @@ from tailrace.generation.rpc_messages import (
     UploadCall,
     UploadedReply,
     WelcomeReply,
+    call_id_of,
     pack_chunk,
     pack_completion,
     pack_error,
     unpack_call,
     unpack_completion,
+    unpack_prompt,
 )
 from tailrace.generation.rpc_uploads import UploadedModelStateDicts
-from tailrace.records import Completion, ModelStateDictRef, as_token_ids
+from tailrace.records import Completion, ModelStateDictRef
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
 
 if TYPE_CHECKING:
@@ -157,7 +159,7 @@ class GeneratorServer:
             call = unpack_call(header)
         except CorruptData as error:
             _logger.warning("a client spoke nonsense: %s", error)
-            await self._send(client, pack_error(TO_ALL, error))
+            await self._send(client, pack_error(call_id_of(header), error))
             return True
         if isinstance(call, AbortCall):
             self._abort((client, call.call_id))
@@ -242,7 +244,7 @@ class GeneratorServer:
         if self._stand_alone:
             await self._begin_run(call.epoch, self._stand_alone)
         await self._generator.ready()
-        self._clients[client] = _Client(call.epoch)
+        self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
         statistics = self._generator.statistics()
         return WelcomeReply(call_id=call.call_id, protocol=PROTOCOL, model=self._model, statistics=statistics)
 
@@ -275,7 +277,7 @@ class GeneratorServer:
             self._group.create_task(self._send(client, *pack_chunk(call.call_id, chunk)))
 
         return await self._generator.generate(
-            as_token_ids(memoryview(frames[0]).cast("i")),
+            unpack_prompt(frames),
             sampling=call.sampling,
             request_id=call.request_id,
             session_id=call.session_id,

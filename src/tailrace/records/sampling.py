@@ -7,7 +7,7 @@ import msgspec
 from tailrace.errors import SettingsError
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one request's sampling; they travel with the tokens, because the loss needs the same distribution."""
 
     temperature: float = 1.0
