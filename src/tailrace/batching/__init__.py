@@ -5,7 +5,7 @@ Pure functions over arrays: nothing here waits, sends or knows a model, and noth
 """
 
 from tailrace.batching.advantages import AdvantageFn, compute_advantages, group_advantages
-from tailrace.batching.batches import FormedBatch, form_batch
+from tailrace.batching.batches import FormedBatch, form_batch, form_batch_in_slices
 from tailrace.batching.filters import ZERO_SPREAD, filter_reason
 from tailrace.batching.packing import RowPlan, plan_rows
 from tailrace.batching.samples import STALE, SampledGroup, sample_group
@@ -23,6 +23,7 @@ __all__ = [
     "compute_advantages",
     "filter_reason",
     "form_batch",
+    "form_batch_in_slices",
     "group_advantages",
     "plan_rows",
     "sample_group",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tailrace.batching.packing import RowPlan, plan_rows
+from tailrace.batching.packing import RowPlan, plan_rows_in_slices
 from tailrace.batching.samples import SampledGroup
-from tailrace.records import Batch, BatchSummary, BoolArray, Int32Array, TrainingSample
+from tailrace.batching.slices import drained
+from tailrace.records import Batch, BatchSummary, BoolArray, Float32Array, Int32Array, TrainingSample
+
+COPIED_AT_ONCE = 256
+"""Samples at most in one slice of the copying, ..."""
+COPIED_TOKENS_AT_ONCE = 1 << 18
+"""... and tokens: some milliseconds, when the pages are fresh."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,31 +35,47 @@ def form_batch(
     scheduler_state: bytes = b"",
 ) -> FormedBatch:
     """Lay the samples of `groups` in rows of at most `row_tokens`, and concatenate their columns once."""
-    samples = [sample for group in groups for sample in group.samples]
-    lengths = np.asarray([sample.num_tokens for sample in samples], np.int32)
-    plan = plan_rows(lengths, row_tokens)
-    ordered = [samples[index] for index in plan.order]
-    environments = tuple(sorted({sample.environment for sample in samples}))
-    policy_versions = np.concatenate([sample.branch.policy_versions for sample in ordered])
-    loss_mask = np.concatenate([sample.loss_mask for sample in ordered])
-    batch = Batch(
-        summary=_summary(
+    return drained(
+        form_batch_in_slices(
             groups,
-            plan,
-            lengths,
-            staleness=judged_version - policy_versions[loss_mask],
             step=step,
             judged_version=judged_version,
             row_tokens=row_tokens,
-        ),
-        token_ids=np.concatenate([sample.branch.token_ids for sample in ordered]),
-        logprobs=np.concatenate([sample.branch.logprobs for sample in ordered]),
-        policy_versions=policy_versions,
-        loss_mask=loss_mask,
-        mixed_cache=_mixed_cache(ordered),
-        advantages=np.concatenate([sample.advantages for sample in ordered]),
+            scheduler_state=scheduler_state,
+        )
+    )
+
+
+def form_batch_in_slices(
+    groups: Sequence[SampledGroup],
+    *,
+    step: int,
+    judged_version: int,
+    row_tokens: int,
+    scheduler_state: bytes = b"",
+) -> Generator[None, None, FormedBatch]:
+    """See `form_batch`; yields now and then."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = np.asarray([sample.num_tokens for sample in samples], np.int32)
+    plan = yield from plan_rows_in_slices(lengths, row_tokens)
+    ordered = [samples[index] for index in plan.order]
+    offsets = np.zeros(len(ordered) + 1, np.int32)
+    np.cumsum(lengths[plan.order], out=offsets[1:])
+    columns = _Columns(int(offsets[-1]))
+    for first, last in _slices(offsets):
+        columns.fill(ordered[first:last], offsets[first : last + 1], judged_version)
+        yield
+    environments = tuple(sorted({sample.environment for sample in samples}))
+    batch = Batch(
+        summary=_summary(groups, plan, columns, step=step, judged_version=judged_version, row_tokens=row_tokens),
+        token_ids=columns.token_ids,
+        logprobs=columns.logprobs,
+        policy_versions=columns.policy_versions,
+        loss_mask=columns.loss_mask,
+        mixed_cache=columns.mixed_cache,
+        advantages=columns.advantages,
         temperatures=np.asarray([sample.temperature for sample in ordered], np.float32),
-        sample_offsets=np.concatenate([[0], np.cumsum(lengths[plan.order])]).astype(np.int32),
+        sample_offsets=offsets,
         row_offsets=plan.row_offsets,
         environment_ids=_environment_ids(ordered, environments),
         environments=environments,
@@ -62,14 +84,51 @@ def form_batch(
     return FormedBatch(batch, list(groups))
 
 
-def _mixed_cache(ordered: Sequence[TrainingSample]) -> BoolArray:
-    mixed = np.zeros(sum(sample.num_tokens for sample in ordered), np.bool_)
-    offset = 0
-    for sample in ordered:
-        for start, end in sample.branch.mixed_spans:
-            mixed[offset + start : offset + end] = True
-        offset += sample.num_tokens
-    return mixed
+@dataclass(slots=True, eq=False)
+class _Columns:
+    """The batch's columns, filled from left to right, and what is counted on the way."""
+
+    num_tokens: int
+    token_ids: Int32Array = field(init=False)
+    logprobs: Float32Array = field(init=False)
+    policy_versions: Int32Array = field(init=False)
+    loss_mask: BoolArray = field(init=False)
+    mixed_cache: BoolArray = field(init=False)
+    advantages: Float32Array = field(init=False)
+    loss_tokens: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids, self.policy_versions = np.empty(self.num_tokens, np.int32), np.empty(self.num_tokens, np.int32)
+        self.logprobs, self.advantages = np.empty(self.num_tokens, np.float32), np.empty(self.num_tokens, np.float32)
+        self.loss_mask, self.mixed_cache = np.empty(self.num_tokens, np.bool_), np.zeros(self.num_tokens, np.bool_)
+
+    def fill(self, samples: Sequence[TrainingSample], offsets: Int32Array, judged_version: int) -> None:
+        where = slice(int(offsets[0]), int(offsets[-1]))
+        branches = [sample.branch for sample in samples]
+        np.concatenate([branch.token_ids for branch in branches], out=self.token_ids[where])
+        np.concatenate([branch.logprobs for branch in branches], out=self.logprobs[where])
+        np.concatenate([branch.policy_versions for branch in branches], out=self.policy_versions[where])
+        np.concatenate([sample.loss_mask for sample in samples], out=self.loss_mask[where])
+        for sample, start, end in zip(samples, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            self.advantages[start:end] = sample.advantages
+            for mixed_start, mixed_end in sample.branch.mixed_spans:
+                self.mixed_cache[start + mixed_start : start + mixed_end] = True
+        ages = judged_version - self.policy_versions[where][self.loss_mask[where]]
+        self.loss_tokens += len(ages)
+        self.staleness_sum += int(ages.sum(dtype=np.int64))
+        self.staleness_max = max(self.staleness_max, int(ages.max(initial=0)))
+
+
+def _slices(offsets: Int32Array) -> Iterator[tuple[int, int]]:
+    """(first, last) of runs of samples that are short in samples and, but for a very long sample, in tokens."""
+    first, count = 0, len(offsets) - 1
+    while first < count:
+        fitting = int(np.searchsorted(offsets, offsets[first] + COPIED_TOKENS_AT_ONCE, side="right")) - 1
+        last = min(max(fitting, first + 1), first + COPIED_AT_ONCE, count)
+        yield first, last
+        first = last
 
 
 def _environment_ids(samples: Sequence[TrainingSample], environments: tuple[str, ...]) -> Int32Array:
@@ -80,25 +139,23 @@ def _environment_ids(samples: Sequence[TrainingSample], environments: tuple[str,
 def _summary(
     groups: Sequence[SampledGroup],
     plan: RowPlan,
-    lengths: Int32Array,
+    columns: _Columns,
     *,
-    staleness: Int32Array,  # [loss_tokens]
     step: int,
     judged_version: int,
     row_tokens: int,
 ) -> BatchSummary:
-    num_tokens = int(lengths.sum())
     return BatchSummary(
         step=step,
         judged_version=judged_version,
-        num_samples=len(lengths),
+        num_samples=len(plan.order),
         num_rollouts=sum(len(group.trained) for group in groups),
-        num_tokens=num_tokens,
-        loss_tokens=len(staleness),
+        num_tokens=columns.num_tokens,
+        loss_tokens=columns.loss_tokens,
         masked_tokens=sum(group.masked_tokens for group in groups),
         num_rows=plan.num_rows,
         row_tokens=row_tokens,
-        staleness_mean=float(staleness.mean()) if len(staleness) else 0.0,
-        staleness_max=int(staleness.max()) if len(staleness) else 0,
-        padding=1.0 - num_tokens / (plan.num_rows * row_tokens) if plan.num_rows else 0.0,
+        staleness_mean=columns.staleness_sum / max(1, columns.loss_tokens),
+        staleness_max=columns.staleness_max,
+        padding=1.0 - columns.num_tokens / (plan.num_rows * row_tokens) if plan.num_rows else 0.0,
     )

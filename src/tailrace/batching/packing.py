@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from tailrace.batching.slices import drained
 from tailrace.records import Int32Array
+
+PLANNED_AT_ONCE = 1024
+"""Samples; some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +29,7 @@ class RowPlan:
 
 
 def plan_rows(lengths: Sequence[int] | Int32Array, row_tokens: int) -> RowPlan:
-    """First-fit decreasing: longest sample first, each into the first row with room for it.
+    """Best-fit decreasing: longest sample first, each into the fullest row with room for it. O(samples log rows).
 
     Raises `ValueError` for a sample longer than a row.
 
@@ -32,21 +37,31 @@ def plan_rows(lengths: Sequence[int] | Int32Array, row_tokens: int) -> RowPlan:
     >>> plan.order.tolist(), plan.row_offsets.tolist()
     ([0, 3, 2, 1], [0, 2, 4])
     """
+    return drained(plan_rows_in_slices(lengths, row_tokens))
+
+
+def plan_rows_in_slices(
+    lengths: Sequence[int] | Int32Array, row_tokens: int
+) -> Generator[None, None, RowPlan]:
+    """See `plan_rows`; yields now and then."""
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > row_tokens:
         raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {row_tokens}")
-    room: list[int] = []
+    free: list[tuple[int, int]] = []  # (room, row) of every row, sorted
     rows: list[list[int]] = []
-    for sample in np.argsort(-lengths, kind="stable").tolist():
+    for count, sample in enumerate(np.argsort(-lengths, kind="stable").tolist(), 1):
         length = int(lengths[sample])
-        row = next((row for row, free in enumerate(room) if free >= length), len(rows))
-        if row == len(rows):
+        place = bisect.bisect_left(free, (length, -1))
+        if place == len(free):
+            room, row = row_tokens, len(rows)
             rows.append([])
-            room.append(row_tokens)
+        else:
+            room, row = free.pop(place)
         rows[row].append(sample)
-        room[row] -= length
-    sizes = [len(row) for row in rows]
+        bisect.insort(free, (room - length, row))
+        if count % PLANNED_AT_ONCE == 0:
+            yield
     return RowPlan(
         order=np.asarray([sample for row in rows for sample in row], np.int32),
-        row_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+        row_offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32),
     )

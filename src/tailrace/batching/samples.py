@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,61 +12,65 @@ STALE = "stale"
 NOTHING_SAMPLED = "nothing_sampled"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SampledGroup:
     """One group's samples, and the rollouts of it that bear no loss, each with its reason."""
 
     group: Group
-    samples: list[TrainingSample]
-    trained: list[Rollout]
-    filtered: list[tuple[Rollout, str]]
-    masked_tokens: int
+    samples: list[TrainingSample] = field(default_factory=list)
+    trained: list[Rollout] = field(default_factory=list)
+    filtered: list[tuple[Rollout, str]] = field(default_factory=list)
+    masked_tokens: int = 0
+    """Sampled tokens that bear no loss because they are stale, those of filtered rollouts included."""
 
 
-def sample_group(group: Group, *, judged_version: int, max_staleness: int) -> SampledGroup:
+def sample_group(group: Group, *, judged_version: int, max_staleness: int, drop_stale: bool = False) -> SampledGroup:
     """Make the samples of a group for a batch that a trainer of at most `judged_version` will train on.
 
-    Tokens older than `max_staleness` versions then stay as context and carry no loss (`on_stale = mask`); a rollout
-    masked entirely is left out as `filtered(stale)`. All branches of a rollout go together.
+    Tokens older than `max_staleness` versions then stay as context and carry no loss; a rollout masked entirely, and
+    with `drop_stale` every rollout with such a token, is left out as `filtered(stale)`. All branches of a rollout go
+    together.
     """
     if group.advantages is None:
         raise ValueError(f"group {group.group_id} has no advantages yet")
-    samples: list[TrainingSample] = []
-    trained: list[Rollout] = []
-    filtered: list[tuple[Rollout, str]] = []
-    masked_tokens = 0
-    oldest = judged_version - max_staleness
+    sampled = SampledGroup(group)
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
-        masks = [branch.loss_mask & (branch.policy_versions >= oldest) for branch in rollout.branches]
-        masked_tokens += rollout.num_completion_tokens - sum(int(mask.sum()) for mask in masks)
-        if any(mask.any() for mask in masks):
-            trained.append(rollout)
-            samples += _samples_of(rollout, masks, advantage)
-        else:
-            filtered.append((rollout, STALE if rollout.num_completion_tokens else NOTHING_SAMPLED))
-    return SampledGroup(group, samples, trained, filtered, masked_tokens)
+        _sample(sampled, rollout, advantage, oldest=judged_version - max_staleness, drop_stale=drop_stale)
+    return sampled
 
 
-def _samples_of(rollout: Rollout, masks: list[BoolArray], advantage: float | Float32Array) -> list[TrainingSample]:
+def _sample(
+    sampled: SampledGroup, rollout: Rollout, advantage: float | Float32Array, *, oldest: int, drop_stale: bool
+) -> None:
+    masks = [_fresh(branch, oldest) for branch in rollout.branches]
+    fresh = [int(np.count_nonzero(mask)) for mask in masks]
+    num_fresh, num_tokens = sum(fresh), rollout.num_completion_tokens
+    sampled.masked_tokens += num_tokens - num_fresh
+    if num_fresh == 0 or (drop_stale and num_fresh < num_tokens):
+        sampled.filtered.append((rollout, STALE if num_tokens else NOTHING_SAMPLED))
+        return
     if isinstance(advantage, np.ndarray) and len(rollout.branches) != 1:
         raise ValueError(
             f"rollout {rollout.rollout_id} has {len(rollout.branches)} branches; advantages per token need exactly one"
         )
-    return [
+    sampled.trained.append(rollout)
+    sampled.samples += [
         TrainingSample(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
             environment=rollout.task.environment,
             temperature=rollout.sampling.temperature,
             branch=branch,
-            advantages=_per_token(advantage, branch),
+            advantages=advantage,
             loss_mask=mask,
         )
-        for branch, mask in zip(rollout.branches, masks, strict=True)
-        if mask.any()
+        for branch, mask, count in zip(rollout.branches, masks, fresh, strict=True)
+        if count
     ]
 
 
-def _per_token(advantage: float | Float32Array, branch: Branch) -> Float32Array:
-    values: Float32Array = np.broadcast_to(np.asarray(advantage, np.float32), (branch.num_tokens,))
-    return values
+def _fresh(branch: Branch, oldest: int) -> BoolArray:
+    """[num_tokens]: the branch's loss mask without tokens of versions below `oldest`."""
+    if branch.oldest_version is None or branch.oldest_version >= oldest:
+        return branch.loss_mask
+    return branch.loss_mask & (branch.policy_versions >= oldest)

@@ -21,7 +21,8 @@ class TrainingSample:
     environment: str
     temperature: float
     branch: Branch
-    advantages: Float32Array
+    advantages: float | Float32Array
+    """One for all of its tokens, or one each."""
     loss_mask: BoolArray
     """The branch's own, less the tokens masked for staleness."""
 

@@ -40,10 +40,22 @@ class Branch:
     (3, np.False_)
     """
 
-    __slots__ = ("_logprobs", "_loss_mask", "_mixed_spans", "_num_tokens", "_policy_versions", "_spans", "_token_ids")
+    __slots__ = (
+        "_logprobs",
+        "_loss_mask",
+        "_mixed_spans",
+        "_num_completion_tokens",
+        "_num_tokens",
+        "_oldest_version",
+        "_policy_versions",
+        "_spans",
+        "_token_ids",
+    )
 
     def __init__(self) -> None:
         self._num_tokens = 0
+        self._num_completion_tokens = 0
+        self._oldest_version: int | None = None
         self._spans: list[CompletionSpan] = []
         self._mixed_spans: list[tuple[int, int]] = []
         self._allocate(_INITIAL_CAPACITY)
@@ -60,6 +72,10 @@ class Branch:
     def extend_completion(self, completion: Completion) -> None:
         """Append what one turn sampled. Its loss mask is True."""
         where = self._grow(completion.num_tokens)
+        if completion.num_tokens:
+            oldest = int(completion.policy_versions.min())
+            self._oldest_version = oldest if self._oldest_version is None else min(self._oldest_version, oldest)
+            self._num_completion_tokens += completion.num_tokens
         self._token_ids[where] = completion.token_ids
         self._logprobs[where] = completion.logprobs
         self._policy_versions[where] = completion.policy_versions
@@ -75,7 +91,12 @@ class Branch:
     @property
     def num_completion_tokens(self) -> int:
         """Tokens that a policy sampled."""
-        return sum(span.end - span.start for span in self._spans)
+        return self._num_completion_tokens
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest version that sampled one of its tokens; None while none was sampled."""
+        return self._oldest_version
 
     @property
     def completion_spans(self) -> tuple[CompletionSpan, ...]:

@@ -31,8 +31,7 @@ from tailrace.records import (
 )
 from tailrace.run.evaluation_figures import evaluation_entries, evaluation_metrics, followed
 from tailrace.run.usage import ProcessMeter, total_cpu_s
-from tailrace.scheduling import EnvironmentFigures, Evaluation, Verdict
-from tailrace.scheduling.stream import SchedulerStatistics
+from tailrace.scheduling import EnvironmentFigures, Evaluation, SchedulerStatistics, Verdict
 
 _logger = logging.getLogger(__name__)
 

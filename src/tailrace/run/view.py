@@ -8,7 +8,7 @@ from tailrace.observability.run_view import RunView
 from tailrace.records import TerminalState
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.scheduling import Verdict
-from tailrace.scheduling.stream import SchedulerStatistics
+from tailrace.scheduling.statistics import SchedulerStatistics
 
 _WAITING = {
     Verdict.BUDGET_SPENT: " (the staleness budget is spent)",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 
 class Verdict(enum.StrEnum):
@@ -16,27 +17,35 @@ class Verdict(enum.StrEnum):
     """Enough finished groups wait for the trainer."""
     BUDGET_SPENT = "budget_spent"
     """The staleness budget is spent: the engines wait for the trainer."""
+    WEIGHTS_OLD = "weights_old"
+    """What started now would be too old for the next batch already: newer weights are awaited."""
+    STEP_STARTED = "step_started"
+    """Under over-sampling: all groups of this step have started, the next ones start at its edge."""
     ENOUGH = "enough"
     """What was started fills every step that is left: more would never be trained on."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionState:
-    """All that the decision needs, in rollouts."""
+class AdmissionState(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the decision needs, in rollouts unless named otherwise."""
 
     running: int
     """Rollouts whose agents run."""
     max_running: int
     waiting_for_trainer: int
-    """Rollouts of finished groups that no batch took yet."""
+    """Rollouts of finished groups that no batch took yet, and of batches that wait."""
     max_waiting: int
     is_trainer_fed: bool
     """Whether a batch is on its way or being trained on."""
     budget_free: int
     untaken: int
     """Rollouts of groups that were started and that no batch took yet."""
-    wanted: int | None
+    wanted: int | None = None
     """Rollouts that the steps that are left can take; None where training has no last step."""
+    step_size: int | None = None
+    """Rollouts that one step starts; None where admission knows no steps."""
+    age: int = 0
+    """Versions by which a token sampled now will trail the next batch that is formed."""
+    max_age: int = 0
 
 
 def may_admit(state: AdmissionState) -> Verdict:
@@ -44,6 +53,9 @@ def may_admit(state: AdmissionState) -> Verdict:
 
     A full buffer holds even idle engines while the trainer is fed: a group that ran alone meanwhile would cost nearly
     as many engine steps as a full house does.
+
+    Once what was started fills the steps that are left, nothing more starts, and the last step waits for stragglers: to
+    fill it with what is quicker would waste the stragglers and bias the last step toward short rollouts.
 
     >>> state = AdmissionState(
     ...     running=8, max_running=64, waiting_for_trainer=0, max_waiting=64, is_trainer_fed=True, budget_free=10,
@@ -54,8 +66,12 @@ def may_admit(state: AdmissionState) -> Verdict:
     """
     if state.wanted is not None and state.untaken >= state.wanted:
         return Verdict.ENOUGH
+    if state.step_size is not None and state.untaken >= state.step_size:
+        return Verdict.STEP_STARTED
     if state.budget_free <= 0:
         return Verdict.BUDGET_SPENT
+    if state.age > state.max_age:
+        return Verdict.WEIGHTS_OLD
     if state.running >= state.max_running:
         return Verdict.ENGINES_FULL
     if state.waiting_for_trainer >= state.max_waiting and (state.running > 0 or state.is_trainer_fed):

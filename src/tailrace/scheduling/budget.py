@@ -42,3 +42,7 @@ class StalenessBudget:
         if slot not in self._held:
             raise AccountingError(f"{slot} gives back a slot of the staleness budget that it does not hold")
         self._held.remove(slot)
+
+    def release_if_held(self, slot: str) -> None:
+        """Give one slot back, unless its place gave it up before."""
+        self._held.discard(slot)

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.batching import BatchingSettings
 
 Schedule: TypeAlias = Literal["sync", "one-step-off", "stream"]
+OnStale: TypeAlias = Literal["mask", "wait", "restart", "drop"]
+OnStraggler: TypeAlias = Literal["continue", "requeue", "resume_next_step", "drop"]
 
 MAX_STALENESS: dict[Schedule, int] = {"sync": 0, "one-step-off": 1, "stream": 4}
 """The default of `max_staleness` under each schedule."""
@@ -23,8 +25,15 @@ class SchedulingSettings(BatchingSettings):
         description="Oldest tokens that bear loss, in policy versions; unset follows schedule: sync 0, one-step-off 1,"
         " stream 4.",
     )
-    on_stale: Literal["mask"] = Field(
-        "mask", description="What happens to tokens older than max_staleness: they stay as context and carry no loss."
+    on_stale: OnStale = Field(
+        "mask",
+        description="What happens to tokens older than max_staleness. mask: they stay as context and carry no loss;"
+        " nothing is thrown away. wait: a batch whose step would push a group that still runs past the bound is held"
+        " until that group ends; the stall is reported. restart: a group that has become too old is stopped and its"
+        " task started again, at most max_restarts times, then masked. drop: such a group is stopped and counted.",
+    )
+    max_restarts: int = Field(
+        1, ge=0, description="How often on_stale = restart starts the same task again; after that, stale is masked."
     )
     max_in_flight: int | None = Field(
         None,
@@ -38,9 +47,29 @@ class SchedulingSettings(BatchingSettings):
         description="Batches' worth of finished groups that may wait for the trainer before admission pauses: what"
         " waits only ages.",
     )
+    over_sampling: float = Field(
+        1.0,
+        ge=1,
+        description="Above 1, each step starts this many batches' worth of groups at once and forms its batch of those"
+        " that finish first: that edge is what on_straggler speaks of. Batches then favour short rollouts, unless"
+        " stragglers go on. Groups that finish beyond the batch are kept for the next one.",
+    )
+    on_straggler: OnStraggler = Field(
+        "continue",
+        description="What happens at the edge of a step, under over_sampling above 1, to groups that still run."
+        " continue: they go on. requeue: they are stopped and their tasks started from scratch. resume_next_step: they"
+        " stop, keep their tokens, and go on once the step is trained and its weights serve. drop: they are stopped and"
+        " counted.",
+    )
     max_retries: int = Field(1, ge=0, description="How often a failed rollout is tried again in its group's place.")
     min_group_size: int = Field(
         2, ge=1, description="A group that lost members is trained on when at least so many came back."
+    )
+    partial_groups: Literal["keep", "drop"] = Field(
+        "keep",
+        description="What happens to a group that lost members for good. keep: the others are trained on, see"
+        " min_group_size. drop: the whole group is filtered, as it always is where the environment says that it scores"
+        " whole groups only.",
     )
     max_barren_batches: int = Field(
         10, ge=1, description="Batches' worth of rollouts in a row with nothing trainable in them that end the run."

@@ -1,58 +1,48 @@
 """The stream scheduler: three loops, each waiting for one thing.
 
-    admission   waits for room (engines, buffer, budget), starts the next task's group
-    group       one per task: runs its rollouts, scores them at once, hands what is trainable over in arrival order
+    admission   waits for room (engines, buffer, budget, weights), starts the next task's group
+    group       one per task: plays its rollouts, scores them at once, hands what is trainable over
     batches     waits for a batch's worth of groups and for the trainer to be at most one batch behind, sends it
 
-What the trainer does comes back through `handle`, which frees budget and wakes the loops. Nothing here polls.
+What the trainer does comes back through `handle`, what the generators serve through `weights_installed`; both free
+room and wake the loops. Nothing here polls, and no event costs more the more is in flight: sums are kept, not taken.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Generator, Mapping
+from typing import Protocol, TypeVar
 
-from tailrace.batching import FormedBatch, compute_advantages, filter_reason, form_batch, sample_group
-from tailrace.errors import AccountingError, RequestRefused, RolloutError, TrainingError
-from tailrace.records import (
-    Batch,
-    Group,
-    GroupId,
-    Outcome,
-    Rollout,
-    RolloutId,
-    StepSkipped,
-    StepTrained,
-    Task,
-    TerminalState,
-)
+from tailrace.batching import FormedBatch, compute_advantages, filter_reason
+from tailrace.batching.slices import drained
+from tailrace.errors import AccountingError
+from tailrace.records import Batch, Group, GroupId, Outcome, Rollout, StepSkipped, StepTrained, Task
+from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
-from tailrace.scheduling.budget import StalenessBudget
+from tailrace.scheduling.barren import BarrenCount
+from tailrace.scheduling.batches import BatchFormer
+from tailrace.scheduling.edges import REQUEUED, STRAGGLER, outlived, straggled
+from tailrace.scheduling.groups import GroupPlayer, GroupRunner, OpenGroup, Place
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.observer import SchedulerObserver
+from tailrace.scheduling.ready import ReadyGroup, ReadyQueue, shared_out
 from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.staleness import Floors, must_hold, oldest_allowed
+from tailrace.scheduling.statistics import SchedulerStatistics
 from tailrace.scheduling.tasks import TaskKey, TaskStream
+from tailrace.scheduling.waits import Stopwatch
 
 MAX_BATCHES_AHEAD = 2
 """Batches sent and not yet trained: one that the trainer works on, one that waits, so that it never idles."""
 
-GROUP_TOO_SMALL = "group_too_small"
-SCORE_DROPPED = "score_dropped"
+STARTED_AT_ONCE = 32
+"""Rollouts started before the event loop may turn to others."""
+ENDED_AT_ONCE = 256
+"""Rollouts whose end is written down before the event loop may turn to others."""
 
-
-class GroupRunner(Protocol):
-    """Runs and scores rollouts for the scheduler."""
-
-    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
-        """One attempt at a task. Raises `RolloutError` or `RequestRefused` when this rollout alone is lost."""
-        ...
-
-    async def score(self, group: Group) -> list[Group]:
-        """Score a complete group; what the result leaves out is dropped. Raises `RolloutError` for the whole group."""
-        ...
+ResultT = TypeVar("ResultT")
 
 
 class SendBatch(Protocol):
@@ -63,23 +53,8 @@ class SendBatch(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStatistics:
-    """Where everything is now. Counts are rollouts unless named otherwise."""
-
-    running: int
-    waiting_groups: int
-    batches_ahead: int
-    in_flight: int
-    admitted: int
-    budget_free: int
-    verdict: Verdict
-    waited_s: Mapping[Verdict, float]
-    """Seconds that admission was held, by what held it."""
-
-
 class StreamScheduler:
-    """Keeps the engines full within the staleness budget, and the trainer fed in arrival order."""
+    """Keeps the engines full within the staleness budget, and the trainer fed with the oldest first."""
 
     def __init__(
         self,
@@ -92,44 +67,67 @@ class StreamScheduler:
         max_staleness: int,
         max_running: int,
         group_sizes: Mapping[str, int],
+        whole_groups: Collection[str] = (),
         max_steps: int | None = None,
         step: int = 0,
         version: int = 0,
+        serving_version: int | None = None,
     ) -> None:
-        """`step` and `version` are those of the trainer's last finished step, `max_steps` is its very last one."""
-        self.ledger = Ledger()
-        self._tasks = tasks
-        self._runner = runner
-        self._send = send
-        self._observer = observer
+        """`step` and `version` are those of the trainer's last finished step, `max_steps` is its very last one.
+
+        `whole_groups` are environments that can do nothing with a group that lost members. `serving_version` is the
+        oldest version that a generator serves, to be followed by `weights_installed`; None: each step's weights serve
+        at once.
+        """
+        self._tasks, self._send, self._observer = tasks, send, observer
         self._settings = settings
-        self._max_staleness = max_staleness
-        self._max_running = max_running
-        self._lent_slots = 0
-        self._group_sizes = group_sizes
-        self._max_steps = max_steps
-        self._step = step
-        self._version = version
-        self._budget = StalenessBudget((max_staleness + 1) * settings.batch_size)
-        self._groups_started = 0
-        self._running = 0
-        self._open: dict[GroupId, TaskKey] = {}  # started, in no batch yet
-        self._ready: deque[Group] = deque()
+        self._max_staleness, self._max_running, self._max_steps = max_staleness, max_running, max_steps
+        self._group_sizes, self._lent_slots = group_sizes, 0
+        self._step, self._version = step, version
+        self._serving_version = self._awaited_version = serving_version
+        self._accounts = Accounts(int((max_staleness + settings.over_sampling) * settings.batch_size), observer)
+        self._player = GroupPlayer(
+            runner, self._accounts, settings, whole_groups=whole_groups, on_place_ended=self._place_ended
+        )
+        self._ready = ReadyQueue()
+        self._former = BatchFormer(
+            self._ready,
+            self._accounts,
+            settings,
+            max_staleness=max_staleness,
+            on_taken=self._taken,
+            on_trained=lambda ready: tasks.end(ready.opened.key, trained=True),
+            on_restart=lambda ready: self._restart(ready.opened),
+            on_barren=self._barren,
+        )
+        self._open: dict[OpenGroup, int] = {}  # started and not wholly in batches: parts that are not
+        self._floors = Floors[OpenGroup]()  # of those that run or are scored
+        self._again: deque[tuple[TaskKey, int]] = deque()  # stopped tasks, and how often they were restarted
         self._sent: deque[FormedBatch] = deque()
-        self._slots: dict[RolloutId, str] = {}
-        self._exhausted = False
-        self._barren_rollouts = 0
-        self._admission_wake = asyncio.Event()
-        self._batches_wake = asyncio.Event()
+        self._retiring: deque[Generator[None, None, None]] = deque()
+        self._groups_started = self._in_progress = self._running = self._untaken = self._restarted_groups = 0
+        self._forming = self._exhausted = False
+        limit = settings.max_barren_batches * settings.batch_size
+        self._scored, self._judged = BarrenCount(limit), BarrenCount(limit)
+        self._admission_wake, self._batches_wake, self._retire_wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._waited_s = dict.fromkeys(Verdict, 0.0)
+        clock = asyncio.get_running_loop().time
+        self._clock, self._trainer_waits, self._held = clock, Stopwatch(clock), Stopwatch(clock)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every rollout, from admission to its end."""
+        return self._accounts.ledger
 
     async def run(self) -> None:
         """Schedule until the tasks are exhausted and everything made of them is trained; cancel it to stop earlier.
 
         Raises `TrainingError` when nothing trainable comes for too long, and what an engine's failure raises.
         """
+        self._trainer_waits.set(True)
         async with asyncio.TaskGroup() as running:
             running.create_task(self._form_batches())
+            running.create_task(self._retire())
             await self._admit(running)
 
     def handle(self, event: StepTrained | StepSkipped) -> None:
@@ -138,12 +136,25 @@ class StreamScheduler:
         if formed.batch.summary.step != event.step:
             raise AccountingError(f"step {event.step} ended, but step {formed.batch.summary.step} was next")
         self._step, self._version = event.step, event.version
-        outcome = Outcome.trained(event.step) if isinstance(event, StepTrained) else Outcome.filtered(event.reason)
-        for group in formed.groups:
-            self._end_all(group.trained, outcome)
-        self.ledger.check()
-        self._observer.step_ended(event, formed)
+        self._trainer_waits.set(not self._sent)
+        self._retiring.append(self._end_step(event, formed))
+        if len(self._retiring) == 1 and formed.batch.summary.num_rollouts <= ENDED_AT_ONCE:
+            drained(self._retiring.popleft())
+        self._retire_wake.set()
+        self._review_running()
         self._wake()
+
+    def weights_installed(self, version: int) -> None:
+        """No generator serves anything older than `version` from now on."""
+        if self._serving_version is not None:
+            self._serving_version = max(self._serving_version, version)
+            self.weights_not_installed(version)
+
+    def weights_not_installed(self, version: int) -> None:
+        """Nobody waits for `version` any more: it could not be installed, and the old weights go on serving."""
+        if self._awaited_version is not None:
+            self._awaited_version = max(self._awaited_version, version)
+            self._wake()
 
     def lend(self, slots: int) -> None:
         """From now on leave so many of the engines' slots to somebody else; what runs in them goes on to its end."""
@@ -152,6 +163,8 @@ class StreamScheduler:
 
     def finish(self, reason: str) -> None:
         """The run is over: whatever is still in flight is cancelled, and the ledger must balance."""
+        while self._retiring:
+            drained(self._retiring.popleft())
         for rollout_id in self.ledger.in_flight_ids():
             self.ledger.end(rollout_id, Outcome.cancelled(reason))
         self.ledger.check()
@@ -165,145 +178,138 @@ class StreamScheduler:
             batches_ahead=len(self._sent),
             in_flight=self.ledger.in_flight,
             admitted=self.ledger.admitted,
-            budget_free=self._budget.free,
+            budget_free=self._accounts.budget.free,
             verdict=self._verdict(),
             waited_s=dict(self._waited_s),
+            trainer_waited_s=self._trainer_waits.total_s,
+            held_s=self._held.total_s,
+            restarted_groups=self._restarted_groups,
+            set_aside=0,
         )
 
     # --- admission -----------------------------------------------------------------------------------------------
 
     async def _admit(self, running: asyncio.TaskGroup) -> None:
-        """Start groups. Waits for room; unblocked by finished rollouts, sent batches and trained steps."""
-        while True:
+        """Start groups. Waits for room; unblocked by finished rollouts, sent batches, trained steps, new weights."""
+        started = 0
+        while not self._is_done():
             verdict = self._verdict()
             if verdict is not Verdict.ADMIT:
                 await self._wait_for_room(verdict)
                 continue
-            key = self._tasks.draw()
-            if key is None:
-                self._exhausted = True
+            if not self._again and (key := self._tasks.draw()) is not None:
+                self._again.append((key, 0))
+            self._exhausted = not self._again
+            if self._exhausted:
                 self._wake()
-                return
-            self._start_group(running, key)
+                if not self._is_done():
+                    await self._wait_for_room(Verdict.ENOUGH)
+                continue
+            started += self._start_group(running, *self._again.popleft())
+            if started >= STARTED_AT_ONCE:
+                started = 0
+                await asyncio.sleep(0)
 
     async def _wait_for_room(self, verdict: Verdict) -> None:
-        clock = asyncio.get_running_loop().time
-        since = clock()
+        since = self._clock()
         self._admission_wake.clear()
         await self._admission_wake.wait()
-        self._waited_s[verdict] += clock() - since
+        self._waited_s[verdict] += self._clock() - since
 
     def _verdict(self) -> Verdict:
-        waiting = sum(len(group.rollouts) for group in self._ready)
-        waiting += sum(formed.batch.summary.num_rollouts for formed in list(self._sent)[1:])
+        settings = self._settings
+        over = settings.over_sampling > 1
+        waiting = self._ready.rollouts + sum(formed.batch.summary.num_rollouts for formed in list(self._sent)[1:])
         return may_admit(
             AdmissionState(
                 running=self._running,
                 max_running=self._max_running - self._lent_slots,
                 waiting_for_trainer=waiting,
-                max_waiting=int(self._settings.buffer_batches * self._settings.batch_size),
-                is_trainer_fed=bool(self._sent),
-                budget_free=self._budget.free,
-                untaken=sum(self._group_sizes[key.environment] for key in self._open.values()),
-                wanted=self._wanted(),
+                max_waiting=int(settings.buffer_batches * settings.batch_size),
+                is_trainer_fed=self._ahead > 0,
+                budget_free=self._accounts.budget.free,
+                untaken=self._untaken,
+                wanted=None if self._max_steps is None else self._steps_left * settings.batch_size,
+                step_size=int(settings.over_sampling * settings.batch_size) if over else None,
+                age=0 if self._awaited_version is None else self._judged_version - self._awaited_version,
+                max_age=self._max_staleness,
             )
         )
 
-    def _wanted(self) -> int | None:
-        if self._max_steps is None:
-            return None
-        return (self._max_steps - self._step - len(self._sent)) * self._settings.batch_size
-
-    def _start_group(self, running: asyncio.TaskGroup, key: TaskKey) -> None:
+    def _start_group(self, running: asyncio.TaskGroup, key: TaskKey, restarts: int) -> int:
+        """Start a task's group; how many rollouts that are."""
         self._groups_started += 1
         group_id = GroupId(f"{self._tasks.task_id(key)}#{self._groups_started}")
-        places = [f"{group_id}.{place}" for place in range(self._group_sizes[key.environment])]
-        self._open[group_id] = key
-        self._budget.acquire(places)
-        self._running += len(places)
-        running.create_task(self._run_group(key, group_id, places), name=group_id)
+        places = [Place(f"{group_id}.{place}") for place in range(self._group_sizes[key.environment])]
+        floor = self._version if self._serving_version is None else self._serving_version
+        group = OpenGroup(group_id, key, places, floor, restarts)
+        self._accounts.budget.acquire(place.name for place in places)
+        self._open[group] = 1
+        self._floors.add(group, floor)
+        self._in_progress += 1
+        self._running += group.size
+        self._untaken += group.size
+        running.create_task(self._play(group), name=group_id)
+        return group.size
 
     # --- one group -----------------------------------------------------------------------------------------------
 
-    async def _run_group(self, key: TaskKey, group_id: GroupId, places: list[str]) -> None:
-        """Run, score and hand over one group. Waits for its task, its own rollouts and its own scoring, no more."""
-        task = await self._tasks.make(key)
-        async with asyncio.TaskGroup() as attempts:
-            started = [attempts.create_task(self._run_place(task, group_id, place)) for place in places]
-        rollouts = [rollout for rollout in (attempt.result() for attempt in started) if rollout is not None]
-        scored = await self._score(Group(group_id=group_id, task=task, rollouts=rollouts), len(places))
-        trainable = [group for group in scored if self._keep(group)]
-        if not trainable:
-            self._tasks.end(key, trained=False)
-        self._open.pop(group_id)
-        self._open.update((group.group_id, key) for group in trainable)
-        self._ready.extend(trainable)
-        self._count_barren(0 if trainable else len(places))
+    async def _play(self, group: OpenGroup) -> None:
+        """Waits for the group's task, its own rollouts and its own scoring, no more."""
+        task = await self._tasks.make(group.key)
+        rollouts = await self._player.play(group, task)
+        trainable = [] if group.given_up else await self._score(group, task, rollouts)
+        self._in_progress -= 1
+        self._floors.remove(group, group.floor)
+        self._open[group] = len(trainable)
+        sizes = shared_out(group.size, [len(scored.rollouts) for scored in trainable])
+        for scored, size in zip(trainable, sizes, strict=True):
+            self._ready.push(ReadyGroup(scored, group, size))
+        if trainable:
+            self._scored.fruitful()
+        else:
+            self._close_barren(group)
         self._wake()
 
-    async def _run_place(self, task: Task, group_id: GroupId, place: str) -> Rollout | None:
-        """One place of a group: the first attempt that finishes, or None after `max_retries` more."""
-        try:
-            for attempt in range(self._settings.max_retries + 1):
-                rollout_id = RolloutId(f"{place}.{attempt}")
-                self.ledger.admit(rollout_id)
-                rollout = await self._attempt(task, group_id, rollout_id, attempt)
-                if rollout is not None:
-                    self._slots[rollout_id] = place
-                    return rollout
-            self._budget.release(place)
-            return None
-        finally:
-            self._running -= 1
-            self._wake()
+    async def _score(self, group: OpenGroup, task: Task, rollouts: list[Rollout]) -> list[Group]:
+        """Its groups that are worth training on."""
+        scored = await self._player.score(Group(group.group_id, task, rollouts), group.size)
+        return [one for one in scored if self._is_trainable(one)]
 
-    async def _attempt(self, task: Task, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout | None:
-        try:
-            rollout = await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
-        except RolloutError as error:
-            outcome, message = Outcome.failed(error.reason), str(error)
-        except RequestRefused as error:
-            outcome, message = Outcome.failed("request_refused"), str(error)
-        else:
-            self._observer.rollout_finished(rollout)
-            return rollout
-        self.ledger.end(rollout_id, outcome)
-        self._observer.rollout_ended(rollout_id, None, outcome, message)
-        return None
-
-    async def _score(self, group: Group, full_size: int) -> list[Group]:
-        """Score a group; every rollout that does not come back ends here, with its reason."""
-        if len(group.rollouts) < min(self._settings.min_group_size, full_size):
-            self._end_all(group.rollouts, Outcome.filtered(GROUP_TOO_SMALL))
-            return []
-        try:
-            scored = await self._runner.score(group)
-        except RolloutError as error:
-            self._end_all(group.rollouts, Outcome.failed(error.reason), str(error))
-            return []
-        kept = {rollout.rollout_id for scored_group in scored for rollout in scored_group.rollouts}
-        dropped = [rollout for rollout in group.rollouts if rollout.rollout_id not in kept]
-        self._end_all(dropped, Outcome.filtered(SCORE_DROPPED))
-        return scored
-
-    def _keep(self, group: Group) -> bool:
+    def _is_trainable(self, group: Group) -> bool:
         compute_advantages(group, self._settings.advantage)
         reason = filter_reason(group, filter_zero_spread=self._settings.filter_zero_spread)
         self._observer.group_scored(group, reason)
         if reason is not None:
-            self._end_all(group.rollouts, Outcome.filtered(reason))
+            self._accounts.end(group.rollouts, Outcome.filtered(reason))
         return reason is None
 
-    def _count_barren(self, rollouts: int) -> None:
-        self._barren_rollouts = self._barren_rollouts + rollouts if rollouts else 0
-        limit = self._settings.max_barren_batches * self._settings.batch_size
-        if self._barren_rollouts >= limit:
-            raise TrainingError(
-                f"the last {self._barren_rollouts} rollouts held nothing to train on; so far failed: "
-                f"{_counted(self.ledger.reasons(TerminalState.FAILED))}; filtered: "
-                f"{_counted(self.ledger.reasons(TerminalState.FILTERED))}. The log tells the first failure of each "
-                "kind; where rewards never differ inside a group, the task is too hard or too easy for this model"
-            )
+    def _close_barren(self, group: OpenGroup) -> None:
+        """Nothing of it will be trained on; its slots are free already."""
+        del self._open[group]
+        self._untaken -= group.size
+        if group.given_up is None or group.given_up.reason not in (REQUEUED, STRAGGLER):
+            self._scored.barren(group.size, self.ledger)
+        if group.given_up is not None and group.given_up.again:
+            self._restart(group)
+        else:
+            self._tasks.end(group.key, trained=False)
+
+    def _restart(self, group: OpenGroup) -> None:
+        """Its task is the next one to start."""
+        self._restarted_groups += 1
+        self._again.append((group.key, group.restarts + 1))
+
+    def _place_ended(self) -> None:
+        self._running -= 1
+        self._wake()
+
+    def _review_running(self) -> None:
+        """Groups that run and have become too old are stopped, where the settings say so."""
+        if self._settings.on_stale in ("restart", "drop"):
+            for group in self._floors.below(oldest_allowed(self._judged_version, self._max_staleness)):
+                if given_up := outlived(self._settings, group.restarts):
+                    group.give_up(given_up)
 
     # --- batches -------------------------------------------------------------------------------------------------
 
@@ -314,63 +320,123 @@ class StreamScheduler:
                 await self._batches_wake.wait()
                 self._batches_wake.clear()
                 continue
-            if formed := self._take_batch():
+            if formed := await self._form_batch():
                 self._sent.append(formed)
+                self._forming = False
+                self._judged.fruitful()
+                self._trainer_waits.set(False)
                 await self._send(formed.batch)
                 self._observer.batch_sent(formed)
+                self._pass_edge()
+            self._forming = False
+            self._review_running()
             self._wake()
 
-    def _is_done(self) -> bool:
-        return self._exhausted and not (self._open or self._ready or self._sent)
+    async def _form_batch(self) -> FormedBatch | None:
+        self._forming = True
+        return await _in_turns(
+            self._former.form(
+                step=self._step + len(self._sent) + 1,
+                judged_version=self._version + len(self._sent),
+                scheduler_state=self._state,
+            )
+        )
 
     def _may_form(self) -> bool:
         if len(self._sent) >= MAX_BATCHES_AHEAD or not self._ready:
             return False
-        if sum(self._nominal_size(group) for group in self._ready) >= self._settings.batch_size:
-            return True
-        nothing_comes = len(self._open) == len({group.group_id for group in self._ready})
-        return nothing_comes and not self._sent and (self._exhausted or self._verdict() is not Verdict.ADMIT)
+        if self._ready.size >= self._settings.batch_size:
+            is_held = self._settings.on_stale == "wait" and must_hold(
+                self._floors.oldest, judged_version=self._judged_version, max_staleness=self._max_staleness
+            )
+            self._held.set(is_held)
+            return not is_held
+        if self._in_progress or self._sent:
+            return False
+        nothing_left = self._exhausted and not self._again
+        return nothing_left or self._verdict() not in (Verdict.ADMIT, Verdict.WEIGHTS_OLD)
 
-    def _take_batch(self) -> FormedBatch | None:
-        """Form the next batch of the oldest groups, judged against the highest version that can train it."""
-        judged_version = self._version + len(self._sent)
-        sampled, size = [], 0
-        while self._ready and size < self._settings.batch_size:
-            group = self._ready.popleft()
-            key = self._open.pop(group.group_id, None)
-            taken = sample_group(group, judged_version=judged_version, max_staleness=self._max_staleness)
-            if key is not None:
-                self._tasks.end(key, trained=bool(taken.samples))
-            for rollout, reason in taken.filtered:
-                self._end_all([rollout], Outcome.filtered(reason))
-            if taken.samples:
-                sampled.append(taken)
-                size += self._nominal_size(group)
-        if not sampled:
-            return None
-        return form_batch(
-            sampled,
-            step=self._step + len(self._sent) + 1,
-            judged_version=judged_version,
-            row_tokens=self._settings.row_tokens,
-            scheduler_state=self._tasks.state(list(self._open.values())),
-        )
+    def _taken(self, ready: ReadyGroup) -> None:
+        """A part of a group went into a batch."""
+        self._untaken -= ready.size
+        self._open[ready.opened] -= 1
+        if not self._open[ready.opened]:
+            del self._open[ready.opened]
 
-    def _nominal_size(self, group: Group) -> int:
-        return self._group_sizes[group.task.environment]
+    def _barren(self, ready: ReadyGroup) -> None:
+        """A part of a group was taken for a batch, and nothing of it bears loss."""
+        self._tasks.end(ready.opened.key, trained=False)
+        self._judged.barren(ready.size, self.ledger)
 
-    # --- accounting ----------------------------------------------------------------------------------------------
+    def _state(self) -> bytes:
+        """Where a run resumed after the batch that is being formed goes on."""
+        keys = dict.fromkeys([*(group.key for group in self._open), *(key for key, _ in self._again)])
+        return self._tasks.state(list(keys))
 
-    def _end_all(self, rollouts: Sequence[Rollout], outcome: Outcome, message: str = "") -> None:
-        for rollout in rollouts:
-            self.ledger.end(rollout.rollout_id, outcome)
-            self._budget.release(self._slots.pop(rollout.rollout_id))
-            self._observer.rollout_ended(rollout.rollout_id, rollout, outcome, message)
+    def _pass_edge(self) -> None:
+        """A batch was formed: under over-sampling, the edge of a step."""
+        if (given_up := straggled(self._settings)) is not None:
+            for group in self._open:
+                group.give_up(given_up)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    async def _retire(self) -> None:
+        """Writes down the ends of large batches' rollouts. Waits for steps; ends with the last one."""
+        while not self._is_done():
+            if not self._retiring:
+                await self._retire_wake.wait()
+                self._retire_wake.clear()
+                continue
+            await _in_turns(self._retiring[0])
+            self._retiring.popleft()
+            self._wake()
+
+    def _end_step(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> Generator[None, None, None]:
+        outcome = Outcome.trained(event.step) if isinstance(event, StepTrained) else Outcome.filtered(event.reason)
+        ended = 0
+        for group in formed.groups:
+            self._accounts.end(group.trained, outcome)
+            ended += len(group.trained)
+            if ended >= ENDED_AT_ONCE:
+                ended = 0
+                yield
+        self.ledger.check()
+        self._observer.step_ended(event, formed)
+
+    # --- all of it -----------------------------------------------------------------------------------------------
+
+    @property
+    def _ahead(self) -> int:
+        """Batches on their way, the one that is being formed among them."""
+        return len(self._sent) + self._forming
+
+    @property
+    def _judged_version(self) -> int:
+        """The highest version that can train the next batch."""
+        return self._version + self._ahead
+
+    @property
+    def _steps_left(self) -> int:
+        return (self._max_steps or 0) - self._step - self._ahead
+
+    def _is_done(self) -> bool:
+        coming = self._open or self._again or self._ready or self._forming
+        return self._exhausted and not (coming or self._sent or self._retiring)
 
     def _wake(self) -> None:
         self._admission_wake.set()
         self._batches_wake.set()
+        if self._is_done():
+            self._retire_wake.set()
 
 
-def _counted(reasons: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+async def _in_turns(work: Generator[None, None, ResultT]) -> ResultT:
+    """Do the work in slices, the event loop's other tasks in between."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: ResultT = end.value
+            return result
+        await asyncio.sleep(0)

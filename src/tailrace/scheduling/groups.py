@@ -1,0 +1,178 @@
+"""One group from its first rollout to its scores: places, attempts, retries, and how it is given up.
+
+    place    one of the group's seats: holds a slot of the staleness budget until its rollout ends
+    attempt  one rollout in a place; after a failure the next one, up to `max_retries` more
+
+A group that is given up has its running attempts cancelled, which reaches whatever they wait for (agents, tools,
+rewards, requests), and ends only when all of them have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tailrace.errors import RequestRefused, RolloutError
+from tailrace.records import Group, GroupId, Outcome, Rollout, RolloutId, Task
+from tailrace.scheduling.accounts import Accounts
+from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.tasks import TaskKey
+
+GROUP_TOO_SMALL = "group_too_small"
+PARTIAL_GROUP = "partial_group"
+SCORE_DROPPED = "score_dropped"
+
+
+class GroupRunner(Protocol):
+    """Runs and scores rollouts for the scheduler."""
+
+    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+        """One attempt at a task. Raises `RolloutError` or `RequestRefused` when this rollout alone is lost."""
+        ...
+
+    async def score(self, group: Group) -> list[Group]:
+        """Score a complete group; what the result leaves out is dropped. Raises `RolloutError` for the whole group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Why a group is stopped, and whether its task is started again."""
+
+    reason: str
+    again: bool
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One seat of a group."""
+
+    name: str
+    rollout_id: RolloutId | None = None
+    """Of the attempt that runs, or of the last one."""
+    rollout: Rollout | None = None
+    """Of the attempt that succeeded."""
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an agent may still run in it."""
+        return self.task is not None and not self.task.done()
+
+
+@dataclass(slots=True, eq=False)
+class OpenGroup:
+    """A group that was started and that no batch took yet."""
+
+    group_id: GroupId
+    key: TaskKey
+    places: list[Place]
+    floor: int
+    """Oldest version that any of its tokens may be of."""
+    restarts: int = 0
+    given_up: GivenUp | None = field(default=None)
+
+    @property
+    def size(self) -> int:
+        """Rollouts that were asked for."""
+        return len(self.places)
+
+    def give_up(self, given_up: GivenUp) -> None:
+        """Stop its attempts. Whoever plays the group sees to the rest once they have ended."""
+        if self.given_up is None:
+            self.given_up = given_up
+            for place in self.places:
+                if place.task is not None:
+                    place.task.cancel()
+
+
+class GroupPlayer:
+    """Plays and scores groups; every rollout that does not come back ends here, with its reason."""
+
+    def __init__(
+        self,
+        runner: GroupRunner,
+        accounts: Accounts,
+        settings: SchedulingSettings,
+        *,
+        whole_groups: Collection[str],
+        on_place_ended: Callable[[], None],
+    ) -> None:
+        """`whole_groups` are environments whose groups are dropped when a member is lost."""
+        self._runner, self._accounts, self._settings = runner, accounts, settings
+        self._whole_groups = frozenset(whole_groups)
+        self._on_place_ended = on_place_ended
+
+    async def play(self, group: OpenGroup, task: Task) -> list[Rollout]:
+        """Waits for every place; the rollouts that came back, none of a group that was given up."""
+        async with asyncio.TaskGroup() as playing:
+            for place in group.places:
+                place.task = playing.create_task(self._play_place(task, group, place))
+                place.task.add_done_callback(self._place_ended)
+        if group.given_up is not None:
+            self._end_given_up(group, group.given_up.reason)
+            return []
+        return [place.rollout for place in group.places if place.rollout is not None]
+
+    async def score(self, group: Group, full_size: int) -> list[Group]:
+        """Score a group. Waits for its own scoring and nothing else."""
+        reason = self._unfit(group, full_size)
+        if reason is not None:
+            self._accounts.end(group.rollouts, Outcome.filtered(reason))
+            return []
+        try:
+            scored = await self._runner.score(group)
+        except RolloutError as error:
+            self._accounts.end(group.rollouts, Outcome.failed(error.reason), str(error))
+            return []
+        kept = {rollout.rollout_id for scored_group in scored for rollout in scored_group.rollouts}
+        dropped = [rollout for rollout in group.rollouts if rollout.rollout_id not in kept]
+        self._accounts.end(dropped, Outcome.filtered(SCORE_DROPPED))
+        return scored
+
+    def _unfit(self, group: Group, full_size: int) -> str | None:
+        """Why a group that lost members is not scored."""
+        size = len(group.rollouts)
+        if size < min(self._settings.min_group_size, full_size):
+            return GROUP_TOO_SMALL
+        is_whole = self._settings.partial_groups == "drop" or group.task.environment in self._whole_groups
+        return PARTIAL_GROUP if is_whole and size < full_size else None
+
+    async def _play_place(self, task: Task, group: OpenGroup, place: Place) -> None:
+        """The first attempt that succeeds, or none after `max_retries` more."""
+        for attempt in range(self._settings.max_retries + 1):
+            if group.given_up is not None:
+                return
+            place.rollout_id = RolloutId(f"{place.name}.{attempt}")
+            self._accounts.ledger.admit(place.rollout_id)
+            place.rollout = await self._attempt(task, group, place.rollout_id, attempt)
+            if place.rollout is not None:
+                self._accounts.finished(place.rollout, place.name)
+                return
+            place.rollout_id = None
+        self._accounts.budget.release(place.name)
+
+    async def _attempt(self, task: Task, group: OpenGroup, rollout_id: RolloutId, attempt: int) -> Rollout | None:
+        try:
+            return await self._runner.run(task, group_id=group.group_id, rollout_id=rollout_id, attempt=attempt)
+        except RolloutError as error:
+            outcome, message = Outcome.failed(error.reason), str(error)
+        except RequestRefused as error:
+            outcome, message = Outcome.failed("request_refused"), str(error)
+        self._accounts.lost(rollout_id, outcome, message)
+        return None
+
+    def _end_given_up(self, group: OpenGroup, reason: str) -> None:
+        """What ran was cancelled; what had finished is filtered; every slot is given back."""
+        for place in group.places:
+            if place.rollout is not None:
+                self._accounts.end([place.rollout], Outcome.filtered(reason))
+                continue
+            if place.rollout_id is not None:
+                self._accounts.lost(place.rollout_id, Outcome.cancelled(reason))
+            self._accounts.budget.release_if_held(place.name)
+
+    def _place_ended(self, task: asyncio.Task[None]) -> None:
+        self._on_place_ended()
