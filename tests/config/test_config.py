@@ -78,6 +78,11 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         (["--scheduling.batch_size", "60"], "no multiple of the group size 8"),
         (["--rollouts.group_size", "1"], "write rollouts.group_size = 2 or more"),
         (["--scheduling.row_tokens", "100"], "write scheduling.row_tokens = "),
+        (["--scheduling.on_straggler", "drop"], "write scheduling.over_sampling = 1.5"),
+        (
+            ["--scheduling.on_stale", "wait", "--scheduling.on_straggler", "drop", "--scheduling.over_sampling", "2"],
+            "leave one of them out",
+        ),
     ],
 )
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:
@@ -161,7 +166,22 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
     plan = plan_run(settings, {"alphabet-sort": 800})
     assert plan.steps_per_epoch == 800 * settings.rollouts.group_size / settings.scheduling.batch_size
     assert plan.expected_steps == 50
-    assert len(plan.describe()) == 7
+    assert len(plan.describe()) == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["--schedule", "sync"], "Synchronous: generation and training take turns"),
+        (["--schedule", "one-step-off"], "At most 128 rollouts are admitted and not yet trained ((1 + 1) x 64)."),
+        (["--scheduling.on_stale", "restart"], "is started again, at most 1 times, then masked."),
+        (["--scheduling.over_sampling", "1.5"], "Each step starts 96 rollouts; the first 64 of finished groups"),
+        (["--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop"], "batches favour short rollouts."),
+    ],
+)
+def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: str) -> None:
+    settings = load_settings("quickstart", ["--scheduling.batch_size", "64", *overrides])
+    assert any(sentence in line for line in plan_run(settings, {"alphabet-sort": 800}).describe())
 
 
 def test_the_settings_page_is_what_the_code_says() -> None:

@@ -177,8 +177,8 @@ def mixed_world(
         max_running=24,
         group_sizes={name: (group_sizes or {}).get(name, 4) for name in fates},
     )
-    world = World(scheduler, runner, recorder, batches)
-    runner.version = lambda: world.version
+    world = World(scheduler, runner, recorder, batches, max_staleness=4)
+    runner.version = lambda: world.serving
     return world, tasks
 
 

@@ -4,8 +4,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tailrace.errors import TrainingError
 from tailrace.records import TerminalState
@@ -165,46 +163,3 @@ async def test_resuming_starts_over_exactly_what_was_not_trained() -> None:
     await resumed.run()
     indices = [group.group.task.index for formed in [*kept, *resumed.recorder.formed] for group in formed.groups]
     assert sorted(indices) == list(range(16))
-
-
-@given(
-    fates=st.lists(st.sampled_from([0.0, 1.0, "timeout", "environment_failed"]), min_size=1, max_size=40),
-    pauses=st.lists(st.integers(0, 12), min_size=1, max_size=11),
-    group_size=st.integers(2, 5),
-    max_staleness=st.integers(0, 4),
-    max_running=st.integers(1, 20),
-    max_retries=st.integers(0, 2),
-    min_group_size=st.integers(1, 5),
-    buffer_batches=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
-)
-@settings(max_examples=150, deadline=None)
-def test_no_pattern_of_failures_retries_and_filters_deadlocks(
-    *,
-    fates: list[str | float],
-    pauses: list[int],
-    group_size: int,
-    max_staleness: int,
-    max_running: int,
-    max_retries: int,
-    min_group_size: int,
-    buffer_batches: float,
-) -> None:
-    async def run() -> None:
-        world = make_world(
-            lambda number: fates[number % len(fates)],
-            rows=12,
-            group_size=group_size,
-            max_staleness=max_staleness,
-            max_running=max_running,
-            pauses=lambda number: pauses[number % len(pauses)],
-            max_retries=max_retries,
-            min_group_size=min_group_size,
-            buffer_batches=buffer_batches,
-            max_barren_batches=1000,
-        )
-        await world.run()
-        world.scheduler.ledger.check()
-        assert world.scheduler.ledger.in_flight == 0
-        assert world.scheduler.statistics.budget_free == (max_staleness + 1) * 2 * group_size
-
-    asyncio.run(run())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,15 +43,25 @@ def environment(name: str = "toy", rows: int = 8) -> EnvironmentSpec:
 
 
 def make_rollout(
-    task: Task, group_id: GroupId, rollout_id: RolloutId, *, reward: float, tokens: int = 3, version: int = 0
+    task: Task,
+    group_id: GroupId,
+    rollout_id: RolloutId,
+    *,
+    reward: float,
+    tokens: int = 3,
+    version: int = 0,
+    versions: Sequence[int] = (),
 ) -> Rollout:
+    """One branch of `tokens` tokens of `version`, or of one token of each of `versions`."""
+    versions = versions or [version] * tokens
+    tokens = len(versions)
     branch = Branch()
     branch.extend_context([1, 2])
     branch.extend_completion(
         Completion(
             token_ids=np.arange(tokens, dtype=np.int32),
             logprobs=np.full(tokens, -1.0, np.float32),
-            policy_versions=np.full(tokens, version, np.int32),
+            policy_versions=np.asarray(versions, np.int32),
             finish_reason=FinishReason.STOP,
         )
     )
@@ -73,6 +83,8 @@ class ScriptedRunner:
     """A reward, or the reason of a failure."""
     pauses: Callable[[int], int] = lambda number: number % 5
     version: Callable[[], int] = lambda: 0
+    pause_s: float = 0.0
+    """Of each pause; with 0 it is a turn of the event loop."""
     started: int = 0
     live: int = 0
     most_live: int = 0
@@ -82,13 +94,14 @@ class ScriptedRunner:
         self.live += 1
         self.most_live = max(self.most_live, self.live)
         try:
-            version = self.version()
+            versions = [self.version()]
             for _ in range(self.pauses(number)):
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.pause_s)
+                versions.append(self.version())
             fate = self.fate(number)
             if isinstance(fate, str):
                 raise FAILURES[fate]("scripted")
-            return make_rollout(task, group_id, rollout_id, reward=fate, version=version)
+            return make_rollout(task, group_id, rollout_id, reward=fate, versions=versions)
         finally:
             self.live -= 1
 
@@ -131,23 +144,52 @@ class World:
     runner: ScriptedRunner
     recorder: Recorder
     batches: asyncio.Queue[Batch]
+    max_staleness: int = 0
+    batch_size: int = 0
+    over_sampling: float = 1.0
     version: int = 0
+    train_s: float = 0.0
+    install_s: float = 0.0
+    """From a step's end to when its weights serve."""
+    serving: int = 0
+    """Version that rollouts are sampled from."""
     skip: Callable[[int], bool] = lambda step: False
 
     async def train(self) -> None:
         """Train on what comes, for ever."""
         while True:
             batch = await self.batches.get()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.train_s)
             step = batch.summary.step
+            self._require_bound(batch)
             assert batch.summary.judged_version >= self.version
             event: StepTrained | StepSkipped
             if self.skip(step):
                 event = StepSkipped(epoch="e", step=step, version=self.version, reason="not_finite")
             else:
                 self.version += 1
+                if self.install_s:
+                    asyncio.get_running_loop().call_later(self.install_s, self._install, self.version)
+                else:
+                    self._install(self.version)
                 event = StepTrained(epoch="e", step=step, version=self.version, metrics={})
             self.scheduler.handle(event)
+
+    def _install(self, version: int) -> None:
+        self.serving = max(self.serving, version)
+        self.scheduler.weights_installed(self.serving)
+
+    def _require_bound(self, batch: Batch) -> None:
+        """What the trainer asserts."""
+        versions = batch.policy_versions[batch.loss_mask]
+        assert len(versions) > 0
+        assert np.all(versions <= self.version)
+        assert np.all(self.version - versions <= self.max_staleness)
+
+    @property
+    def ceiling(self) -> int:
+        """Of the staleness budget."""
+        return int((self.max_staleness + self.over_sampling) * self.batch_size)
 
     async def run_steps(self, steps: int) -> None:
         """Until so many steps ended: what a run with a last step does, whose tasks go on."""
@@ -159,13 +201,13 @@ class World:
         running.cancel()
 
     async def run(self) -> None:
-        """Until the scheduler is done, within a generous deadline that only a deadlock reaches."""
+        """Until the scheduler is done. In virtual time a deadlock is an error."""
         trainer = asyncio.create_task(self.train())
         try:
-            async with asyncio.timeout(5):
-                await self.scheduler.run()
+            await self.scheduler.run()
         finally:
             trainer.cancel()
+            await asyncio.gather(trainer, return_exceptions=True)
 
 
 def make_world(
@@ -179,6 +221,8 @@ def make_world(
     max_steps: int | None = None,
     pauses: Callable[[int], int] = lambda number: number % 5,
     state: bytes = b"",
+    whole_groups: Sequence[str] = (),
+    follows_weights: bool = False,
     **settings: object,
 ) -> World:
     chosen = SchedulingSettings.model_validate({"batch_size": 2 * group_size, "row_tokens": 64, **settings})
@@ -197,7 +241,9 @@ def make_world(
         max_running=max_running,
         group_sizes={"toy": group_size},
         max_steps=max_steps,
+        whole_groups=whole_groups,
+        serving_version=0 if follows_weights else None,
     )
-    world = World(scheduler, runner, recorder, batches)
-    runner.version = lambda: world.version
+    world = World(scheduler, runner, recorder, batches, max_staleness, chosen.batch_size, chosen.over_sampling)
+    runner.version = lambda: world.serving
     return world

@@ -40,9 +40,7 @@ def plan_rows(lengths: Sequence[int] | Int32Array, row_tokens: int) -> RowPlan:
     return drained(plan_rows_in_slices(lengths, row_tokens))
 
 
-def plan_rows_in_slices(
-    lengths: Sequence[int] | Int32Array, row_tokens: int
-) -> Generator[None, None, RowPlan]:
+def plan_rows_in_slices(lengths: Sequence[int] | Int32Array, row_tokens: int) -> Generator[None, None, RowPlan]:
     """See `plan_rows`; yields now and then."""
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > row_tokens:

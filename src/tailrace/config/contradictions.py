@@ -35,6 +35,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
     return [
         *_of_the_end(settings),
         *_of_the_schedule(settings),
+        *_of_the_edges(settings),
         *_of_groups(settings),
         *_of_lengths(settings),
         *_of_the_replicas(settings),
@@ -58,6 +59,28 @@ def _of_the_schedule(settings: RunSettings) -> list[Contradiction]:
             *("scheduling.max_staleness", "schedule"),
         )
     ]
+
+
+def _of_the_edges(settings: RunSettings) -> list[Contradiction]:
+    scheduling, problems = settings.scheduling, []
+    chosen = scheduling.on_straggler
+    if chosen != "continue" and scheduling.over_sampling == 1:
+        problems.append(
+            Contradiction(
+                f"scheduling.on_straggler = {chosen!r} speaks of the edge of a step, and without over-sampling there "
+                "is none: leave it out, or write scheduling.over_sampling = 1.5, for example",
+                *("scheduling.on_straggler", "scheduling.over_sampling"),
+            )
+        )
+    if chosen != "continue" and scheduling.on_stale == "wait":
+        problems.append(
+            Contradiction(
+                f"scheduling.on_stale = 'wait' holds a batch for groups that run, scheduling.on_straggler = {chosen!r} "
+                "stops them when the batch is formed: leave one of them out",
+                *("scheduling.on_stale", "scheduling.on_straggler"),
+            )
+        )
+    return problems
 
 
 def _of_groups(settings: RunSettings) -> list[Contradiction]:

@@ -18,6 +18,14 @@ class Plan:
     staleness_budget: int
     max_running: int
     max_staleness: int
+    started_per_step: int | None
+    """Under over-sampling: what each step starts at once."""
+    schedule: str
+    """What the engines and the trainer wait for, in one sentence."""
+    on_stale: str
+    """What happens to tokens that are too old, in one sentence."""
+    on_straggler: str | None
+    """Under over-sampling: what happens to groups that run at the edge of a step, in one sentence."""
     tokens_per_step: int
     """Completion tokens of one step at most."""
     steps_per_epoch: float
@@ -28,16 +36,43 @@ class Plan:
     def describe(self) -> list[str]:
         """One sentence per budget."""
         tasks = ", ".join(f"{count} of {name}" for name, count in self.tasks_per_batch.items())
+        over = 1 if self.started_per_step is None else self.started_per_step / self.batch_size
+        edge = [
+            f"Each step starts {self.started_per_step} rollouts; the first {self.batch_size} of finished groups are its"
+            " batch, groups beyond it are kept for the next.",
+            f"At the edge of a step, {self.on_straggler}",
+        ]
         return [
+            self.schedule,
             f"A batch is {self.batch_size} rollouts: {tasks} tasks.",
             f"At most {self.max_running} rollouts run at once.",
             f"At most {self.staleness_budget} rollouts are admitted and not yet trained"
-            f" (({self.max_staleness} + 1) x {self.batch_size}).",
-            f"Tokens that bear loss are at most {self.max_staleness} policy versions old; older ones are masked.",
+            f" (({self.max_staleness} + {over:g}) x {self.batch_size}).",
+            *([] if self.started_per_step is None else edge),
+            f"Tokens that bear loss are at most {self.max_staleness} policy versions old; {self.on_stale}",
             f"A step trains on at most {self.tokens_per_step:,} completion tokens.",
             f"An epoch is about {self.steps_per_epoch:,.1f} steps, if no group is filtered.",
             f"The run finishes after about {self.expected_steps:,.0f} steps.",
         ]
+
+
+_SCHEDULES = {
+    0: "Synchronous: generation and training take turns; every token is of the weights that train on it.",
+    1: "One step off: the next batch is generated while the trainer works on this one.",
+}
+_STREAM = "Streaming: generation never stops for the trainer while the budgets below have room."
+
+_ON_STALE = {
+    "mask": "older ones are masked.",
+    "wait": "a batch is held for a group that its step would make older.",
+    "restart": "a group that becomes older is started again, at most {max_restarts} times, then masked.",
+    "drop": "a group that becomes older is dropped.",
+}
+_ON_STRAGGLER = {
+    "continue": "groups that still run go on.",
+    "requeue": "groups that still run are stopped and their tasks started from scratch.",
+    "drop": "groups that still run are dropped: batches favour short rollouts.",
+}
 
 
 def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
@@ -53,12 +88,19 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
     turn_tokens = max(environment.max_tokens or settings.rollouts.max_tokens for environment in settings.environments)
     turns = max(environment.max_turns or settings.rollouts.max_turns for environment in settings.environments)
     rollout_tokens = min(turn_tokens * turns, settings.rollouts.max_rollout_tokens or turn_tokens * turns)
+    scheduling, max_staleness = settings.scheduling, settings.max_staleness
+    over = scheduling.over_sampling
+    budget = int((max_staleness + over) * batch_size)
     return Plan(
         batch_size=batch_size,
         tasks_per_batch={name: batch_size // size for name, size in by_environment.items()},
-        staleness_budget=(settings.max_staleness + 1) * batch_size,
-        max_running=min(settings.max_running, (settings.max_staleness + 1) * batch_size),
-        max_staleness=settings.max_staleness,
+        staleness_budget=budget,
+        max_running=min(settings.max_running, budget if over == 1 else int(over * batch_size)),
+        max_staleness=max_staleness,
+        started_per_step=int(over * batch_size) if over > 1 else None,
+        schedule=_SCHEDULES.get(max_staleness, _STREAM),
+        on_stale=_ON_STALE[scheduling.on_stale].format(max_restarts=scheduling.max_restarts),
+        on_straggler=_ON_STRAGGLER[scheduling.on_straggler] if over > 1 else None,
         tokens_per_step=rollout_tokens * batch_size,
         steps_per_epoch=steps_per_epoch,
         expected_steps=min(ends),

@@ -80,7 +80,8 @@ class Orchestrator:
         self._start_workers, self._start_scheduler = start_workers, start_scheduler
         self._started: TrainerStarted | None = None
         self._published: ModelStateDictRef | None = None
-        self._installed_version = 0
+        self.installed_version = 0
+        """Lowest that a generator serves."""
         self._stop_requested = False
         self._stop_seen = asyncio.Event()
         self._scheduling: asyncio.Task[None] | None = None
@@ -223,7 +224,7 @@ class Orchestrator:
         self._exhausted.set()
 
     async def _installed(self, version: int) -> None:
-        await wait_until(self._changed, lambda: self._installed_version >= version)
+        await wait_until(self._changed, lambda: self.installed_version >= version)
 
     async def _evaluate(self) -> None:
         await wait_until(self._changed, lambda: self.evaluator is not None)
@@ -263,14 +264,18 @@ class Orchestrator:
         since = clock()
         try:
             version = await self._placement.load_model_state_dict(ref)
-            self._installed_version = max(self._installed_version, version)
+            self.installed_version = max(self.installed_version, version)
             self._changed.set()
+            if self.scheduler:
+                self.scheduler.weights_installed(self.installed_version)
         except EngineFailed:
             raise
         except TailraceError as error:
             _logger.warning("version %d was not installed, the old weights go on serving: %s", ref.version, error)
             if self.observer:
                 self.observer.weights_not_installed()
+            if self.scheduler:
+                self.scheduler.weights_not_installed(ref.version)
         else:
             if self.observer:
                 self.observer.weights_installed(clock() - since)

@@ -182,6 +182,7 @@ class _Training:
             max_steps=settings.max_steps,
             step=started.step,
             version=started.version,
+            serving_version=self._orchestrator.installed_version if self._orchestrator else started.version,
         )
         evaluator = Evaluator(
             self._held_out,

@@ -82,7 +82,7 @@ class BatchFormer:
             max_staleness=self._max_staleness,
             drop_stale=on_stale == "drop",
         )
-        if on_stale == "restart" and taken.masked_tokens and ready.restarts < self._settings.max_restarts:
+        if on_stale == "restart" and taken.masked_tokens and ready.opened.restarts < self._settings.max_restarts:
             self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
             self._on_restart(ready)
             return None

@@ -1,0 +1,76 @@
+"""In virtual time, where a deadlock is an error and not a wait: no pattern of anything stops the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tailrace.records import TerminalState
+from tailrace.simulation.virtual_time import run_in_virtual_time
+from tests.scheduling.world import World, make_world
+
+FATES = [0.0, 1.0, 1.0, 0.0, "timeout", "environment_failed"]
+
+PATTERNS = st.fixed_dictionaries(
+    {
+        "fates": st.lists(st.sampled_from(FATES), min_size=1, max_size=40),
+        "pauses": st.lists(st.integers(0, 40), min_size=1, max_size=11),
+        "group_size": st.integers(2, 5),
+        "max_staleness": st.integers(0, 4),
+        "max_running": st.integers(1, 20),
+        "max_retries": st.integers(0, 2),
+        "min_group_size": st.integers(1, 5),
+        "buffer_batches": st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+        "on_stale": st.sampled_from(["mask", "wait", "restart", "drop"]),
+        "max_restarts": st.integers(0, 2),
+        "over_sampling": st.sampled_from([1.0, 1.0, 1.5, 2.0, 4.0]),
+        "on_straggler": st.sampled_from(["continue", "requeue", "drop"]),
+        "partial_groups": st.sampled_from(["keep", "drop"]),
+        "skipped": st.sets(st.integers(1, 8), max_size=3),
+        "train_s": st.sampled_from([0.0, 1.0, 10.0, 100.0]),
+        "install_s": st.sampled_from([0.0, 0.5, 15.0]),
+        "follows_weights": st.booleans(),
+    }
+)
+
+
+@given(pattern=PATTERNS)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_pattern_of_anything_deadlocks_and_the_books_balance(pattern: dict[str, object]) -> None:
+    async def run() -> None:
+        world = patterned_world(**pattern)  # type: ignore[arg-type]
+        await world.run()
+        ledger = world.scheduler.ledger
+        ledger.check()
+        assert ledger.in_flight == 0
+        statistics = world.scheduler.statistics
+        assert (statistics.running, statistics.waiting_groups, statistics.batches_ahead) == (0, 0, 0)
+        assert statistics.budget_free == world.ceiling
+        assert ledger.total(TerminalState.TRAINED) == world.recorder.ended[TerminalState.TRAINED]
+        assert world.runner.live == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    run_in_virtual_time(run())
+
+
+def patterned_world(
+    *,
+    fates: list[str | float],
+    pauses: list[int],
+    skipped: set[int],
+    train_s: float,
+    install_s: float,
+    **chosen: object,
+) -> World:
+    world = make_world(
+        lambda number: fates[number % len(fates)],
+        rows=12,
+        pauses=lambda number: pauses[number % len(pauses)],
+        max_barren_batches=1000,
+        **chosen,  # type: ignore[arg-type]
+    )
+    world.runner.pause_s, world.train_s, world.install_s = 1.0, train_s, install_s
+    world.skip = lambda step: step in skipped
+    return world
