@@ -8,21 +8,13 @@ rollout without a reason in the ledger, and never decides when training is over:
 
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.budget import StalenessBudget
-<<<<<<< HEAD
 from tailrace.scheduling.evaluation import Evaluation, EvaluationResult, Evaluator, evaluate
-from tailrace.scheduling.ledger import Ledger
-from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
-from tailrace.scheduling.observer import SchedulerObserver
-from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
-=======
-from tailrace.scheduling.evaluation import EvaluationResult, evaluate
 from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
 from tailrace.scheduling.observer import SchedulerObserver
-from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
 from tailrace.scheduling.statistics import SchedulerStatistics
->>>>>>> 961dba8 (Keep sums instead of taking them: admission, groups, batches and edges in rooms of their own)
 from tailrace.scheduling.stream import StreamScheduler
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 
@@ -32,12 +24,9 @@ __all__ = [
     "EnvironmentMix",
     "Evaluation",
     "EvaluationResult",
-<<<<<<< HEAD
     "EvaluationSettings",
     "Evaluator",
-=======
     "GroupRunner",
->>>>>>> 961dba8 (Keep sums instead of taking them: admission, groups, batches and edges in rooms of their own)
     "Ledger",
     "SchedulerObserver",
     "SchedulerStatistics",

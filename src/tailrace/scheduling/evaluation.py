@@ -20,12 +20,8 @@ import numpy as np
 
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
-<<<<<<< HEAD
-from tailrace.scheduling.settings import EvaluationSettings
-from tailrace.scheduling.stream import GroupRunner
-=======
 from tailrace.scheduling.groups import GroupRunner
->>>>>>> 961dba8 (Keep sums instead of taking them: admission, groups, batches and edges in rooms of their own)
+from tailrace.scheduling.settings import EvaluationSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
