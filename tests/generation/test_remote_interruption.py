@@ -355,6 +355,21 @@ async def test_a_replica_that_dies_while_paused_loses_no_token_and_one_that_join
         assert here.sampled()[1] == TOKENS - before  # nothing is sampled twice: all of it had been streamed
 
 
+async def test_a_replica_that_dies_after_a_pause_leaves_no_hole(model) -> None:
+    async with fleet(torch_generator(model), torch_generator(model), joined=1) as here:
+        call = ask(here.router)
+        await until(lambda: here.sampled()[0] > 0)
+        await here.router.pause()
+        before = here.sampled()[0]
+        await here.router.resume()
+        await until(lambda: here.sampled()[0] > before + 70)
+        await here.servers[0].crash()
+        await asyncio.wait_for(here.uses[0], 20)
+        await here.join(1)
+        assert (await call).token_ids.tolist() == greedy_reference(model, PROMPT, TOKENS)
+        assert 0 < here.sampled()[1] < TOKENS - before
+
+
 async def test_the_router_hands_back_what_is_interrupted_and_it_goes_on_elsewhere(model) -> None:
     async with fleet(torch_generator(model), torch_generator(model)) as here:
         calls = [ask(here.router, name) for name in ("wanted", "other")]

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -36,6 +36,7 @@ from tailrace.generation.rpc_messages import (
     AnyReply,
     ChunkReply,
     CloseCall,
+    ClosedReply,
     CompletionReply,
     ErrorReply,
     Frames,
@@ -64,6 +65,8 @@ from tailrace.generation.rpc_messages import (
 from tailrace.generation.rpc_uploads import PIECE_BYTES, PIECES_IN_FLIGHT
 from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams, as_token_ids
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
+
+ReplyT = TypeVar("ReplyT", bound=AnyReply)
 
 LendFile: TypeAlias = Callable[[ModelStateDictRef], AbstractContextManager[tuple[ModelStateDictRef, memoryview]]]
 """`SharedMemoryModelStateDictStore.lend_file`."""
@@ -131,16 +134,14 @@ class GeneratorClient:
         """
         call = HelloCall(call_id=next(self._ids), protocol=PROTOCOL, epoch=epoch)
         try:
-            reply, _ = await self._call(call)
+            welcome, _ = await self._call(call, WelcomeReply)
         except CorruptData as error:
             raise SettingsError(
                 f"generator.connect: what listens at {self._address} is no generator: {error}"
             ) from error
         except EngineFailed as error:
             raise self._failure if isinstance(self._failure, SettingsError) else error from error
-        if not isinstance(reply, WelcomeReply):
-            raise self._unexpected(call, reply)
-        return reply
+        return welcome
 
     async def generate(
         self,
@@ -167,11 +168,10 @@ class GeneratorClient:
             self._listeners[call.call_id] = (request_id, on_chunk)
         try:
             with self._watched():
-                reply, frames = await self._call(call, [pack_array(as_token_ids(prompt_token_ids)), *arrays])
+                prompt = pack_array(as_token_ids(prompt_token_ids))
+                reply, frames = await self._call(call, CompletionReply, [prompt, *arrays])
         finally:
             self._listeners.pop(call.call_id, None)
-        if not isinstance(reply, CompletionReply):
-            raise self._unexpected(call, reply)
         return unpack_completion(reply.completion, frames)
 
     __call__ = generate
@@ -182,9 +182,7 @@ class GeneratorClient:
             ref = await self._send_file(ref, self._lend_file)
         call = LoadCall(call_id=next(self._ids), ref=ref)
         with self._watched(while_paused=True):
-            reply, _ = await self._call(call)
-        if not isinstance(reply, LoadedReply):
-            raise self._unexpected(call, reply)
+            reply, _ = await self._call(call, LoadedReply)
         return reply.version
 
     async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
@@ -198,9 +196,7 @@ class GeneratorClient:
 
     async def _send_piece(self, ref: ModelStateDictRef, content: memoryview, offset: int) -> str:
         call = UploadCall(call_id=next(self._ids), version=ref.version, num_bytes=len(content), offset=offset)
-        reply, _ = await self._call(call, [bytes(content[offset : offset + PIECE_BYTES])])
-        if not isinstance(reply, UploadedReply):
-            raise self._unexpected(call, reply)
+        reply, _ = await self._call(call, UploadedReply, [bytes(content[offset : offset + PIECE_BYTES])])
         return reply.uri
 
     async def pause(self) -> int:
@@ -222,17 +218,12 @@ class GeneratorClient:
 
     async def _release(self, call: PauseCall | ResumeCall | InterruptCall) -> int:
         with self._watched(while_paused=True):
-            reply, _ = await self._call(call)
-        if not isinstance(reply, ReleasedReply):
-            raise self._unexpected(call, reply)
+            reply, _ = await self._call(call, ReleasedReply)
         return reply.requests
 
     async def statistics(self) -> EngineStatistics:
         """The engine's statistics, once it is built: also the way to wait for that. Raises what building it raised."""
-        call = StatisticsCall(call_id=next(self._ids))
-        reply, _ = await self._call(call)
-        if not isinstance(reply, StatisticsReply):
-            raise self._unexpected(call, reply)
+        reply, _ = await self._call(StatisticsCall(call_id=next(self._ids)), StatisticsReply)
         return reply.statistics
 
     @property
@@ -260,7 +251,7 @@ class GeneratorClient:
         """End the server, for as long as that takes, and this client; when cancelled, this client alone."""
         try:
             with contextlib.suppress(EngineFailed):
-                await self._call(CloseCall(call_id=next(self._ids)))
+                await self._call(CloseCall(call_id=next(self._ids)), ClosedReply)
         finally:
             await self.leave()
 
@@ -279,7 +270,7 @@ class GeneratorClient:
         self._monitor.close(linger=0)
         self._socket.close(linger=CLOSE_LINGER_MS)
 
-    async def _call(self, call: AnyCall, frames: Frames = ()) -> tuple[AnyReply, Frames]:
+    async def _call(self, call: AnyCall, expected: type[ReplyT], frames: Frames = ()) -> tuple[ReplyT, Frames]:
         """Send a call and wait for its reply; an error that came back is raised."""
         if self._failure is not None:
             raise self._as_failed()
@@ -294,6 +285,8 @@ class GeneratorClient:
                 self._socket.send_multipart([encode(AbortCall(call_id=call.call_id))])
         if isinstance(reply, ErrorReply):
             raise unpack_error(reply)
+        if not isinstance(reply, expected):
+            raise CorruptData(f"{self._name} answered a {type(call).__name__} with a {type(reply).__name__}")
         return reply, arrays
 
     @contextlib.contextmanager
@@ -375,6 +368,3 @@ class GeneratorClient:
         error = EngineFailed(str(self._failure))
         error.__cause__ = self._failure
         return error
-
-    def _unexpected(self, call: AnyCall, reply: AnyReply) -> CorruptData:
-        return CorruptData(f"{self._name} answered a {type(call).__name__} with a {type(reply).__name__}")

@@ -141,7 +141,7 @@ class Router:
         """Take every running request off its replica, with its tokens, and start none; how many there were.
 
         Whoever awaits them waits on, also when a replica dies or joins meanwhile. Weights may be loaded. `resume` ends
-        it. Raises `EngineFailed` when no replica is left.
+        it, also where this was cancelled. Raises `EngineFailed` when no replica is left.
         """
         self._is_paused = True
         return sum(await self._tell(lambda client: client.pause()))
