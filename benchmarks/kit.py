@@ -43,11 +43,20 @@ class Options:
 
 def parse_options(description: str | None) -> Options:
     """The options that every benchmark takes."""
+    return common_options(common_parser(description).parse_args())
+
+
+def common_parser(description: str | None) -> argparse.ArgumentParser:
+    """Reads the options that every benchmark takes; one that takes more adds them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with a line of JSON, an array of rows")
     parser.add_argument("--quick", action="store_true", help="less than 50 s")
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
-    arguments = parser.parse_args()
+    return parser
+
+
+def common_options(arguments: argparse.Namespace) -> Options:
+    """What `common_parser` read."""
     return Options(arguments.json, arguments.quick, tuple(arguments.case))
 
 

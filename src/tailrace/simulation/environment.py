@@ -15,7 +15,6 @@ from tailrace.simulation.settings import LoadSettings
 
 ENVIRONMENT = "modelled"
 
-_ROWS = 65_536
 _PASS_SPREAD = 1.5
 """Standard deviation, over tasks, of the logit of passing."""
 
@@ -29,12 +28,14 @@ class Disturbance(Protocol):
         """Between an agent's last turn and its reward; may raise, or take for ever."""
         ...
 
-    async def scoring(self, group: Group) -> Group | None:
+    async def scoring(self, group: Group) -> Group | list[Group] | None:
         """As an environment's `score_group`."""
         ...
 
 
-def modelled_environment(load: LoadSettings, *, seed: int, disturbance: Disturbance | None = None) -> EnvironmentSpec:
+def modelled_environment(
+    load: LoadSettings, *, seed: int, tasks: int, disturbance: Disturbance | None = None
+) -> EnvironmentSpec:
     """An environment that behaves as the load says. Rewards are drawn by the rollout's name."""
 
     async def agent(task: Task, policy: Policy) -> float:
@@ -55,7 +56,7 @@ def modelled_environment(load: LoadSettings, *, seed: int, disturbance: Disturba
     return EnvironmentSpec(
         name=ENVIRONMENT,
         agent=agent,
-        train_tasks=[{}] * _ROWS,
+        train_tasks=[{}] * tasks,
         score_group=disturbance.scoring if disturbance is not None else None,
     )
 

@@ -106,6 +106,8 @@ class SimulationObserver:
         """Tokens that bore loss, by their staleness, after warm-up."""
         self.outcomes: Counter[str] = Counter()
         """Rollouts by terminal state and reason."""
+        self.ended: dict[RolloutId, TerminalState] = {}
+        self.ended_twice: list[RolloutId] = []
         self.journal: list[str] = []
         """Every event, where `keeps_journal`."""
         self.keeps_journal = False
@@ -119,6 +121,9 @@ class SimulationObserver:
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         """See `SchedulerObserver`."""
         self._note("ended", rollout_id, outcome)
+        if rollout_id in self.ended:
+            self.ended_twice.append(rollout_id)
+        self.ended[rollout_id] = outcome.state
         tokens = self._generate.open_tokens.pop(rollout_id, 0)
         self.outcomes[f"{outcome.state}({outcome.reason})" if outcome.reason else outcome.state] += 1
         if rollout is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from tailrace.rollouts import Rollouter, RolloutSettings
 from tailrace.scheduling import StreamScheduler, TaskSource, TaskStream, Verdict
@@ -24,6 +24,8 @@ from tailrace.simulation.trainer import Hiccup, ModelledTrainer, StepEnded
 from tailrace.simulation.virtual_time import run_in_virtual_time
 
 RUN_ENDED = "run_ended"
+
+_ENOUGH_TASKS = 65_536
 
 _SAMPLES = 600
 """Points of the timeline, about."""
@@ -150,8 +152,14 @@ class Simulation:
         skips: Iterable[int] = (),
         hiccup: Hiccup = lambda step: 0.0,
         restart_s: float = 60.0,
+        tasks: int | None = None,
+        watch: bool = True,
         keep_journal: bool = False,
     ) -> None:
+        """`tasks` are handed out once each, and end the run where its steps don't; unset: more than enough.
+
+        `watch` draws the timeline: a timer that always runs, so that no `Deadlock` shows.
+        """
         self.plan = plan
         self._clock = asyncio.get_running_loop().time
         lengths = LengthSource(plan.load.lengths, seed=plan.seed)
@@ -170,7 +178,7 @@ class Simulation:
             skips=frozenset(skips).__contains__,
             hiccup=hiccup,
         )
-        spec = modelled_environment(plan.load, seed=plan.seed, disturbance=disturbance)
+        spec = modelled_environment(plan.load, seed=plan.seed, tasks=tasks or _ENOUGH_TASKS, disturbance=disturbance)
         self._rollouter = Rollouter(
             RolloutSettings(
                 group_size=plan.load.group_size,
@@ -183,7 +191,7 @@ class Simulation:
             generate=self._generate,
         )
         self.scheduler = StreamScheduler(
-            TaskStream([TaskSource(spec)], seed=plan.seed),
+            TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1),
             ModelledRunner(self._rollouter, spec, plan.load),
             self.trainer.send,
             self.observer,
@@ -192,38 +200,50 @@ class Simulation:
             max_running=plan.max_running,
             group_sizes={ENVIRONMENT: plan.load.group_size},
         )
+        self.requests_left = 0
+        """That engines still held once every rollout had ended."""
         self._publishing: asyncio.TaskGroup | None = None
+        self._scheduling: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._warm: Totals | None = Totals() if plan.warmup_steps == 0 else None
+        self._watches = watch
         self._timeline: list[Moment] = []
         self._steps_ended_s: list[float] = []
 
     async def run(self) -> SimulatedRun:
-        """Until the last step ended. Raises whatever ends the run earlier; the ledger balances in either case."""
-        work = asyncio.create_task(self._work(), name="work")
-        ended = asyncio.create_task(self._ended.wait(), name="end")
+        """Until the last step ended or the last task was trained. Raises what ends the run earlier.
+
+        In any case the ledger balances then, and nothing that was started here goes on.
+        """
+        work = asyncio.create_task(self._work(), name="cluster")
+        ended = asyncio.create_task(self._ended.wait(), name="last step")
         try:
             await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
-                work.result()
+                raise _first_leaf(work.exception())
             totals = self._totals()
         finally:
-            for task in (work, ended):
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            await _cancelled(ended)
+            await _cancelled(self._scheduling)
+            self.requests_left = sum(self.fleet.running) + self.fleet.waiting
+            await _cancelled(work)
             self.scheduler.finish(RUN_ENDED)
         return self._result(totals)
 
     async def _work(self) -> None:
+        """Waits until it is cancelled, and tells when the scheduler is through; any failure ends all of it."""
         async with asyncio.TaskGroup() as tasks:
             self._publishing = tasks
             tasks.create_task(self.fleet.run(), name="fleet")
             await asyncio.sleep(0)
             await self.fleet.load(0)
             tasks.create_task(self.trainer.run(), name="trainer")
-            tasks.create_task(self._watch(), name="timeline")
-            tasks.create_task(self.scheduler.run(), name="scheduler")
+            if self._watches:
+                tasks.create_task(self._watch(), name="timeline")
+            self._scheduling = tasks.create_task(self.scheduler.run(), name="scheduler")
+            await asyncio.wait({self._scheduling})
+            if not self._scheduling.cancelled() and self._scheduling.exception() is None:
+                self._ended.set()
 
     async def _publish(self, version: int) -> None:
         assert self._publishing is not None
@@ -286,3 +306,18 @@ class Simulation:
             steps_ended_s=self._steps_ended_s,
             journal=self.observer.journal,
         )
+
+
+async def _cancelled(task: asyncio.Task[Any] | None) -> None:
+    """Cancel, and wait until it has ended, however it does."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _first_leaf(error: BaseException | None) -> BaseException:
+    """What went wrong, out of the groups that task groups put it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert error is not None
+    return error

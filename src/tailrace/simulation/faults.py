@@ -1,0 +1,302 @@
+"""Fault search: small clusters in which everything fails that may, each drawn from a seed and checked when it ended.
+
+    seed ─► Scenario ─► a simulated run ─► the laws that must hold whatever happened ─► None, or what was broken
+
+The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; no task
+and no request is left; nothing deadlocked; and where a run came to the end of its data, every slot of the staleness
+budget was given back. A seed that breaks one replays exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from tailrace.errors import TrainingError
+from tailrace.records import Group, GroupId, RolloutId, TerminalState
+from tailrace.scheduling import SchedulingSettings
+from tailrace.simulation.draws import uniform
+from tailrace.simulation.run import Simulation
+from tailrace.simulation.settings import SimulationPlan
+from tailrace.simulation.virtual_time import run_in_virtual_time
+
+_LONGEST_S = 30 * 86_400.0
+"""Virtual time after which a run that still moves counts as stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How often things go wrong, as shares of the occasions."""
+
+    environment_fails: float
+    environment_hangs: float
+    environment_is_slow: float
+    judge_fails: float
+    judge_hangs: float
+    judge_discards: float
+    judge_splits: float
+    step_skipped: float
+    trainer_restarts: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A cluster and what happens to it."""
+
+    seed: int
+    plan: SimulationPlan
+    rates: Rates
+    deaths_s: tuple[tuple[float, int], ...]
+    """When which replica dies."""
+    pauses_s: tuple[tuple[float, float], ...]
+    """When generation is paused, and for how long."""
+    restart_s: float
+    tasks: int | None
+    """The data's; None where the steps end the run."""
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    random = Random(seed)
+    while True:
+        try:
+            plan = SimulationPlan.model_validate(_draw_plan(random, seed))
+            break
+        except ValidationError:
+            continue  # a contradiction between policies
+    rates = Rates(*(random.choice((0.0, 0.0, 0.03, 0.15)) for _ in Rates.__slots__))
+    return Scenario(
+        seed=seed,
+        plan=plan,
+        rates=rates,
+        deaths_s=tuple(
+            (random.uniform(0, 400), random.randrange(plan.engines.replicas))
+            for _ in range(random.choice((0, 0, 1, 4, 12)))
+        ),
+        pauses_s=tuple((random.uniform(0, 400), random.uniform(0, 60)) for _ in range(random.choice((0, 0, 0, 2)))),
+        restart_s=random.choice((0.0, 5.0, 120.0)),
+        tasks=random.choice((None, random.randrange(3, 20))),
+    )
+
+
+def _draw_plan(random: Random, seed: int) -> dict[str, Any]:
+    group_size = random.choice((1, 2, 3, 4))
+    groups = random.choice((1, 2, 4))
+    scheduling: dict[str, Any] = {
+        "batch_size": groups * group_size,
+        "row_tokens": 8192,
+        "max_staleness": random.choice((0, 0, 1, 2, 4)),
+        "buffer_batches": random.choice((0.0, 0.5, 1.0, 3.0)),
+        "max_retries": random.choice((0, 1, 2)),
+        "min_group_size": random.choice((1, 2, 4)),
+        "max_in_flight": random.choice((None, None, 1, 5)),
+        "filter_zero_spread": group_size > 1,
+    }
+    scheduling |= _draw_policies(random)
+    return {
+        "seed": seed,
+        "steps": random.randrange(3, 10),
+        "warmup_steps": 0,
+        "engines": {
+            "replicas": random.choice((1, 2, 3)),
+            "slots": random.choice((1, 3, 8)),
+            "kv_capacity_tokens": random.choice((200, 1500, 100_000)),
+            "router": {
+                "policy": random.choice(("sticky", "least_loaded")),
+                "loading_share": random.choice((0.3, 1.0)),
+                "starved_deadline_s": 600.0,
+            },
+        },
+        "trainer": {
+            "train_s": random.choice((0.0, 3.0, 30.0)),
+            "sync_s": random.choice((0.0, 1.0, 20.0)),
+            "sync_holds_engines": random.random() < 0.5,
+            "sync_holds_trainer": random.random() < 0.5,
+        },
+        "load": {
+            "group_size": group_size,
+            "turns": random.choice((1, 1, 2)),
+            "prompt_tokens": random.choice((1, 40)),
+            "max_tokens": 2000,
+            "environment_s": random.choice((0.0, 2.0)),
+            "timeout_s": random.choice((60.0, 900.0)),
+            "pass_share": None if group_size == 1 else random.choice((None, 0.5)),
+            "lengths": {"mean_log": 4.0, "sigma": 1.2, "task_sigma": random.choice((0.0, 0.8)), "cap": 3000},
+        },
+        "scheduling": scheduling,
+    }
+
+
+_POLICIES = ("on_stale", "on_straggler", "partial_groups", "group_release")
+
+
+def _draw_policies(random: Random) -> dict[str, Any]:
+    """One of the values of each setting that is a choice of policies."""
+    fields = SchedulingSettings.model_fields
+    drawn = {name: random.choice(get_args(fields[name].annotation)) for name in _POLICIES if name in fields}
+    if "over_sampling" in fields:
+        drawn["over_sampling"] = random.choice((1.0, 1.0, 1.5, 2.0))
+    return drawn
+
+
+# --- what happens ------------------------------------------------------------------------------------------------
+
+
+class FaultyEnvironment:
+    """Implements `Disturbance`: fails, hangs and dawdles by name."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._seed, self._rates = scenario.seed, scenario.rates
+        self._slow_s = 2 * scenario.plan.load.timeout_s / 3
+
+    async def playing(self, rollout_id: RolloutId) -> None:
+        """See `Disturbance`."""
+        rates = self._rates
+        match self._fate(
+            "playing", rollout_id, rates.environment_fails, rates.environment_hangs, rates.environment_is_slow
+        ):
+            case 0:
+                raise ConnectionError("the tool's server went away")
+            case 1:
+                await asyncio.Event().wait()
+            case 2:
+                await asyncio.sleep(self._slow_s)
+
+    async def scoring(self, group: Group) -> Group | list[Group] | None:
+        """See `Disturbance`."""
+        rates = self._rates
+        match self._fate(
+            "scoring", group.group_id, rates.judge_fails, rates.judge_hangs, rates.judge_discards, rates.judge_splits
+        ):
+            case 0:
+                raise ConnectionError("the judge went away")
+            case 1:
+                await asyncio.Event().wait()
+            case 2:
+                return None
+            case 3:
+                return _halves(group)
+        return group
+
+    def _fate(self, what: str, name: str, *rates: float) -> int | None:
+        """The index of what befalls it; None for nothing."""
+        left = uniform(self._seed, what, name)
+        for index, rate in enumerate(rates):
+            left -= rate
+            if left < 0:
+                return index
+        return None
+
+
+def _halves(group: Group) -> list[Group]:
+    middle = len(group.rollouts) // 2
+    parts = (group.rollouts[:middle], group.rollouts[middle:])
+    return [
+        Group(group_id=GroupId(f"{group.group_id}/{index}"), task=group.task, rollouts=rollouts)
+        for index, rollouts in enumerate(parts)
+        if rollouts
+    ]
+
+
+def make_simulation(scenario: Scenario, *, keep_journal: bool = False) -> Simulation:
+    """The scenario's run; make it on a loop in virtual time."""
+    rates, seed = scenario.rates, scenario.seed
+    return Simulation(
+        scenario.plan,
+        disturbance=FaultyEnvironment(scenario),
+        skips=[step for step in range(1, 1000) if uniform(seed, "skip", step) < rates.step_skipped],
+        hiccup=lambda step: 300.0 * (uniform(seed, "restart", step) < rates.trainer_restarts),
+        restart_s=scenario.restart_s,
+        tasks=scenario.tasks,
+        watch=False,
+        keep_journal=keep_journal,
+    )
+
+
+async def _disturb(scenario: Scenario, simulation: Simulation) -> None:
+    """Kill and pause what the scenario says, when it says."""
+
+    async def kill(at_s: float, replica: int) -> None:
+        await asyncio.sleep(at_s)
+        simulation.fleet.kill(replica)
+
+    async def pause(at_s: float, for_s: float) -> None:
+        await asyncio.sleep(at_s)
+        await simulation.fleet.router.pause()
+        await asyncio.sleep(for_s)
+        await simulation.fleet.router.resume()
+
+    async with asyncio.TaskGroup() as planned:
+        for at_s, replica in scenario.deaths_s:
+            planned.create_task(kill(at_s, replica), name=f"death of replica {replica}")
+        for at_s, for_s in scenario.pauses_s:
+            planned.create_task(pause(at_s, for_s), name="pause")
+
+
+# --- what must hold ----------------------------------------------------------------------------------------------
+
+
+def run_scenario(scenario: Scenario, *, keep_journal: bool = False) -> tuple[list[str], list[str]]:
+    """What was broken, and the journal. Raises what the run raises, `Deadlock` among it."""
+
+    async def main() -> tuple[list[str], list[str]]:
+        simulation = make_simulation(scenario, keep_journal=keep_journal)
+        disturbing = asyncio.create_task(_disturb(scenario, simulation), name="disturbance")
+        ended_by_data = False
+        try:
+            async with asyncio.timeout(_LONGEST_S):
+                await simulation.run()
+            ended_by_data = simulation.trainer.step < scenario.plan.steps
+        except TrainingError as error:
+            if "nothing to train on" not in str(error):
+                raise
+        finally:
+            disturbing.cancel()
+            await asyncio.gather(disturbing, return_exceptions=True)
+        return broken_laws(simulation, ended_by_data=ended_by_data), simulation.observer.journal
+
+    return run_in_virtual_time(main())
+
+
+def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
+    """One sentence for each law that does not hold, now that the run has ended."""
+    scheduler, observer = simulation.scheduler, simulation.observer
+    ledger = scheduler.ledger
+    broken = []
+    if ledger.in_flight or ledger.admitted != sum(ledger.total(state) for state in TerminalState):
+        broken.append(f"the ledger does not balance: {ledger}")
+    told = Counter(observer.ended.values())
+    broken += [
+        f"the ledger knows of {ledger.total(state)} {state}, {told[state]} were told"
+        for state in (TerminalState.TRAINED, TerminalState.FILTERED, TerminalState.FAILED)
+        if ledger.total(state) != told[state]
+    ]
+    if observer.ended_twice:
+        broken.append(f"these ended twice: {observer.ended_twice[:3]}")
+    if (
+        oldest := max((age for age, tokens in observer.staleness.items() if tokens), default=0)
+    ) > simulation.plan.max_staleness:
+        broken.append(f"a token of staleness {oldest} was trained on")
+    if simulation.requests_left:
+        broken.append(f"{simulation.requests_left} requests were left on the engines")
+    if left := sorted(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()):
+        broken.append(f"tasks were left: {left[:5]}")
+    if ended_by_data:
+        budget = (simulation.plan.max_staleness + 1) * simulation.plan.scheduling.batch_size
+        if scheduler.statistics.budget_free != budget:
+            broken.append(f"{scheduler.statistics.budget_free} of {budget} slots of the budget are free at the end")
+    return broken
+
+
+def check_seed(seed: int) -> str | None:
+    """What is broken under a seed; None where every law holds."""
+    try:
+        broken, _ = run_scenario(draw_scenario(seed))
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is what was searched for)
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(broken) or None

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tailrace.records import TerminalState
+from tailrace.scheduling import StalenessBudget, StreamScheduler
+from tailrace.simulation.faults import check_seed, draw_scenario, run_scenario
+
+SEEDS = 300
+PARTS = 6
+"""So that test processes share the work."""
+
+
+def what_breaks(seeds: Sequence[int]) -> dict[int, str]:
+    return {seed: what for seed in seeds if (what := check_seed(seed)) is not None}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_fault_breaks_ledger_bound_or_progress(part: int) -> None:
+    broken = what_breaks(range(part, SEEDS, PARTS))
+    again = [f"python benchmarks/fault_search.py --seed {seed}  # {what}" for seed, what in broken.items()]
+    assert not again, "\n".join(again)
+
+
+def test_a_seed_replays_event_for_event() -> None:
+    first, second = (run_scenario(draw_scenario(11), keep_journal=True) for _ in range(2))
+    assert first == second
+    assert len(first[1]) > 20
+
+
+def test_the_scenarios_meet_every_kind_of_end() -> None:
+    states = dict.fromkeys(TerminalState, 0)
+    for seed in range(12):
+        _, journal = run_scenario(draw_scenario(seed), keep_journal=True)
+        for state in TerminalState:
+            states[state] += sum(f"{state!r}" in line for line in journal if " ended " in line)
+    assert all(states[state] > 0 for state in (TerminalState.TRAINED, TerminalState.FILTERED, TerminalState.FAILED))
+
+
+def test_a_budget_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = 0
+
+    def leaky(budget: StalenessBudget, slot: str) -> None:
+        nonlocal released
+        released += 1
+        if released % 5:
+            release(budget, slot)
+
+    release = StalenessBudget.release
+    monkeypatch.setattr(StalenessBudget, "release", leaky)
+    assert what_breaks(range(20))
+
+
+def test_a_bound_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lax(*given: Any, max_staleness: int, **more: Any) -> StreamScheduler:
+        return StreamScheduler(*given, max_staleness=max_staleness + 1, **more)
+
+    monkeypatch.setattr("tailrace.simulation.run.StreamScheduler", lax)
+    assert any("versions old" in what for what in what_breaks(range(60)).values())
