@@ -58,8 +58,24 @@ def test_only_groups_of_equal_rewards_are_filtered() -> None:
 def test_stale_tokens_stay_as_context_and_lose_their_loss() -> None:
     sampled = sample_group(group_of([0.0, 1.0], versions=[2, 5]), judged_version=6, max_staleness=2)
     assert [(rollout.rollout_id, reason) for rollout, reason in sampled.filtered] == [("g.0", "stale")]
-    assert sampled.masked_tokens == 3
+    assert sampled.masked_tokens == 0  # a rollout that is stale throughout is wasted, not masked
     assert [sample.num_tokens for sample in sampled.samples] == [5]
+
+
+def test_masked_are_the_stale_tokens_of_rollouts_that_are_trained_on() -> None:
+    group = group_of([0.0, 1.0], versions=[1, 5])
+    newer = make_rollout(TASK, GroupId("g"), RolloutId("newer"), reward=0.0, version=5).branches[0]
+    group.rollouts[0].branches[0].extend_completion(
+        Completion(
+            token_ids=newer.token_ids[newer.loss_mask],
+            logprobs=newer.logprobs[newer.loss_mask],
+            policy_versions=newer.policy_versions[newer.loss_mask],
+            finish_reason=FinishReason.STOP,
+        )
+    )
+    sampled = sample_group(group, judged_version=6, max_staleness=2)
+    assert sampled.masked_tokens == 3
+    assert [int(sample.loss_mask.sum()) for sample in sampled.samples] == [3, 3]
 
 
 @given(st.lists(st.integers(1, 100), max_size=60), st.integers(100, 300))

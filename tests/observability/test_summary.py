@@ -28,6 +28,12 @@ def a_summary() -> RunSummary:
         tokens_generated=1_200_000,
         tokens_trained=1_100_000,
         length_ratio=0.98,
+        loss_length_ratio=0.91,
+        wasted_tokens=9_400,
+        masked_tokens=1_200,
+        masked_share=0.0125,
+        trainer_wait_s=4.25,
+        admission_waits_s={"engines_full": 80.0, "budget_spent": 2.25, "enough": 0.01},
         staleness_mean=0.8,
         staleness_max=3,
         peak_rss_bytes={"trainer": 900_000_000},
@@ -45,6 +51,13 @@ def test_the_text_names_every_state_and_reason_and_the_invariant() -> None:
     assert "admitted 2,600 = terminal 2,560 + in flight 40" in text
     assert "2,432 trained, 120 filtered (zero_spread 112, stale 8), 8 failed (timeout 8)" in text
     assert "finished" in text
+
+
+def test_the_text_tells_every_bias_next_to_the_throughput() -> None:
+    text = summary_text(a_summary())
+    assert "length ratio 0.980 · loss length ratio 0.910 · 9,400 tokens wasted · 1,200 masked (1.2 %)" in text
+    assert "0.80 versions mean, 3 max" in text
+    assert "trainer 4.2 s for a batch · admission 80 s engines full, 2.2 s budget spent" in text
 
 
 def test_a_ledger_that_does_not_balance_is_not_called_balanced() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -167,3 +168,24 @@ async def answer_in_training(task: Task, policy: Policy) -> Reward:
 def hanging_when_evaluated() -> EnvironmentSpec:
     rows = [{"word": f"word {n}"} for n in range(64)]
     return EnvironmentSpec(name="hanging", agent=answer_in_training, train_tasks=rows, held_out=8)
+
+
+_numbers = itertools.count()
+
+
+async def answer_for_long(task: Task, policy: Policy) -> Reward:
+    """One rollout in four takes four turns and a pause after each; some fail after a turn, some groups never differ."""
+    number = int(str(task["word"]).split()[1])
+    messages: list[Message] = [{"role": "user", "content": str(task["word"])}]
+    for _ in range(4 if number % 4 == 0 else 1):
+        messages.append((await policy.chat(messages)).message)
+        messages.append({"role": "user", "content": "go on"})
+        await asyncio.sleep(0.3 if number % 4 == 0 else 0)
+    if number % 5 == 1:
+        raise ZeroDivisionError("of the user")
+    return Reward(0.0 if number % 5 == 2 else next(_numbers) % 7 / 7)
+
+
+def uneven() -> EnvironmentSpec:
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="uneven", agent=answer_for_long, train_tasks=rows, trusted=True)

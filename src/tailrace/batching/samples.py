@@ -21,7 +21,7 @@ class SampledGroup:
     trained: list[Rollout] = field(default_factory=list)
     filtered: list[tuple[Rollout, str]] = field(default_factory=list)
     masked_tokens: int = 0
-    """Sampled tokens that bear no loss because they are stale, those of filtered rollouts included."""
+    """Stale tokens of the trained rollouts, which bear no loss; those of filtered rollouts are wasted, not masked."""
 
 
 def sample_group(group: Group, *, judged_version: int, max_staleness: int, drop_stale: bool = False) -> SampledGroup:
@@ -45,7 +45,6 @@ def _sample(
     masks = [_fresh(branch, oldest) for branch in rollout.branches]
     fresh = [int(np.count_nonzero(mask)) for mask in masks]
     num_fresh, num_tokens = sum(fresh), rollout.num_completion_tokens
-    sampled.masked_tokens += num_tokens - num_fresh
     if num_fresh == 0 or (drop_stale and num_fresh < num_tokens):
         sampled.filtered.append((rollout, STALE if num_tokens else NOTHING_SAMPLED))
         return
@@ -54,6 +53,7 @@ def _sample(
             f"rollout {rollout.rollout_id} has {len(rollout.branches)} branches; advantages per token need exactly one"
         )
     sampled.trained.append(rollout)
+    sampled.masked_tokens += num_tokens - num_fresh
     sampled.samples += [
         TrainingSample(
             rollout_id=rollout.rollout_id,

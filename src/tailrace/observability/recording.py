@@ -68,13 +68,18 @@ class BiasMeter:
         self.wasted_tokens += wasted
         return wasted
 
+    def lost(self, tokens: int) -> int:
+        """A rollout is terminal that never finished, with so many tokens sampled. Returns what this wastes: all."""
+        self.wasted_tokens += tokens
+        return tokens
+
     def sent(self, batch: BatchSummary) -> None:
         """A batch is on its way to the trainer."""
-        self._steps += 1
         self._batch_tokens += batch.num_tokens
         self.masked_tokens += batch.masked_tokens
         if self._is_warm:
             self._bearing_loss.add(batch.loss_tokens, batch.num_rollouts)
+        self._steps += 1
 
     @property
     def length_ratio(self) -> float | None:
@@ -123,14 +128,14 @@ class RunRecorder:
             if name in rollout.metrics:
                 self._metrics.add(f"rollout/{name}", rollout.metrics[name])
 
-    def rollout_ended(self, rollout: Rollout | None, outcome: Outcome) -> None:
-        """A rollout is terminal; None where it was lost."""
+    def rollout_ended(self, rollout: Rollout | None, outcome: Outcome, *, lost_tokens: int = 0) -> None:
+        """A rollout is terminal; None where it was lost, with so many tokens."""
         failed = outcome.state is TerminalState.FAILED
         self._metrics.add("rollout/failed_share", float(failed))
         if outcome.state is not TerminalState.TRAINED:
             self._metrics.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
-        if rollout is not None:
-            self._metrics.add("bias/wasted_tokens", self.bias.ended(rollout, outcome))
+        wasted = self.bias.lost(lost_tokens) if rollout is None else self.bias.ended(rollout, outcome)
+        self._metrics.add("bias/wasted_tokens", wasted)
 
     def group_scored(self, group: Group) -> None:
         """A group has its rewards."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import DataError
-from tailrace.observability.formats import clock, compact, num_bytes, plural, share
+from tailrace.observability.formats import clock, compact, num_bytes, plural, seconds, share
 from tailrace.records import RunStatus, TerminalState
 
 SUMMARY_FILE = "summary.json"
@@ -115,6 +115,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float | None = None
     staleness_max: int | None = None
 
+    trainer_wait_s: float | None = None
+    """Seconds that the trainer waited for a batch until the last step, the first one included."""
+    admission_waits_s: dict[str, float] = {}
+    """Seconds that no group was admitted until the last step, by cause. While `engines_full` nothing was idle."""
+
     loop_lag_max_s: float | None = None
     peak_rss_bytes: dict[str, int] = {}
     """By role."""
@@ -164,12 +169,13 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("run", f"{summary.name}, {summary.status}{reason}"),
         ("steps", f"{summary.steps:,} in {clock(summary.wall_s)}, policy version {summary.policy_version:,}"),
         ("reward", _rewards(summary)),
-        *((f"held-out {environment}", found.line()) for environment, found in summary.evaluations.items()),
+        *(("held-out", f"{environment}: {found.line()}") for environment, found in summary.evaluations.items()),
         ("rollouts", _rollouts(summary.ledger)),
         ("ledger", summary.ledger.invariant_line()),
         ("tokens", _tokens(summary)),
         ("bias", _bias(summary)),
         ("staleness", _staleness(summary)),
+        ("waits", _waits(summary)),
         ("memory", _memory(summary.peak_rss_bytes)),
         ("not saved", plural(summary.dropped_records, "record") if summary.dropped_records else ""),
         ("checkpoint", summary.checkpoint_path),
@@ -210,9 +216,16 @@ def _bias(summary: RunSummary) -> str:
     parts = [f"{compact(summary.wasted_tokens)} tokens wasted", f"{compact(summary.masked_tokens)} masked"]
     if summary.masked_share is not None:
         parts[1] += f" ({share(summary.masked_share)})"
-    if summary.length_ratio is not None:
-        parts.insert(0, f"length ratio {summary.length_ratio:.3f}")
-    return " · ".join(parts)
+    ratios = (("length ratio", summary.length_ratio), ("loss length ratio", summary.loss_length_ratio))
+    return " · ".join([*(f"{name} {ratio:.3f}" for name, ratio in ratios if ratio is not None), *parts])
+
+
+def _waits(summary: RunSummary) -> str:
+    """Longest first."""
+    longest_first = sorted(summary.admission_waits_s.items(), key=lambda wait: -wait[1])
+    causes = [f"{seconds(waited_s)} {cause.replace('_', ' ')}" for cause, waited_s in longest_first if waited_s >= 0.05]
+    trainer = [] if summary.trainer_wait_s is None else [f"trainer {seconds(summary.trainer_wait_s)} for a batch"]
+    return " · ".join([*trainer, *([f"admission {', '.join(causes)}"] if causes else [])])
 
 
 def _staleness(summary: RunSummary) -> str:

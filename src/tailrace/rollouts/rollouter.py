@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -88,8 +88,11 @@ class Rollouter:
         attempt: int = 0,
         max_turns: int | None = None,
         timeout_s: float | None = None,
+        on_lost: Callable[[Rollout], None] | None = None,
     ) -> Rollout:
         """One attempt at a task, scored. `max_turns` and `timeout_s` override the settings for one environment.
+
+        `on_lost` is told of a rollout that fails or is cancelled, with the tokens of the turns it finished.
 
         Cancelling this cancels the agent, its tools, its requests and its reward, and returns once they have ended: see
         `Attempts`. No request of the rollout is taken any more.
@@ -103,12 +106,17 @@ class Rollouter:
         rollout = Rollout(rollout_id, group_id, task, sampling, started_s=clock.time(), attempt=attempt)
         limit_s = timeout_s or self._settings.timeout_s
         policy = self._policy(rollout, max_turns or self._settings.max_turns)
-        await self._attempts.run(
-            self._attempt(rollout, policy, spec, limit_s),
-            what=f"task {task.task_id}: rollout {rollout_id}",
-            limit_s=limit_s,
-            stop=policy.stop,
-        )
+        try:
+            await self._attempts.run(
+                self._attempt(rollout, policy, spec, limit_s),
+                what=f"task {task.task_id}: rollout {rollout_id}",
+                limit_s=limit_s,
+                stop=policy.stop,
+            )
+        except BaseException:
+            if on_lost is not None:
+                on_lost(rollout)
+            raise
         rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
         rollout.ended_s = clock.time()
         return rollout

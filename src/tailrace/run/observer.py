@@ -36,6 +36,11 @@ from tailrace.scheduling import EnvironmentFigures, Evaluation, SchedulerStatist
 _logger = logging.getLogger(__name__)
 
 _ROLLOUT_PHASES = ("generate", "environment", "score")
+_WAITS = {
+    Verdict.BUDGET_SPENT: "budget_wait_s",
+    Verdict.BUFFER_FULL: "buffer_wait_s",
+    Verdict.WEIGHTS_OLD: "weights_wait_s",
+}
 _TRAINER_PHASES = {"train": "training/step_s", "publish": "training/publish_s", "checkpoint": "training/checkpoint_s"}
 
 
@@ -94,9 +99,11 @@ class RunObserver:
         self.started_s = self.last_step_s = self._clock()
         self._usage = meter.read()
         self._cpu_before_s = total_cpu_s(self._usage)
-        self._waited_s = dict.fromkeys(Verdict, 0.0)
+        self._waited_s: Mapping[Verdict, float] = dict.fromkeys(Verdict, 0.0)
+        self._trainer_waited_s = self._held_s = 0.0
         self._tokens_before = 0
         self._advantages: dict[RolloutId, float] = {}
+        self._lost_tokens: dict[RolloutId, int] = {}
         self._entries: list[RolloutEntry] = []
 
     @property
@@ -109,6 +116,16 @@ class RunObserver:
         """From the first rollout to the last step."""
         return self.last_step_s - self.started_s
 
+    @property
+    def waited_s(self) -> Mapping[Verdict, float]:
+        """Seconds that admission was held until the last step, by what held it."""
+        return self._waited_s
+
+    @property
+    def trainer_waited_s(self) -> float:
+        """Seconds that the trainer waited for a batch until the last step, the first one included."""
+        return self._trainer_waited_s
+
     def completion_sampled(self, completion: Completion) -> None:
         """A request of some rollout ended."""
         self._recorder.completion(completion)
@@ -120,13 +137,18 @@ class RunObserver:
         for phase in _ROLLOUT_PHASES:
             self.phases.add(phase, rollout.metrics.get(f"{phase}_s", 0.0))
 
+    def rollout_lost(self, rollout: Rollout) -> None:
+        """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it."""
+        self._lost_tokens[rollout.rollout_id] = rollout.num_completion_tokens
+        self.totals.tokens_generated += rollout.num_completion_tokens
+
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         """See `SchedulerObserver`."""
         if outcome.state is TerminalState.FAILED:
             self.totals.failures[outcome.reason] += 1
             if self.totals.failures[outcome.reason] == 1:
                 _logger.warning("a rollout failed, and more of %r are only counted: %s", outcome.reason, message)
-        self._recorder.rollout_ended(rollout, outcome)
+        self._recorder.rollout_ended(rollout, outcome, lost_tokens=self._lost_tokens.pop(rollout_id, 0))
         if rollout is not None:
             self._entries.append(RolloutEntry(rollout, outcome, self._advantages.pop(rollout_id, None)))
 
@@ -197,9 +219,12 @@ class RunObserver:
         add("scheduler/admitted", statistics.admitted)
         add("scheduler/ready_groups", statistics.waiting_groups)
         add("scheduler/queued_batches", statistics.batches_ahead)
-        for verdict, name in ((Verdict.BUDGET_SPENT, "budget_wait_s"), (Verdict.BUFFER_FULL, "buffer_wait_s")):
+        for verdict, name in _WAITS.items():
             add(f"scheduler/{name}", statistics.waited_s[verdict] - self._waited_s[verdict])
-            self._waited_s[verdict] = statistics.waited_s[verdict]
+        add("scheduler/trainer_wait_s", statistics.trainer_waited_s - self._trainer_waited_s)
+        add("scheduler/held_s", statistics.held_s - self._held_s)
+        self._waited_s, self._trainer_waited_s = statistics.waited_s, statistics.trainer_waited_s
+        self._held_s = statistics.held_s
         for name, figures in self._environments().items():
             add(f"environment/{name}/trained_share", figures.trained_share)
             add(f"environment/{name}/in_flight", figures.in_flight)

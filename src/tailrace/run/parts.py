@@ -52,7 +52,10 @@ class EnvironmentRunner:
         settings: RunSettings,
         *,
         evaluation_seed: int | None = None,
+        on_lost: Callable[[Rollout], None] | None = None,
     ) -> None:
+        """`on_lost` is told of rollouts that fail or are cancelled."""
+        self._on_lost = on_lost
         self._rollouter = rollouter
         self._environments = environments
         self._settings = settings
@@ -70,6 +73,7 @@ class EnvironmentRunner:
             attempt=attempt,
             max_turns=environment.settings.max_turns,
             timeout_s=environment.settings.timeout_s,
+            on_lost=self._on_lost,
         )
 
     async def score(self, group: Group) -> list[Group]:

@@ -31,6 +31,8 @@ class Figures(TypedDict, total=False):
     masked_share: float | None
     staleness_mean: float | None
     staleness_max: int | None
+    trainer_wait_s: float
+    admission_waits_s: dict[str, float]
     loop_lag_max_s: float
 
 
@@ -56,6 +58,8 @@ def figures(ledger: Ledger, observer: RunObserver) -> Figures:
         masked_share=bias.masked_share,
         staleness_mean=totals.staleness_mean if totals.tokens_trained else None,
         staleness_max=totals.staleness_max if totals.tokens_trained else None,
+        trainer_wait_s=observer.trainer_waited_s,
+        admission_waits_s={str(cause): waited_s for cause, waited_s in observer.waited_s.items() if waited_s > 0},
         loop_lag_max_s=totals.lag_max_s,
     )
 

@@ -172,7 +172,7 @@ class _Training:
         )
         scheduler = StreamScheduler(
             tasks,
-            EnvironmentRunner(rollouter, self._environments, settings),
+            EnvironmentRunner(rollouter, self._environments, settings, on_lost=observer.rollout_lost),
             placement.batches.send,
             observer,
             settings=settings.scheduling,
