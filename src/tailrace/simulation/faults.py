@@ -139,9 +139,7 @@ def _draw_policies(random: Random) -> dict[str, Any]:
     """One of the values of each setting that is a choice of policies."""
     fields = SchedulingSettings.model_fields
     drawn = {name: random.choice(get_args(fields[name].annotation)) for name in _POLICIES if name in fields}
-    if "over_sampling" in fields:
-        drawn["over_sampling"] = random.choice((1.0, 1.0, 1.5, 2.0))
-    return drawn
+    return {**drawn, "over_sampling": random.choice((1.0, 1.0, 1.5, 2.0))}
 
 
 # --- what happens ------------------------------------------------------------------------------------------------
@@ -287,7 +285,8 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
     if left := sorted(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()):
         broken.append(f"tasks were left: {left[:5]}")
     if ended_by_data:
-        budget = (simulation.plan.max_staleness + 1) * simulation.plan.scheduling.batch_size
+        settings = simulation.plan.scheduling
+        budget = int((simulation.plan.max_staleness + settings.over_sampling) * settings.batch_size)
         if scheduler.statistics.budget_free != budget:
             broken.append(f"{scheduler.statistics.budget_free} of {budget} slots of the budget are free at the end")
     return broken

@@ -39,9 +39,9 @@ class ModelledFleet:
             for name in self._names:
                 lives.create_task(self._keep(name), name=f"life of {name}")
 
-    async def load(self, version: int) -> None:
-        """Bring weights to every replica that is there."""
-        await self.router.load_model_state_dict(ModelStateDictRef(version=version, uri="modelled", num_bytes=0))
+    async def load(self, version: int) -> int:
+        """Bring weights to every replica that is there; the lowest version that they then hold."""
+        return await self.router.load_model_state_dict(ModelStateDictRef(version=version, uri="modelled", num_bytes=0))
 
     def kill(self, index: int) -> bool:
         """Let a replica die with everything that it holds; whether it was there."""

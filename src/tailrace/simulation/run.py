@@ -199,6 +199,7 @@ class Simulation:
             max_staleness=plan.max_staleness,
             max_running=plan.max_running,
             group_sizes={ENVIRONMENT: plan.load.group_size},
+            serving_version=0,
         )
         self.requests_left = 0
         """That engines still held once every rollout had ended."""
@@ -247,8 +248,11 @@ class Simulation:
 
     async def _publish(self, version: int) -> None:
         assert self._publishing is not None
-        self._publishing.create_task(self.fleet.load(version), name=f"weights of version {version}")
+        self._publishing.create_task(self._load(version), name=f"weights of version {version}")
         await asyncio.sleep(0)
+
+    async def _load(self, version: int) -> None:
+        self.scheduler.weights_installed(await self.fleet.load(version))
 
     def _step_ended(self, event: StepEnded) -> None:
         self._steps_ended_s.append(self._clock())
