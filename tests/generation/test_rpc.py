@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
-from tailrace.generation.engines.protocol import FailureListener
+from tailrace.generation.engines.protocol import Engine, FailureListener
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.generator import Generator
 from tailrace.generation.rpc import GeneratorClient
@@ -114,6 +114,25 @@ async def test_errors_keep_their_type(model) -> None:
             await client.load_model_state_dict(ModelStateDictRef(version=9, uri="memory:nowhere", num_bytes=0))
         assert type(raised.value).__module__ == "tailrace.errors"
         assert (await ask(client, "good", [1], max_tokens=2)).num_tokens == 2
+
+
+async def test_an_engine_that_cannot_be_built_is_told_to_whoever_says_hello() -> None:
+    def factory() -> Engine:
+        raise ModelError("no such model")
+
+    folder = create_socket_folder()
+    generator = Generator(factory)
+    server = GeneratorServer(generator, MemoryModelStateDictStore().open, ipc_address(folder, "generator"))
+    serving, client = asyncio.create_task(server.serve()), GeneratorClient(server.address)
+    with pytest.raises(ModelError, match="no such model"):
+        await client.hello()
+    with pytest.raises(EngineFailed, match="could not be built: ModelError: no such model"):
+        await ask(client, "r", [1])
+    await client.close()
+    await asyncio.wait_for(serving, 20)
+    await generator.close()
+    (folder / "generator").unlink(missing_ok=True)
+    folder.rmdir()
 
 
 async def test_a_call_that_cannot_be_read_costs_only_that_call(model) -> None:

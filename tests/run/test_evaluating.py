@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.config import RunSettings
 from tailrace.config.sources import recipe_folder
-from tailrace.errors import LifecycleError, SettingsError
+from tailrace.errors import SettingsError
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.run.evaluating import evaluate_model
 from tests.run.runs import tiny_settings
@@ -44,5 +44,5 @@ async def test_generators_that_run_already_measure_the_model_that_they_serve() -
 
 
 async def test_generators_that_fail_before_they_served_fail_the_evaluation_once() -> None:
-    with pytest.raises(LifecycleError, match=r"generator-\d left early"):
+    with pytest.raises(SettingsError, match=r"generator\.device = 'cuda:7' cannot be used here"):
         await evaluate_model(settings("--generator.replicas", "2", "--generator.device", "cuda:7"), limit=2)

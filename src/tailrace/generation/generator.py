@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tailrace.errors import EngineFailed
+from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_loop import EngineLoop, fail_inbox
 from tailrace.generation.engines.protocol import Engine, EngineStatistics
@@ -208,7 +208,11 @@ class _Worker:
             engine = self._engine_factory()
             loop = EngineLoop(engine, self._inbox, self._weights)
         except Exception as error:  # noqa: BLE001 - told to every caller
-            _log.debug("the engine could not be built", exc_info=True)
+            _log.log(
+                logging.DEBUG if isinstance(error, TailraceError) else logging.ERROR,
+                "the engine could not be built",
+                exc_info=True,
+            )
             self.build_error = error
             self._fail(error, "could not be built")
             self.built.set()

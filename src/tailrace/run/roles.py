@@ -119,16 +119,18 @@ async def generator(encoded: bytes) -> None:
     setup_logging(role.name, role.paths.logs, level=settings.observability.log_level)
     seeded = settings.model_copy(update={"generator": settings.generator.model_copy(update={"seed": role.seed})})
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
+    engine = Generator(engine_factory(seeded), settings.generator.weights)
     try:
-        async with Generator(engine_factory(seeded), settings.generator.weights) as engine:
-            await GeneratorServer(
-                engine,
-                store.open,
-                role.address(role.socket),
-                model=settings.model.name,
-                report_every_s=settings.generator.router.report_every_s,
-            ).serve()
+        # It serves while the engine is built: what that raises is told to whoever says hello, with its type.
+        await GeneratorServer(
+            engine,
+            store.open,
+            role.address(role.socket),
+            model=settings.model.name,
+            report_every_s=settings.generator.router.report_every_s,
+        ).serve()
     finally:
+        await engine.close()
         store.close()
 
 

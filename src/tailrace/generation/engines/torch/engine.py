@@ -50,6 +50,7 @@ def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> 
 
     def build() -> TorchEngine:
         torch.set_num_threads(generator.threads)
+        _require_device(generator.device)
         loaded = load_causal_lm(model.name, dtype=model.dtype, device=generator.device)
         return TorchEngine(
             loaded,
@@ -383,6 +384,14 @@ class TorchEngine:
             "preemptions": float(table.preempted[row]),
             "nonfinite_logprobs": float(broken),
         }
+
+
+def _require_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without it
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(f"generator.device = {device!r} cannot be used here: {reason}") from error
 
 
 def _nothing_sampled(request_id: RequestId) -> SampledTokens:
