@@ -1,3 +1,50 @@
-"""Tailrace: asynchronous reinforcement learning of language models."""
+"""Tailrace: asynchronous reinforcement learning of language models.
+
+Most is done by the command `tailrace`. For use as a library, without a run or a trainer: `gather_groups` and
+`stream_groups`, imported when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tailrace.observability.group_progress import GroupCounts
+    from tailrace.records import Group, Message, Reward, Rollout, Task
+    from tailrace.rollouts.budgets import ErrorBudget
+    from tailrace.rollouts.gathering import gather_groups, stream_groups
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ErrorBudget",
+    "Group",
+    "GroupCounts",
+    "Message",
+    "Reward",
+    "Rollout",
+    "Task",
+    "__version__",
+    "gather_groups",
+    "stream_groups",
+]
+
+_HOMES = {
+    "ErrorBudget": "tailrace.rollouts.budgets",
+    "Group": "tailrace.records",
+    "GroupCounts": "tailrace.observability.group_progress",
+    "Message": "tailrace.records",
+    "Reward": "tailrace.records",
+    "Rollout": "tailrace.records",
+    "Task": "tailrace.records",
+    "gather_groups": "tailrace.rollouts.gathering",
+    "stream_groups": "tailrace.rollouts.gathering",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used: `import tailrace` itself loads nothing."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,10 +10,14 @@ Each message says what was found, what was expected and what to do about it, and
     │   ├── RolloutTimeout          it outlived its time limit
     │   ├── EnvironmentFailed       the agent, environment or reward raised
     │   ├── InvalidReward           the reward is not a finite number
+    │   ├── ScoringFailed           `score_group` raised, or returned something else than groups
+    │   │   └── JudgeFailed         a judge gave no valid scores, however often it was asked
     │   └── BudgetExceeded          it has no token or turn left and asked for more
+    ├── ErrorBudgetSpent            more failed than an error budget allows; a group of those errors
     ├── ToolError                   a tool refuses a call; the policy reads why, the rollout goes on
     ├── GenerationError
     │   ├── RequestRefused          one request is impossible (too long, bad sampling); others go on
+    │   ├── ChatFailed              a model that was asked something (a judge) gave no answer
     │   └── EngineFailed            the engine is gone; every outstanding and later call fails with this
     ├── TransportError
     │   ├── CorruptData             bytes that are not what their header promises
@@ -28,6 +32,8 @@ Each message says what was found, what was expected and what to do about it, and
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class TailraceError(Exception):
@@ -75,10 +81,30 @@ class InvalidReward(RolloutError):
     reason = "invalid_reward"
 
 
+class ScoringFailed(RolloutError):
+    """A group's `score_group` raised, or returned something else than groups. Costs that group."""
+
+    reason = "scoring_failed"
+
+
+class JudgeFailed(ScoringFailed):
+    """A judge gave no valid scores, however often it was asked. Never a reward of 0."""
+
+    reason = "judge_failed"
+
+
 class BudgetExceeded(RolloutError):
     """A rollout has no turn or token left and asked for more."""
 
     reason = "budget_exceeded"
+
+
+class ErrorBudgetSpent(TailraceError, ExceptionGroup[Exception]):
+    """More rollouts or scores failed than their error budget allows; holds the latest of those errors."""
+
+    def derive(self, excs: Sequence[Exception]) -> ErrorBudgetSpent:  # type: ignore[override]
+        """What `split` and `except*` keep of it is of this kind too."""
+        return ErrorBudgetSpent(self.message, excs)
 
 
 class ToolError(TailraceError):
@@ -91,6 +117,16 @@ class GenerationError(TailraceError):
 
 class RequestRefused(GenerationError):
     """One request is impossible (prompt too long, unknown token, bad sampling settings); others are unaffected."""
+
+
+class ChatFailed(GenerationError):
+    """One call of a model beside the policy (a judge) brought no answer; `may_recover`: another one could."""
+
+    def __init__(self, message: str, *, may_recover: bool, pause_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.may_recover = may_recover
+        self.pause_s = pause_s
+        """Seconds that a server asks to be left alone first."""
 
 
 class EngineFailed(GenerationError):

@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.environments import EnvironmentSpec, Message, Observation, Policy, Task, ToolSpec, answer_tool_calls
 from tailrace.errors import EnvironmentFailed, RolloutTimeout
-from tailrace.records import Group, GroupId, Rollout, RolloutId
+from tailrace.records import Group, GroupId, Rollout, RolloutId, SamplingParams
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.rollouts.attempts import Attempts
 from tests.support.scripted_generate import ScriptedGenerate
@@ -211,7 +211,9 @@ async def test_group_scoring_is_cancelled_and_waited_for(renderer: ChatRenderer)
         return group
 
     spec = EnvironmentSpec(name="own", agent=ask, train_tasks=[{"names": "Bob"}], score_group=rank)
-    scoring = asyncio.create_task(cancelled.rollouter.score(Group(GroupId("g0"), spec.train_task(0), []), spec))
+    task = spec.train_task(0)
+    group = Group(GroupId("g0"), task, [Rollout(RolloutId("r0"), GroupId("g0"), task, SamplingParams())])
+    scoring = asyncio.create_task(cancelled.rollouter.score(group, spec))
     await cancelled.reached.wait()
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):

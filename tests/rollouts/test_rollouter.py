@@ -14,6 +14,7 @@ from tailrace.errors import (
     InvalidReward,
     RequestRefused,
     RolloutTimeout,
+    ScoringFailed,
     SettingsError,
 )
 from tailrace.records import Group, GroupId, Message, Reward, Rollout, RolloutId, Task
@@ -57,6 +58,7 @@ async def run(
     replies: Sequence[str | Exception] = ("Ada, Bob",),
     *,
     delay_s: float = 0.0,
+    rollout_id: str = "r0",
     **settings: object,
 ) -> Rollout:
     chosen = RolloutSettings.model_validate(settings)
@@ -64,7 +66,7 @@ async def run(
     async with Rollouter(chosen, renderer=renderer, generate=generate) as rollouter:
         return await rollouter.run(
             spec.train_task(0),
-            rollout_id=RolloutId("r0"),
+            rollout_id=RolloutId(rollout_id),
             group_id=GroupId("g0"),
             spec=spec,
             sampling=chosen.training_sampling(),
@@ -234,7 +236,7 @@ async def test_untrusted_synchronous_code_needs_settings_to_be_made_again_from(r
 class TestScoringAGroup:
     async def score(self, renderer: ChatRenderer, score_group: object, **settings: object) -> list[Group]:
         spec = spec_of(ask, score_group=score_group)
-        rollouts = [await run(renderer, spec), await run(renderer, spec)]
+        rollouts = [await run(renderer, spec, rollout_id=name) for name in ("r0", "r1")]
         group = Group(GroupId("g0"), spec.train_task(0), rollouts)
         generate = ScriptedGenerate(renderer.tokenizer, ["-"])
         chosen = RolloutSettings.model_validate(settings)
@@ -273,7 +275,7 @@ class TestScoringAGroup:
         async def broken(group: Group) -> Group:
             raise RuntimeError("judge is down")
 
-        with pytest.raises(EnvironmentFailed, match="own/train/0: RuntimeError: judge is down"):
+        with pytest.raises(ScoringFailed, match="own/train/0: RuntimeError: judge is down"):
             await self.score(renderer, broken)
 
     async def test_it_has_a_time_limit(self, renderer: ChatRenderer) -> None:
@@ -288,5 +290,5 @@ class TestScoringAGroup:
         async def wrong(group: Group) -> float:
             return 1.0
 
-        with pytest.raises(EnvironmentFailed, match="returned a float"):
+        with pytest.raises(ScoringFailed, match="own/train/0: score_group returned a float"):
             await self.score(renderer, wrong)

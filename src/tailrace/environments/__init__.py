@@ -8,6 +8,8 @@ Your own, in ten lines: `docs/environments.md`.
 """
 
 from tailrace.environments.datasets import load_rows
+from tailrace.environments.judge import JudgeFormat, JudgeSettings
+from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.protocol import (
     Agent,
     Environment,
@@ -32,7 +34,10 @@ __all__ = [
     "EnvironmentSettings",
     "EnvironmentSpec",
     "Json",
+    "JudgeFormat",
+    "JudgeSettings",
     "Message",
+    "NamedReward",
     "Observation",
     "Policy",
     "Reply",

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from tailrace.environments.judge import JudgeFormat, JudgeSettings
+from tailrace.environments.named_rewards import NamedReward
 from tailrace.errors import DataError, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
 
@@ -112,7 +114,8 @@ class EnvironmentSpec:
     'shout/train/0'
 
     Raises:
-        SettingsError: Neither or both of `agent` and `environment`; both `eval_tasks` and `held_out`.
+        SettingsError: Neither or both of `agent` and `environment`; both `eval_tasks` and `held_out`, `reward` and
+            `rewards`, or `score_group` and `judge`.
     """
 
     name: str
@@ -127,7 +130,13 @@ class EnvironmentSpec:
     """Called once per rollout; usually the class itself."""
     reward: RewardFunction | None = None
     """Scores the finished rollout in place of what the agent returned or the observations summed up to."""
+    rewards: Mapping[str, NamedReward] = field(default_factory=dict)
+    """In place of `reward`: named functions in TRL's form, whose weighted sum is the reward."""
     score_group: ScoreGroup | None = None
+    judge: JudgeSettings | None = None
+    """In place of `score_group`: a language model ranks the rollouts of a group."""
+    judge_format: JudgeFormat | None = None
+    """How the judge is asked and answers; None: scores by id, as JSON."""
     tools: tuple[ToolSpec, ...] = ()
     """Offered to the policy at every turn of a reset/step environment. An agent passes its own to `chat`."""
     required_columns: tuple[str, ...] = ()
@@ -149,6 +158,20 @@ class EnvironmentSpec:
             raise SettingsError(
                 f"environment {self.name!r} has both `eval_tasks` and `held_out` = {self.held_out}; give one of them"
             )
+        if self.reward is not None and self.rewards:
+            raise SettingsError(f"environment {self.name!r} has both `reward` and `rewards`; give one of them")
+        if self.score_group is not None and self.judge is not None:
+            raise SettingsError(f"environment {self.name!r} has both `score_group` and `judge`; give one of them")
+
+    @property
+    def scores_rollouts(self) -> bool:
+        """Whether a function scores a finished rollout, in place of what its agent or environment says."""
+        return self.reward is not None or bool(self.rewards)
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether a complete group is scored once more, so that its rollouts need no reward of their own."""
+        return self.score_group is not None or self.judge is not None
 
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from tailrace.environments.arguments import check_arguments
 from tailrace.environments.datasets import first_rows, hold_out, load_rows
 from tailrace.environments.files import ArrowRows, JsonlRows
+from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.errors import DataError, SettingsError
@@ -64,10 +65,36 @@ def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) 
         name=settings.id or spec.name,
         trusted=spec.trusted if settings.trusted is None else settings.trusted,
         saved_columns=spec.saved_columns if settings.columns is None else settings.columns,
+        judge=settings.judge or spec.judge,
+        rewards={**spec.rewards, **_rewards(spec, settings)},
     )
     if not with_tasks:
         return replace(spec, train_tasks=(), eval_tasks=(), held_out=0)
     return _with_tasks(spec, settings)
+
+
+def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, NamedReward]:
+    """The reward functions that the settings name or weigh anew."""
+    chosen: dict[str, NamedReward] = {}
+    for name, told in settings.rewards.items():
+        own = spec.rewards.get(name)
+        key = ("rewards", name, "function")
+        if told.function is not None:
+            function = _import_attribute(told.function, told.function, setting=f"environment.rewards.{name}.function")
+            if not callable(function):
+                raise SettingsError(f"environment.rewards.{name}: {told.function} is not a function", key=key)
+        elif own is not None:
+            function = own.function
+        else:
+            have = ", ".join(spec.rewards) or "none"
+            raise SettingsError(
+                f"environment.rewards.{name} names no function, and environment {spec.name!r} has no reward of that "
+                f"name; its own are: {have}",
+                key=key,
+            )
+        weight = told.weight if told.weight is not None else own.weight if own is not None else 1.0
+        chosen[name] = NamedReward(function, weight)
+    return chosen
 
 
 def _with_tasks(spec: EnvironmentSpec, settings: EnvironmentSettings) -> EnvironmentSpec:
@@ -113,19 +140,19 @@ def _find(name: str) -> object:
     )
 
 
-def _import_attribute(path: str, name: str) -> object:
+def _import_attribute(path: str, name: str, *, setting: str = "environment.name") -> object:
     module_name, _, attribute = path.partition(":")
-    module = _import_module(module_name, name)
+    module = _import_module(module_name, name, setting)
     try:
         return getattr(module, attribute)
     except AttributeError:
         public = [key for key in vars(module) if not key.startswith("_")]
         close = get_close_matches(attribute, public, n=1)
         hint = f"; did you mean {module_name}:{close[0]!s}?" if close else ""
-        raise SettingsError(f"environment.name is {name!r}: {module_name} has no {attribute!r}{hint}") from None
+        raise SettingsError(f"{setting} is {name!r}: {module_name} has no {attribute!r}{hint}") from None
 
 
-def _import_module(module_name: str, name: str) -> object:
+def _import_module(module_name: str, name: str, setting: str) -> object:
     """Import, also from the folder the command runs in, which a console script does not look into by itself."""
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -134,10 +161,10 @@ def _import_module(module_name: str, name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise SettingsError(
-                f"environment.name is {name!r}: there is no module {error.name!r} here ({here}) or among the "
+                f"{setting} is {name!r}: there is no module {error.name!r} here ({here}) or among the "
                 "installed packages"
             ) from error
-        raise SettingsError(f"environment.name is {name!r}: importing {module_name} needs {error.name!r}") from error
+        raise SettingsError(f"{setting} is {name!r}: importing {module_name} needs {error.name!r}") from error
 
 
 def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:

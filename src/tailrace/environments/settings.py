@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailrace.environments.judge import JudgeSettings
 from tailrace.records import Json
+
+
+class RewardSettings(BaseModel):
+    """One function of an environment's weighted sum: `[environments.rewards.NAME]` in TOML."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    function: str | None = Field(
+        default=None, description="In TRL's form, as `module:attribute`. Unset: the environment's own of this name."
+    )
+    weight: float | None = Field(default=None, description="In the sum. Unset: the environment's own, or 1.")
 
 
 class EnvironmentSettings(BaseModel):
@@ -41,6 +53,14 @@ class EnvironmentSettings(BaseModel):
     trusted: bool | None = Field(
         default=None,
         description="Run its synchronous code on the event loop instead of in killable workers; None: as it declares.",
+    )
+    rewards: dict[str, RewardSettings] = Field(
+        default_factory=dict,
+        description="Named reward functions in TRL's form, beside the environment's own: each a table with `function` "
+        "(`module:attribute`; unset: the environment's own of that name) and `weight`.",
+    )
+    judge: JudgeSettings | None = Field(
+        default=None, description="A language model that ranks the rollouts of a group; None: as it declares."
     )
     group_size: int | None = Field(default=None, ge=1, description="Rollouts per task; None: the run's.")
     max_turns: int | None = Field(default=None, ge=1, description="Turns per rollout at most; None: the run's.")

@@ -85,6 +85,8 @@ class Rollout:
     """Sums over the rollout: `drifted_turns`, `realigned_turns`, `rewritten_turns`, `generate_s`, `score_s`, ..."""
     attempt: int = 0
     """How often this place in its group was tried before."""
+    metadata: dict[str, Json] = field(default_factory=dict)
+    """Whatever its author wants to find again; nothing here reads it."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +108,12 @@ class Group:
     rollouts: list[Rollout]
     advantages: list[float | Float32Array] | None = None
     """One per rollout once computed: a number, or one per token of its only branch."""
+    index: int = 0
+    """Its task's place among those asked for; the parts of a group that was split share it."""
+    metadata: dict[str, Json] = field(default_factory=dict)
+    """Whatever its author wants to find again; nothing here reads it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What scoring it took: `score_group_s`, and a judge's calls, tokens and cost."""
 
     @property
     def rewards(self) -> list[float]:

@@ -6,11 +6,14 @@ never becomes a reward, and nothing here knows of schedules, weights or torch.
 """
 
 from tailrace.rollouts.agents import EnvironmentHost, environment_agent, hosted_agent
+from tailrace.rollouts.budgets import ErrorBudget
+from tailrace.rollouts.gathering import gather_groups, stream_groups
+from tailrace.rollouts.groups import GroupScorer
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
 from tailrace.rollouts.rendering import ChatRenderer, Renderer
 from tailrace.rollouts.replies import ParsedReply
 from tailrace.rollouts.rollouter import Rollouter, needs_workers
-from tailrace.rollouts.scoring import require_number, require_reward, score_group
+from tailrace.rollouts.scoring import require_number, require_reward
 from tailrace.rollouts.settings import EvaluationSampling, RolloutSettings
 from tailrace.rollouts.tokenizer import ChatTokenizer
 from tailrace.rollouts.worker_pool import WorkerPool
@@ -19,7 +22,9 @@ __all__ = [
     "ChatRenderer",
     "ChatTokenizer",
     "EnvironmentHost",
+    "ErrorBudget",
     "EvaluationSampling",
+    "GroupScorer",
     "ParsedReply",
     "Renderer",
     "RolloutBudget",
@@ -28,9 +33,10 @@ __all__ = [
     "Rollouter",
     "WorkerPool",
     "environment_agent",
+    "gather_groups",
     "hosted_agent",
     "needs_workers",
     "require_number",
     "require_reward",
-    "score_group",
+    "stream_groups",
 ]

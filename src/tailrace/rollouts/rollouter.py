@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from tailrace.environments import Agent, EnvironmentSettings, EnvironmentSpec
-from tailrace.errors import (
-    BudgetExceeded,
-    EngineFailed,
-    EnvironmentFailed,
-    RequestRefused,
-    RolloutError,
-    RolloutTimeout,
-    SettingsError,
-    TransportError,
-)
+from tailrace.errors import BudgetExceeded, RequestRefused, RolloutError, ScoringFailed
 from tailrace.records import Generate, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agents import environment_agent, hosted_agent
 from tailrace.rollouts.attempts import Attempts
+from tailrace.rollouts.blame import blamed_on, within
+from tailrace.rollouts.budgets import ErrorTally
+from tailrace.rollouts.groups import GroupScorer
+from tailrace.rollouts.judge import EndpointChat, EngineChat, JudgeUsage, RelativeJudge
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
 from tailrace.rollouts.rendering import Renderer
-from tailrace.rollouts.scoring import require_reward, score_group
+from tailrace.rollouts.rewarding import RolloutRewards, is_async_environment, is_async_function
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.worker_pool import WorkerEnvironment, WorkerPool
 
@@ -54,6 +45,10 @@ class Rollouter:
         self._max_model_tokens = max_model_tokens
         self._attempts = Attempts()
         self._workers = WorkerPool(settings, environments or {}, log_path=worker_log)
+        self._rewards = RolloutRewards(self._workers)
+        self._judges: dict[str, RelativeJudge] = {}
+        self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
+        self._scorer = GroupScorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
 
     async def __aenter__(self) -> Rollouter:
         return self
@@ -74,8 +69,19 @@ class Rollouter:
         await self._workers.start(names)
 
     async def close(self) -> None:
-        """End the worker processes. No rollout may be running."""
-        await self._workers.close()
+        """End the worker processes and judges' connections. No rollout may be running."""
+        async with asyncio.TaskGroup() as closing:
+            closing.create_task(self._workers.close())
+            for judge in self._judges.values():
+                closing.create_task(judge.close())
+
+    @property
+    def judge_usage(self) -> JudgeUsage:
+        """What all judges took so far."""
+        usage = JudgeUsage()
+        for judge in self._judges.values():
+            usage.add(judge.usage)
+        return usage
 
     async def run(
         self,
@@ -101,11 +107,13 @@ class Rollouter:
             RolloutError: This rollout alone is lost; the class and `reason` say how, the message names the task.
             RequestRefused: The engine cannot take one of its prompts.
             EngineFailed: No engine is left; not this rollout's fault.
+            ErrorBudgetSpent: More rollouts or rewards failed than the settings allow.
         """
         clock = asyncio.get_running_loop()
         rollout = Rollout(rollout_id, group_id, task, sampling, started_s=clock.time(), attempt=attempt)
         limit_s = timeout_s or self._settings.timeout_s
         policy = self._policy(rollout, max_turns or self._settings.max_turns)
+        self._failures.started += 1
         try:
             await self._attempts.run(
                 self._attempt(rollout, policy, spec, limit_s),
@@ -113,35 +121,65 @@ class Rollouter:
                 limit_s=limit_s,
                 stop=policy.stop,
             )
-        except BaseException:
+        except BaseException as error:
             if on_lost is not None:
                 on_lost(rollout)
+            if isinstance(error, (RolloutError, RequestRefused)) and not self._scorer.has_counted(error):
+                self._failures.fail(error)
+            raise
             raise
         rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
         rollout.ended_s = clock.time()
         return rollout
 
     async def score(self, group: Group, spec: EnvironmentSpec, *, timeout_s: float | None = None) -> list[Group]:
-        """Score a complete group by the environment's `score_group`, where it has one; see `scoring.score_group`.
+        """Score a complete group by the environment's `score_group` or judge, where it has one; see `GroupScorer`.
 
-        `timeout_s` stands in for the settings' where they have no `reward_timeout_s`. Raises `RolloutError` for the
-        whole group.
+        `timeout_s` stands in for the settings' where they have no `reward_timeout_s`; it counts from where a place
+        among `rollouts.score_concurrency` is free. Raises `RolloutError` for the whole group.
         """
-        if spec.score_group is None:
-            return await score_group(group, spec)
         limit_s = self._settings.reward_timeout_s or timeout_s or self._settings.timeout_s
+        asked = spec.score_group or self._judge(spec)
 
-        async def scored() -> list[Group]:
-            async with _blamed_on(group.task), _within(limit_s, group.task):
-                return await score_group(group, spec)
+        if asked is None:
+            return await self._scorer.score(group, None)
 
-        what = f"task {group.task.task_id}: score_group of group {group.group_id}"
-        return await self._attempts.run(scored(), what=what, limit_s=limit_s, stop=_nothing)
+        async def answer() -> Group | list[Group] | None:
+            async with blamed_on(group.task, ScoringFailed), within(limit_s, group.task):
+                return await asked(group)
+
+        async def score_group(group: Group) -> Group | list[Group] | None:
+            what = f"task {group.task.task_id}: score_group of group {group.group_id}"
+            return await self._attempts.run(answer(), what=what, limit_s=limit_s, stop=_nothing)
+
+        return await self._scorer.score(group, score_group)
+
+    def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
+        """The environment's judge, made when it is first needed."""
+        if spec.judge is None:
+            return None
+        if spec.name not in self._judges:
+            told = spec.judge
+            chat = (
+                EngineChat(self._renderer, self._generate, max_model_tokens=self._max_model_tokens)
+                if told.url is None
+                else EndpointChat(told.url, told.model, api_key_variable=told.api_key_variable)
+            )
+            self._judges[spec.name] = RelativeJudge(chat, told, form=spec.judge_format)
+        return self._judges[spec.name]
 
     async def _attempt(self, rollout: Rollout, policy: RolloutPolicy, spec: EnvironmentSpec, limit_s: float) -> None:
-        async with _blamed_on(rollout.task), _within(limit_s, rollout.task):
+        """Play a rollout, then score it, within one limit."""
+        task, ends_s = rollout.task, rollout.started_s + limit_s
+        async with blamed_on(task), within(limit_s, task, ends_s=ends_s):
             returned = await self._play(rollout, policy, spec)
-            rollout.reward = _saving(await self._score(rollout, spec, returned), spec.saved_columns)
+        rollout.reward = returned if isinstance(returned, Reward) else None
+
+        async def reward() -> Reward | None:
+            async with blamed_on(task), within(limit_s, task, ends_s=ends_s):
+                return await self._rewards.score(rollout, spec, returned)
+
+        await self._scorer.reward(rollout, reward)
 
     def _policy(self, rollout: Rollout, max_turns: int) -> RolloutPolicy:
         return RolloutPolicy(
@@ -163,7 +201,7 @@ class Rollouter:
         try:
             return await self._agent(spec)(rollout.task, policy)
         except BudgetExceeded:
-            if spec.reward is None or not rollout.messages:
+            if not spec.scores_rollouts or not rollout.messages:
                 raise
             return None
         finally:
@@ -175,8 +213,8 @@ class Rollouter:
         if spec.agent is not None:
             return spec.agent
         assert spec.environment is not None  # EnvironmentSpec holds exactly one of them
-        factory, scored_later = spec.environment, spec.reward is not None
-        if spec.trusted or _is_async_environment(factory):
+        factory, scored_later = spec.environment, spec.scores_rollouts
+        if spec.trusted or is_async_environment(factory):
             return environment_agent(
                 factory,
                 tools=spec.tools,
@@ -192,122 +230,17 @@ class Rollouter:
             scored_later=scored_later,
         )
 
-    async def _score(self, rollout: Rollout, spec: EnvironmentSpec, returned: float | Reward | None) -> Reward | None:
-        """The rollout's own reward; None only where `score_group` gives it later."""
-        clock = asyncio.get_running_loop()
-        started_s = clock.time()
-        what = f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id}"
-        if spec.reward is None:
-            if returned is None and spec.score_group is not None:
-                return None
-            return require_reward(returned, what)
-        value: object
-        if spec.trusted or _is_async_function(spec.reward):
-            scored = spec.reward(rollout.task, rollout.messages)
-            value = await scored if inspect.isawaitable(scored) else scored
-        else:
-            value = await self._workers.reward(rollout.task, rollout.messages)
-        rollout.metrics["score_s"] = clock.time() - started_s
-        return _merged(require_reward(value, what), returned)
-
 
 def _nothing() -> None:
     """There is no policy to close."""
-
-
-def _saving(reward: Reward | None, saved_columns: Sequence[str] | None) -> Reward | None:
-    """The reward with these columns alone, or with all of them."""
-    if reward is None or saved_columns is None:
-        return reward
-    return replace(reward, columns={name: reward.columns[name] for name in saved_columns if name in reward.columns})
-
-
-def _merged(reward: Reward, returned: float | Reward | None) -> Reward:
-    """The reward function's value, with what the environment reported beside its own."""
-    if not isinstance(returned, Reward):
-        return reward
-    return Reward(
-        reward.value,
-        components={**returned.components, **reward.components},
-        columns={**returned.columns, **reward.columns},
-    )
 
 
 def needs_workers(spec: EnvironmentSpec) -> bool:
     """Whether some of its code is synchronous and not trusted, so that it must run in a worker process."""
     if spec.trusted:
         return False
-    if spec.environment is not None and not _is_async_environment(spec.environment):
+    if spec.environment is not None and not is_async_environment(spec.environment):
         return True
-    return spec.reward is not None and not _is_async_function(spec.reward)
-
-
-def _is_async_environment(factory: object) -> bool:
-    """Whether both methods are coroutines, as far as the class tells without making an environment."""
-    made = getattr(factory, "func", factory)  # of a functools.partial
-    return all(inspect.iscoroutinefunction(getattr(made, method, None)) for method in ("reset", "step"))
-
-
-def _is_async_function(function: object) -> bool:
-    """Whether calling it gives a coroutine; an object with an async `__call__` counts."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-@asynccontextmanager
-async def _within(limit_s: float, task: Task) -> AsyncIterator[None]:
-    """Raise `RolloutTimeout` after `limit_s`; a timeout of the user's own code stays what it is."""
-    try:
-        async with asyncio.timeout(limit_s) as deadline:
-            yield
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise RolloutTimeout(
-            f"task {task.task_id}: not finished after {limit_s:g} s (rollouts.timeout_s); it was waiting in "
-            f"{_innermost(error)}"
-        ) from error
-
-
-def _innermost(error: BaseException) -> str:
-    """The deepest line of users' or our code that was running when a deadline passed."""
-    cancelled = error.__cause__ or error
-    frames = [frame for frame in traceback.extract_tb(cancelled.__traceback__) if "/asyncio/" not in frame.filename]
-    return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "an unknown place"
-
-
-@asynccontextmanager
-async def _blamed_on(task: Task) -> AsyncIterator[None]:
-    """Turn what users' code raises into `EnvironmentFailed` naming the task; let our own errors pass."""
-    try:
-        yield
-    except RolloutError as error:
-        if task.task_id in str(error):
-            raise
-        named = type(error)(f"task {task.task_id}: {error}")
-        named.reason = error.reason
-        raise named from error
-    except _OURS:
-        raise
-    except Exception as error:
-        if isinstance(error, ExceptionGroup) and (ours := _first_of_ours(error)) is not None:
-            raise ours from error
-        where = "".join(traceback.format_exception(error)).rstrip()
-        raise EnvironmentFailed(f"task {task.task_id}: {type(error).__name__}: {error}\n{where}") from error
-
-
-_OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefused)
-"""Errors that already say what was lost; the first of them tell of more than one rollout."""
-
-
-def _first_of_ours(group: ExceptionGroup[Exception]) -> Exception | None:
-    """The gravest of our own errors among those that an agent's parallel turns raised."""
-    raised = list(_leaves(group))
-    return next((error for kind in _OURS for error in raised if isinstance(error, kind)), None)
-
-
-def _leaves(group: ExceptionGroup[Exception]) -> Iterator[Exception]:
-    for error in group.exceptions:
-        if isinstance(error, ExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+    if spec.reward is not None and not is_async_function(spec.reward):
+        return True
+    return any(not reward.is_async for reward in spec.rewards.values())

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.records import SamplingParams
+from tailrace.rollouts.budgets import ErrorBudget
 
 
 class EvaluationSampling(BaseModel):
@@ -40,6 +41,15 @@ class RolloutSettings(BaseModel):
     timeout_s: float = Field(default=600.0, gt=0, description="Seconds one rollout may take, reward included.")
     reward_timeout_s: float | None = Field(
         default=None, gt=0, description="Seconds one group's `score_group` may take. Unset: as `timeout_s`."
+    )
+    score_concurrency: int | None = Field(
+        default=64, ge=1, description="Groups whose `score_group` or judge runs at once at most. Unset: all."
+    )
+    rollout_errors: ErrorBudget = Field(
+        default_factory=ErrorBudget, description="Rollouts that fail while they are played."
+    )
+    score_errors: ErrorBudget = Field(
+        default_factory=ErrorBudget, description="Rewards and groups' scores that fail, each counted apart."
     )
     workers: int = Field(
         default=1,

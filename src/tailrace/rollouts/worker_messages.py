@@ -79,7 +79,15 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     messages: list[Message]
 
 
-Call: TypeAlias = Load | Open | Step | ReadColumns | Score
+class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
+    """Call some of the environment's named reward functions; answers what each returned, by name."""
+
+    task: TaskMessage
+    messages: list[Message]
+    names: list[str]
+
+
+Call: TypeAlias = Load | Open | Step | ReadColumns | Score | ScoreNamed
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ from tailrace.rollouts.worker_messages import (
     ReadColumns,
     Request,
     Score,
+    ScoreNamed,
     Step,
     TaskMessage,
     answer_decoder,
@@ -69,6 +70,13 @@ class WorkerPool:
         async with self.least_busy(task.environment).process(task.environment) as process:
             value = await process.call(Score(TaskMessage.of(task), messages), self._settings.worker_timeout_s, task)
         return reward_from_json(value)
+
+    async def named_rewards(self, task: Task, messages: list[Message], names: Sequence[str]) -> Mapping[str, object]:
+        """What these reward functions of the task's environment return, by name. Raises `RolloutError`."""
+        call = ScoreNamed(TaskMessage.of(task), messages, list(names))
+        async with self.least_busy(task.environment).process(task.environment) as process:
+            returned: Mapping[str, object] = await process.call(call, self._settings.worker_timeout_s, task)
+        return returned
 
     def least_busy(self, environment: str) -> _Worker:
         """The worker to give this environment's next rollout or reward to. Raises `SettingsError` where none can."""
@@ -322,4 +330,5 @@ _NAMES: dict[type, str] = {
     Step: "step of the environment",
     ReadColumns: "reading columns of the environment",
     Score: "the reward function",
+    ScoreNamed: "the reward functions",
 }

@@ -38,6 +38,7 @@ from tailrace.rollouts.worker_messages import (
     ReadColumns,
     Request,
     Score,
+    ScoreNamed,
     Step,
     hello_decoder,
     observation_to_json,
@@ -79,6 +80,9 @@ class RolloutWorker:
             case Score(task, messages):
                 reward = self._spec(task.environment).reward
                 return reward_to_json(self._settled(reward(task.task(), messages) if reward else None))
+            case ScoreNamed(task, messages, names):
+                rewards = self._spec(task.environment).rewards
+                return {name: self._settled(rewards[name].call([task.task()], [messages])) for name in names}
 
     def _reopen(self, call: Open) -> Observation:
         factory = self._spec(call.task.environment).environment

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tailrace.errors import EngineFailed, LifecycleError, SettingsError, TailraceError, TransportError
+from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TailraceError, TransportError
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
@@ -295,6 +295,6 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
+    if isinstance(error, BaseExceptionGroup) and not isinstance(error, ErrorBudgetSpent):  # that one sums its errors up
         return [leaf for part in error.exceptions for leaf in _leaves(part)]
     return [error]

@@ -17,12 +17,12 @@ from typing import Protocol
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Group, GroupId, Outcome, Rollout, RolloutId, Task
 from tailrace.scheduling.accounts import Accounts
+from tailrace.scheduling.scored import SCORE_DROPPED, UNSCORED, sort_scored
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.tasks import TaskKey
 
 GROUP_TOO_SMALL = "group_too_small"
 PARTIAL_GROUP = "partial_group"
-SCORE_DROPPED = "score_dropped"
 
 
 class GroupRunner(Protocol):
@@ -122,15 +122,15 @@ class GroupPlayer:
         if reason is not None:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
             return []
+        members = list(group.rollouts)  # what scores it may change the list
         try:
-            scored = await self._runner.score(group)
+            scored = sort_scored(members, await self._runner.score(group))
         except RolloutError as error:
-            self._accounts.end(group.rollouts, Outcome.failed(error.reason), str(error))
+            self._accounts.end(members, Outcome.failed(error.reason), str(error))
             return []
-        kept = {rollout.rollout_id for scored_group in scored for rollout in scored_group.rollouts}
-        dropped = [rollout for rollout in group.rollouts if rollout.rollout_id not in kept]
-        self._accounts.end(dropped, Outcome.filtered(SCORE_DROPPED))
-        return scored
+        self._accounts.end(scored.unscored, Outcome.filtered(UNSCORED))
+        self._accounts.end(scored.dropped, Outcome.filtered(SCORE_DROPPED))
+        return scored.groups
 
     def _unfit(self, group: Group, full_size: int) -> str | None:
         """Why a group that lost members is not scored."""

@@ -1,0 +1,106 @@
+"""Rewards as weighted sums of named functions in TRL's form: `def reward(prompts, completions, **columns)`.
+
+    def right(prompts, completions, answer, **columns) -> list[float | None]:
+        return [float(a in completion[-1]["content"]) for completion, a in zip(completions, answer)]
+
+A prompt is what came before the first reply, a completion everything from there on, both as messages; every column of
+the tasks' rows is a list. A function may be async. `None` means that it does not apply to that completion: it then adds
+nothing to the sum, and is not among the components.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from numbers import Real
+from typing import TypeAlias
+
+from tailrace.errors import InvalidReward
+from tailrace.records import Json, Message, Reward, Task
+
+RewardsFunction: TypeAlias = Callable[..., list[float | None] | Awaitable[list[float | None]]]
+"""TRL's reward function: lists in, one number or None per completion out."""
+
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids", "prompts", "completions")
+"""Columns that TRL does not pass on either, and the names of the first two arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReward:
+    """One function of a weighted sum."""
+
+    function: RewardsFunction
+    weight: float = 1.0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it gives a coroutine, which runs on the event loop."""
+        called = getattr(self.function, "__call__", None)  # noqa: B004  of an object with an async one
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
+
+    def call(self, tasks: Sequence[Task], conversations: Sequence[Sequence[Message]]) -> object:
+        """What the function returns for these rollouts: hand it to `checked_values`, awaited where it is awaitable."""
+        halves = [_halves(messages) for messages in conversations]
+        columns: dict[str, list[Json]] = {
+            name: [task.row.get(name) for task in tasks]
+            for name in dict.fromkeys(name for task in tasks for name in task.row)
+            if name not in _NOT_COLUMNS
+        }
+        accepted = _accepted(self.function)
+        if accepted is not None:
+            columns = {name: values for name, values in columns.items() if name in accepted}
+        prompts, completions = [before for before, _ in halves], [after for _, after in halves]
+        return self.function(prompts=prompts, completions=completions, **columns)
+
+
+def checked_values(returned: object, count: int, name: str) -> list[float | None]:
+    """What a function returned, as one finite number or None per completion. Raises `InvalidReward` otherwise.
+
+    >>> checked_values([True, None], 2, "right")
+    [1.0, None]
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, list | tuple) or len(values) != count:
+        what = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(returned).__name__}"
+        raise InvalidReward(f"reward function {name!r} returned {what} for {count} completions; it returns a list")
+    return [_checked(value, name) for value in values]
+
+
+def weighted_sum(values: Mapping[str, float | None], rewards: Mapping[str, NamedReward]) -> Reward | None:
+    """The reward that the named values add up to, with each as a component; None where no function applies.
+
+    >>> weighted_sum({"right": 1.0, "brief": 0.5, "tool": None}, {
+    ...     "right": NamedReward(print), "brief": NamedReward(print, 0.2), "tool": NamedReward(print)})
+    Reward(value=1.1, components={'right': 1.0, 'brief': 0.5}, columns={})
+    """
+    components = {name: value for name, value in values.items() if value is not None}
+    if not components:
+        return None
+    return Reward(math.fsum(rewards[name].weight * value for name, value in components.items()), components)
+
+
+def _checked(value: object, name: str) -> float | None:
+    if value is None:
+        return None
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real) or not math.isfinite(number):
+        raise InvalidReward(f"reward function {name!r} returned {value!r:.100}; it must be a finite number or None")
+    return float(number)
+
+
+def _halves(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    roles = [message["role"] for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(messages)
+    return list(messages[:first]), list(messages[first:])
+
+
+@cache
+def _accepted(function: RewardsFunction) -> frozenset[str] | None:
+    """Names that it takes as keywords; None: any."""
+    parameters: Iterable[inspect.Parameter] = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)

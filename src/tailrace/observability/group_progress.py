@@ -1,0 +1,137 @@
+"""Where groups are that are gathered without a run: counts, and two progress bars over them.
+
+rollouts       ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━  192/256  0:00:07  3 failed
+groups scored  ━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━   14/32   0:00:07  mean reward 0.431
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tailrace.records import Group
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """What became of rollouts and groups so far. Every rollout and group that is over is counted under one outcome."""
+
+    rollouts_started: int = 0
+    rollouts_finished: int = 0
+    """Played to their end; whether they could be scored is counted below."""
+    rollouts_failed: int = 0
+    rewards_failed: int = 0
+    """Rollouts that finished and whose own reward failed."""
+    groups_started: int = 0
+    groups_scored: int = 0
+    groups_dropped: int = 0
+    """`score_group` returned None, or a list without rollouts."""
+    groups_empty: int = 0
+    """None of their rollouts came back, so that there was nothing to score."""
+    groups_failed: int = 0
+    """Their scoring failed and they were dropped."""
+    groups_unscored: int = 0
+    """Their scoring failed and they were kept without rewards."""
+    rewards: int = 0
+    reward_sum: float = 0.0
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Of all rollouts in scored groups; None before the first."""
+        return self.reward_sum / self.rewards if self.rewards else None
+
+    @property
+    def rollouts_over(self) -> int:
+        """Finished or failed."""
+        return self.rollouts_finished + self.rollouts_failed
+
+    @property
+    def groups_over(self) -> int:
+        """Scored or not, nothing more will come of them."""
+        left_out = self.groups_dropped + self.groups_empty + self.groups_failed
+        return self.groups_scored + self.groups_unscored + left_out
+
+    def add_scored(self, groups: Iterable[Group]) -> None:
+        """The parts of one group that came back from scoring."""
+        values = [r.reward.value for group in groups for r in group.rollouts if r.reward is not None]
+        self.groups_scored += bool(values)
+        self.groups_unscored += not values
+        self.rewards += len(values)
+        self.reward_sum += sum(values)
+
+
+class GroupBars:
+    """Two progress bars over counts that somebody else changes: `with GroupBars(counts, ...): ...`.
+
+    Rich draws them in a thread of its own, and they cost the event loop nothing. They are closed however the block
+    is left, and then show the final counts.
+    """
+
+    def __init__(
+        self, counts: GroupCounts, *, groups: int | None, group_size: int, console: Console | None = None
+    ) -> None:
+        """`groups` is how many there will be; None where nobody knows."""
+        self._bars = _CountedProgress(counts, groups, group_size, console)
+
+    def __enter__(self) -> GroupBars:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # the terminal went away
+            self._bars.stop()
+
+
+class _CountedProgress(Progress):
+    """Rich's progress bars, read from the counts whenever they are drawn."""
+
+    def __init__(self, counts: GroupCounts, groups: int | None, group_size: int, console: Console | None) -> None:
+        self._counts = counts
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[told]}"),
+            console=console,
+            refresh_per_second=4,
+        )
+        rollouts = None if groups is None else groups * group_size
+        self._of_rollouts = self.add_task("rollouts", total=rollouts, told="")
+        self._of_groups = self.add_task("groups scored", total=groups, told="")
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Called for every drawing."""
+        counts = self._counts
+        for bar, completed, told in (
+            (getattr(self, "_of_rollouts", None), counts.rollouts_over, _failures(counts)),
+            (getattr(self, "_of_groups", None), counts.groups_over, _rewards(counts)),
+        ):
+            if bar is not None:
+                self.update(bar, completed=completed, told=told)
+        yield from super().get_renderables()
+
+
+def _failures(counts: GroupCounts) -> str:
+    return f"{counts.rollouts_failed} failed" if counts.rollouts_failed else ""
+
+
+def _rewards(counts: GroupCounts) -> str:
+    parts = []
+    if counts.mean_reward is not None:
+        parts.append(f"mean reward {counts.mean_reward:.3f}")
+    for count, what in (
+        (counts.groups_dropped + counts.groups_empty, "dropped"),
+        (counts.groups_failed, "failed"),
+        (counts.groups_unscored, "unscored"),
+    ):
+        if count:
+            parts.append(f"{count} {what}")
+    return ", ".join(parts)

@@ -1,0 +1,315 @@
+"""Groups without a run or a trainer: play every task a number of times, score each group as soon as it is complete.
+
+    tasks ──► group_size × play(rollout) ──► reward(rollout) ──► score_group(group) ──► stream_groups, gather_groups
+
+What runs here and how it fails is in `groups`; a training run goes the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from tailrace.environments import ScoreGroup
+from tailrace.errors import ErrorBudgetSpent
+from tailrace.observability.group_progress import GroupBars, GroupCounts
+from tailrace.records import Group, GroupId, Json, Reward, Rollout, RolloutId, SamplingParams, Task, TaskId
+from tailrace.rollouts.blame import leaves_of
+from tailrace.rollouts.budgets import BEYOND_BUDGETS, RAISE, ErrorBudget, ErrorTally
+from tailrace.rollouts.groups import GroupScorer
+from tailrace.rollouts.scoring import require_reward
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Play: TypeAlias = Callable[[Rollout], Awaitable[float | Reward | None]]
+"""One attempt at `rollout.task`: fills the rollout, and returns its reward, or None where something else scores it."""
+RolloutReward: TypeAlias = Callable[[Rollout], Awaitable[float | Reward]]
+"""Scores one rollout that has ended, in place of what `play` returned."""
+
+_SAMPLING = SamplingParams()
+
+
+async def gather_groups(
+    play: Play,
+    tasks: Iterable[Task | Mapping[str, Json]],
+    *,
+    group_size: int = 8,
+    reward: RolloutReward | None = None,
+    score_group: ScoreGroup | None = None,
+    rollout_concurrency: int | None = None,
+    score_concurrency: int | None = None,
+    rollout_errors: ErrorBudget = RAISE,
+    score_errors: ErrorBudget = RAISE,
+    progress: bool | Console = False,
+    counts: GroupCounts | None = None,
+) -> list[Group]:
+    """The scored groups of all tasks, in their order; see `stream_groups` for the arguments and what it raises.
+
+    Groups that were dropped are left out, the parts of one that was split stand side by side, and each group's `index`
+    is its task's.
+
+    >>> async def play(rollout: Rollout) -> float:
+    ...     rollout.messages = [{"role": "assistant", "content": rollout.task["word"].upper()}]
+    ...     return float(len(rollout.task["word"]))
+    >>> async def drop_short(group: Group) -> Group | None:
+    ...     return group if min(group.rewards) > 2 else None
+    >>> words = [{"word": "ada"}, {"word": "no"}, {"word": "leopold"}]
+    >>> groups = asyncio.run(gather_groups(play, words, group_size=2, score_group=drop_short))
+    >>> [(group.index, group.rewards) for group in groups]
+    [(0, [3.0, 3.0]), (2, [7.0, 7.0])]
+    """
+    streamed = stream_groups(
+        play,
+        tasks,
+        group_size=group_size,
+        reward=reward,
+        score_group=score_group,
+        rollout_concurrency=rollout_concurrency,
+        score_concurrency=score_concurrency,
+        rollout_errors=rollout_errors,
+        score_errors=score_errors,
+        progress=progress,
+        counts=counts,
+    )
+    async with aclosing(streamed) as groups:
+        return sorted([group async for group in groups], key=lambda group: group.index)
+
+
+async def stream_groups(
+    play: Play,
+    tasks: Iterable[Task | Mapping[str, Json]],
+    *,
+    group_size: int = 8,
+    reward: RolloutReward | None = None,
+    score_group: ScoreGroup | None = None,
+    rollout_concurrency: int | None = None,
+    score_concurrency: int | None = None,
+    rollout_errors: ErrorBudget = RAISE,
+    score_errors: ErrorBudget = RAISE,
+    progress: bool | Console = False,
+    counts: GroupCounts | None = None,
+) -> AsyncGenerator[Group, None]:
+    """Scored groups as they come. Leave early through `contextlib.aclosing`, which ends all that still runs.
+
+    Args:
+        play: One attempt at a task; called `group_size` times per task, each with a `Rollout` of its own to fill.
+        tasks: `Task`s, or their rows.
+        group_size: Rollouts of one task.
+        reward: Scores a rollout when it ends; None: what `play` returns is its reward.
+        score_group: Rescores, splits or (None) discards a group when its last rollout ended and was scored.
+        rollout_concurrency: Rollouts played at once at most; None: all. Tasks are drawn one ahead.
+        score_concurrency: Calls of `score_group` at once at most; None: as many as there are.
+        rollout_errors: How many rollouts may fail. One that failed has nothing to keep, whatever it says.
+        score_errors: How many rewards and groups may fail to be scored, and what becomes of those.
+        progress: Show two progress bars, on this console if it is one.
+        counts: Filled while it runs, for whoever wants to know what was dropped.
+
+    Raises:
+        ErrorBudgetSpent: More failed than a budget allows; an `ExceptionGroup` of what failed.
+        ExceptionGroup: An engine is gone or a setting is impossible, which no budget covers.
+
+    Whatever ends it, also a cancellation, every task that it started has ended before.
+    """
+    counts = counts if counts is not None else GroupCounts()
+    gathering = _Gathering(
+        play=play,
+        reward=reward,
+        score_group=score_group,
+        group_size=group_size,
+        concurrency=rollout_concurrency,
+        attempts=ErrorTally(rollout_errors, "rollouts", "rollout_errors"),
+        scorer=GroupScorer(concurrency=score_concurrency, errors=score_errors),
+        counts=counts,
+    )
+    total = len(tasks) if isinstance(tasks, Sized) else None
+    with ExitStack() as stack:
+        if progress is not False:
+            console = None if progress is True else progress
+            stack.enter_context(GroupBars(counts, groups=total, group_size=group_size, console=console))
+        working = asyncio.create_task(gathering.run(tasks))
+        try:
+            while (group := await gathering.next()) is not None:
+                yield group
+        finally:
+            await _ended(working)
+        working.result()
+
+
+@dataclass(kw_only=True)
+class _Gathering:
+    """All groups of one call, from their tasks to the queue that they are taken from."""
+
+    play: Play
+    reward: RolloutReward | None
+    score_group: ScoreGroup | None
+    group_size: int
+    concurrency: int | None
+    attempts: ErrorTally
+    scorer: GroupScorer
+    counts: GroupCounts
+
+    def __post_init__(self) -> None:
+        self._places: AbstractAsyncContextManager[object] = (
+            nullcontext() if self.concurrency is None else asyncio.Semaphore(self.concurrency)
+        )
+        self._waiting = 0  # rollouts without a place yet
+        self._room = asyncio.Event()
+        self._finished: asyncio.Queue[Group | None] = asyncio.Queue()
+        self._clock = asyncio.get_running_loop().time
+
+    async def next(self) -> Group | None:
+        """The next scored group; None when there will be no more."""
+        group = await self._finished.get()
+        self._room.set()
+        return group
+
+    async def run(self, tasks: Iterable[Task | Mapping[str, Json]]) -> None:
+        """Play and score everything. Waits for room; whatever ends it, nothing that it started still runs."""
+        try:
+            with _one_exception_group():
+                async with asyncio.TaskGroup() as groups:
+                    for index, task in enumerate(tasks):
+                        self._waiting += self.group_size
+                        groups.create_task(self._run_group(index, _as_task(task, index)))
+                        await self._wait_for_room()
+                self.attempts.end()
+                self.scorer.end()
+        finally:
+            self._finished.put_nowait(None)
+
+    async def _wait_for_room(self) -> None:
+        """Where rollouts need places: until all have one, and whoever takes the groups is not far behind."""
+        while self.concurrency is not None and (self._waiting or self._finished.qsize() > self.concurrency):
+            self._room.clear()
+            await self._room.wait()
+
+    async def _run_group(self, index: int, task: Task) -> None:
+        counts = self.counts
+        counts.groups_started += 1
+        group_id = GroupId(str(index))
+        with _own_cancellation_told():
+            async with asyncio.TaskGroup() as playing:
+                places = range(self.group_size)
+                attempts = [playing.create_task(self._attempt(task, group_id, place)) for place in places]
+            members = [rollout for attempt in attempts if (rollout := attempt.result()) is not None]
+            if not members:
+                counts.groups_empty += 1
+                return
+            group = Group(group_id, task, members, index=index)
+            try:
+                scored = await self.scorer.score(group, self.score_group)
+            except (ErrorBudgetSpent, *BEYOND_BUDGETS):
+                raise
+            except Exception:  # noqa: BLE001  counted against the budget, which allows it
+                counts.groups_failed += 1
+                return
+        if not scored:
+            counts.groups_dropped += 1
+            return
+        counts.add_scored(scored)
+        for part in scored:
+            self._finished.put_nowait(part)
+
+    async def _attempt(self, task: Task, group_id: GroupId, place: int) -> Rollout | None:
+        """One rollout, played and scored on its own; None where it is lost and the budget allows that."""
+        rollout = Rollout(RolloutId(f"{group_id}.{place}"), group_id, task, _SAMPLING)
+        counts = self.counts
+        with _own_cancellation_told():
+            try:
+                async with self._places:
+                    self._waiting -= 1
+                    self._room.set()
+                    self.attempts.started += 1
+                    counts.rollouts_started += 1
+                    rollout.started_s = self._clock()
+                    returned = await self.play(rollout)
+                    rollout.ended_s = self._clock()
+            except BEYOND_BUDGETS:
+                raise
+            except Exception as error:  # noqa: BLE001  user code may raise anything; the budget says what it costs
+                counts.rollouts_failed += 1
+                self.attempts.fail(error)
+                return None
+            counts.rollouts_finished += 1
+            return await self._rewarded(rollout, returned)
+
+    async def _rewarded(self, rollout: Rollout, returned: float | Reward | None) -> Rollout | None:
+        if self.reward is None and returned is None:
+            return rollout
+        what = f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id}"
+
+        async def score() -> Reward:
+            value = returned if self.reward is None else await self.reward(rollout)
+            return require_reward(value, what)
+
+        try:
+            await self.scorer.reward(rollout, score)
+        except (ErrorBudgetSpent, *BEYOND_BUDGETS):
+            raise
+        except Exception:  # noqa: BLE001  counted against the budget, which allows it
+            self.counts.rewards_failed += 1
+            return None
+        self.counts.rewards_failed += rollout.reward is None
+        return rollout
+
+
+def _as_task(task: Task | Mapping[str, Json], index: int) -> Task:
+    return task if isinstance(task, Task) else Task(TaskId(str(index)), "", index, task)
+
+
+class _CancelledItself(Exception):
+    """User code raised `CancelledError` though nobody had cancelled it; carried to whoever awaits the groups."""
+
+
+@contextmanager
+def _own_cancellation_told() -> Iterator[None]:
+    """Task groups forget a task that ends as cancelled; here nothing is forgotten."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _CancelledItself from error
+
+
+@contextmanager
+def _one_exception_group() -> Iterator[None]:
+    """One flat group of everything that ended the work, or the `CancelledError` that it began with."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        leaves = list(dict.fromkeys(leaves_of(group)))
+        itself = next((error for error in leaves if isinstance(error, _CancelledItself)), None)
+        if itself is not None:
+            raise asyncio.CancelledError from itself.__cause__
+        spent = _budget_of(group)
+        if spent is not None:
+            raise ErrorBudgetSpent(spent.message, leaves) from None
+        raise ExceptionGroup(f"groups could not be gathered: {leaves[0]}", leaves) from None
+
+
+def _budget_of(error: Exception) -> ErrorBudgetSpent | None:
+    if isinstance(error, ErrorBudgetSpent):
+        return error
+    parts = error.exceptions if isinstance(error, ExceptionGroup) else ()
+    return next((spent for part in parts if (spent := _budget_of(part)) is not None), None)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait until it has ended, however often the waiting itself is cancelled."""
+    task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()  # somebody has seen it, also where nobody waits for it any more
+    if cancelled is not None:
+        raise cancelled
