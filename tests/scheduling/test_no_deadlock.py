@@ -26,7 +26,7 @@ PATTERNS = st.fixed_dictionaries(
         "on_stale": st.sampled_from(["mask", "wait", "restart", "drop"]),
         "max_restarts": st.integers(0, 2),
         "over_sampling": st.sampled_from([1.0, 1.0, 1.5, 2.0, 4.0]),
-        "on_straggler": st.sampled_from(["continue", "requeue", "drop"]),
+        "on_straggler": st.sampled_from(["continue", "requeue", "resume_next_step", "drop"]),
         "partial_groups": st.sampled_from(["keep", "drop"]),
         "skipped": st.sets(st.integers(1, 8), max_size=3),
         "train_s": st.sampled_from([0.0, 1.0, 10.0, 100.0]),

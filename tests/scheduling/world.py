@@ -88,6 +88,13 @@ class ScriptedRunner:
     started: int = 0
     live: int = 0
     most_live: int = 0
+    held: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    async def hold(self, group_id: str) -> None:
+        self.held.setdefault(group_id, asyncio.Event())
+
+    def release(self, group_id: str) -> None:
+        self.held.pop(group_id).set()
 
     async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
         number, self.started = self.started, self.started + 1
@@ -97,6 +104,8 @@ class ScriptedRunner:
             versions = [self.version()]
             for _ in range(self.pauses(number)):
                 await asyncio.sleep(self.pause_s)
+                while (held := self.held.get(group_id)) is not None:
+                    await held.wait()
                 versions.append(self.version())
             fate = self.fate(number)
             if isinstance(fate, str):
@@ -223,6 +232,7 @@ def make_world(
     state: bytes = b"",
     whole_groups: Sequence[str] = (),
     follows_weights: bool = False,
+    holds: bool = True,
     **settings: object,
 ) -> World:
     chosen = SchedulingSettings.model_validate({"batch_size": 2 * group_size, "row_tokens": 64, **settings})
@@ -243,6 +253,7 @@ def make_world(
         max_steps=max_steps,
         whole_groups=whole_groups,
         serving_version=0 if follows_weights else None,
+        holder=runner if holds else None,
     )
     world = World(scheduler, runner, recorder, batches, max_staleness, chosen.batch_size, chosen.over_sampling)
     runner.version = lambda: world.serving

@@ -71,6 +71,7 @@ _ON_STALE = {
 _ON_STRAGGLER = {
     "continue": "groups that still run go on.",
     "requeue": "groups that still run are stopped and their tasks started from scratch.",
+    "resume_next_step": "groups that still run stop, and go on once the step is trained and its weights serve.",
     "drop": "groups that still run are dropped: batches favour short rollouts.",
 }
 

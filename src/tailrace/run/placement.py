@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError
 from tailrace.generation.generator import Generator
+from tailrace.generation.holding import Interrupt
 from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
@@ -44,6 +45,8 @@ class Placement:
     """The roles of a run, started, as the orchestrator uses them."""
 
     generate: Generate
+    interrupt: Interrupt
+    """Hands running requests back to their callers, as far as they were sampled."""
     load_model_state_dict: Callable[[ModelStateDictRef], Awaitable[int]]
     """Installs weights in every generator; returns the lowest version really installed."""
     ready: Wait
@@ -93,6 +96,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
         try:
             yield Placement(
                 generate=generator,
+                interrupt=generator.interrupt,
                 load_model_state_dict=lambda ref: load_from_store(generator, store, ref),
                 ready=generator.ready,
                 batches=batches,
@@ -147,6 +151,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
 
             yield Placement(
                 generate=router,
+                interrupt=router.interrupt,
                 load_model_state_dict=router.load_model_state_dict,
                 ready=router.serving,
                 batches=batches,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import TailraceError
+from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.observability.lag import LoopLagMonitor
@@ -97,6 +98,7 @@ class _Training:
         self._settings, self._paths, self._environments, self._lag = settings, paths, environments, lag
         self._renderer = renderer
         self._orchestrator: Orchestrator | None = None
+        self._holding: HoldingGenerate | None = None
         self._held_out: list[Task] = []
         self._writer = BackgroundWriter(queue_records=settings.observability.queue_records)
         self._clock = asyncio.get_running_loop().time
@@ -114,12 +116,13 @@ class _Training:
             placement = await stack.enter_async_context(open_placement(self._settings, self._paths, log))
             stack.push_async_callback(log.close)
             meter = ProcessMeter(placement.pids)
+            holding = HoldingGenerate(RecordedGenerate(placement.generate, self._count_completion), placement.interrupt)
             rollouter = await stack.enter_async_context(
                 make_rollouter(
                     self._settings,
                     self._environments,
                     renderer=self._renderer,
-                    generate=RecordedGenerate(placement.generate, self._count_completion),
+                    generate=holding,
                     log_folder=self._paths.logs,
                 )
             )
@@ -182,6 +185,7 @@ class _Training:
             max_steps=settings.max_steps,
             step=started.step,
             version=started.version,
+            holder=self._holding,
             serving_version=self._orchestrator.installed_version if self._orchestrator else started.version,
         )
         evaluator = Evaluator(

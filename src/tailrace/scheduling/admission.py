@@ -18,7 +18,7 @@ class Verdict(enum.StrEnum):
     BUDGET_SPENT = "budget_spent"
     """The staleness budget is spent: the engines wait for the trainer."""
     WEIGHTS_OLD = "weights_old"
-    """What started now would be too old for the next batch already: newer weights are awaited."""
+    """What started now would be too old for its batch: a trained step or newer weights are awaited."""
     STEP_STARTED = "step_started"
     """Under over-sampling: all groups of this step have started, the next ones start at its edge."""
     ENOUGH = "enough"
@@ -46,6 +46,8 @@ class AdmissionState(msgspec.Struct, frozen=True, kw_only=True):
     age: int = 0
     """Versions by which a token sampled now will trail the next batch that is formed."""
     max_age: int = 0
+    fitting: int | None = None
+    """Rollouts that the batches up to the one for which a token sampled now is too old can take; None: no matter."""
 
 
 def may_admit(state: AdmissionState) -> Verdict:
@@ -70,7 +72,7 @@ def may_admit(state: AdmissionState) -> Verdict:
         return Verdict.STEP_STARTED
     if state.budget_free <= 0:
         return Verdict.BUDGET_SPENT
-    if state.age > state.max_age:
+    if state.age > state.max_age or (state.fitting is not None and state.untaken >= state.fitting):
         return Verdict.WEIGHTS_OLD
     if state.running >= state.max_running:
         return Verdict.ENGINES_FULL

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from tailrace.errors import RequestRefused, RolloutError
@@ -34,6 +35,18 @@ class GroupRunner(Protocol):
 
     async def score(self, group: Group) -> list[Group]:
         """Score a complete group; what the result leaves out is dropped. Raises `RolloutError` for the whole group."""
+        ...
+
+
+class HoldsGroups(Protocol):
+    """Sets the requests of whole groups aside, tokens kept: see `generation.holding.HoldingGenerate`."""
+
+    async def hold(self, group_id: str) -> None:
+        """Free the group's slots and start none of its requests; returns once none of them runs."""
+        ...
+
+    def release(self, group_id: str) -> None:
+        """Let them go on."""
         ...
 
 
@@ -72,16 +85,28 @@ class OpenGroup:
     floor: int
     """Oldest version that any of its tokens may be of."""
     restarts: int = 0
-    given_up: GivenUp | None = field(default=None)
+    given_up: GivenUp | None = None
+    is_held: bool = False
+    """Set aside at the edge of a step: it takes no slot of the engines, and goes on in the next one."""
+    unfinished: int = 0
+    """Places whose end was not told yet."""
 
     @property
     def size(self) -> int:
         """Rollouts that were asked for."""
         return len(self.places)
 
+    def __post_init__(self) -> None:
+        self.unfinished = self.size
+
+    @property
+    def is_playing(self) -> bool:
+        """Whether an agent may still run in one of its places."""
+        return any(place.is_running for place in self.places)
+
     def give_up(self, given_up: GivenUp) -> None:
-        """Stop its attempts. Whoever plays the group sees to the rest once they have ended."""
-        if self.given_up is None:
+        """Stop its attempts, where some run. Whoever plays the group sees to the rest once they have ended."""
+        if self.given_up is None and self.is_playing:
             self.given_up = given_up
             for place in self.places:
                 if place.task is not None:
@@ -98,7 +123,7 @@ class GroupPlayer:
         settings: SchedulingSettings,
         *,
         whole_groups: Collection[str],
-        on_place_ended: Callable[[], None],
+        on_place_ended: Callable[[OpenGroup], None],
     ) -> None:
         """`whole_groups` are environments whose groups are dropped when a member is lost."""
         self._runner, self._accounts, self._settings = runner, accounts, settings
@@ -110,7 +135,7 @@ class GroupPlayer:
         async with asyncio.TaskGroup() as playing:
             for place in group.places:
                 place.task = playing.create_task(self._play_place(task, group, place))
-                place.task.add_done_callback(self._place_ended)
+                place.task.add_done_callback(partial(self._place_ended, group))
         if group.given_up is not None:
             self._end_given_up(group, group.given_up.reason)
             return []
@@ -174,5 +199,6 @@ class GroupPlayer:
                 self._accounts.lost(place.rollout_id, Outcome.cancelled(reason))
             self._accounts.budget.release_if_held(place.name)
 
-    def _place_ended(self, task: asyncio.Task[None]) -> None:
-        self._on_place_ended()
+    def _place_ended(self, group: OpenGroup, task: asyncio.Task[None]) -> None:
+        group.unfinished -= 1
+        self._on_place_ended(group)

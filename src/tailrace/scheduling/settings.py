@@ -10,7 +10,7 @@ from tailrace.batching import BatchingSettings
 
 Schedule: TypeAlias = Literal["sync", "one-step-off", "stream"]
 OnStale: TypeAlias = Literal["mask", "wait", "restart", "drop"]
-OnStraggler: TypeAlias = Literal["continue", "requeue", "drop"]
+OnStraggler: TypeAlias = Literal["continue", "requeue", "resume_next_step", "drop"]
 
 MAX_STALENESS: dict[Schedule, int] = {"sync": 0, "one-step-off": 1, "stream": 4}
 """The default of `max_staleness` under each schedule."""
@@ -57,8 +57,10 @@ class SchedulingSettings(BatchingSettings):
     on_straggler: OnStraggler = Field(
         "continue",
         description="What happens at the edge of a step, under over_sampling above 1, to groups that still run."
-        " continue: they go on. requeue: they are stopped and their tasks started from scratch. drop: they are"
-        " stopped and counted.",
+        " continue: they go on. requeue: they are stopped and their tasks started from scratch. resume_next_step: they"
+        " stop, keep their tokens, and go on together once the step is trained and its weights serve; the next step"
+        " starts no earlier, and tokens kept over more than max_staleness steps are too old. drop: they are stopped and"
+        " counted.",
     )
     max_retries: int = Field(1, ge=0, description="How often a failed rollout is tried again in its group's place.")
     min_group_size: int = Field(

@@ -18,6 +18,7 @@ class SchedulerStatistics:
     in_flight: int
     admitted: int
     budget_free: int
+    budget_ceiling: int
     verdict: Verdict
     waited_s: Mapping[Verdict, float]
     """Seconds that admission was held, by what held it."""

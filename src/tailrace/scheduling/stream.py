@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from tailrace.batching import FormedBatch, compute_advantages, filter_reason
 from tailrace.batching.slices import drained
-from tailrace.errors import AccountingError
+from tailrace.errors import AccountingError, SettingsError
 from tailrace.records import Batch, Group, GroupId, Outcome, Rollout, StepSkipped, StepTrained, Task
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.barren import BarrenCount
 from tailrace.scheduling.batches import BatchFormer
 from tailrace.scheduling.edges import REQUEUED, STRAGGLER, outlived, straggled
-from tailrace.scheduling.groups import GroupPlayer, GroupRunner, OpenGroup, Place
+from tailrace.scheduling.groups import GroupPlayer, GroupRunner, HoldsGroups, OpenGroup, Place
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.observer import SchedulerObserver
 from tailrace.scheduling.ready import ReadyGroup, ReadyQueue, shared_out
@@ -72,13 +72,17 @@ class StreamScheduler:
         step: int = 0,
         version: int = 0,
         serving_version: int | None = None,
+        holder: HoldsGroups | None = None,
     ) -> None:
         """`step` and `version` are those of the trainer's last finished step, `max_steps` is its very last one.
 
         `whole_groups` are environments that can do nothing with a group that lost members. `serving_version` is the
         oldest version that a generator serves, to be followed by `weights_installed`; None: each step's weights serve
-        at once.
+        at once. `holder` sets groups aside, which `on_straggler = resume_next_step` needs.
         """
+        if settings.on_straggler == "resume_next_step" and holder is None:
+            raise SettingsError("scheduling.on_straggler = 'resume_next_step' needs generators that set requests aside")
+        self._holder, self._held_groups = holder, list[OpenGroup]()
         self._tasks, self._send, self._observer = tasks, send, observer
         self._settings = settings
         self._max_staleness, self._max_running, self._max_steps = max_staleness, max_running, max_steps
@@ -179,12 +183,13 @@ class StreamScheduler:
             in_flight=self.ledger.in_flight,
             admitted=self.ledger.admitted,
             budget_free=self._accounts.budget.free,
+            budget_ceiling=self._accounts.budget.ceiling,
             verdict=self._verdict(),
             waited_s=dict(self._waited_s),
             trainer_waited_s=self._trainer_waits.total_s,
             held_s=self._held.total_s,
             restarted_groups=self._restarted_groups,
-            set_aside=0,
+            set_aside=sum(group.unfinished for group in self._held_groups),
         )
 
     # --- admission -----------------------------------------------------------------------------------------------
@@ -193,6 +198,8 @@ class StreamScheduler:
         """Start groups. Waits for room; unblocked by finished rollouts, sent batches, trained steps, new weights."""
         started = 0
         while not self._is_done():
+            if self._held_groups and self._steps_are_even:
+                self._resume_held()
             verdict = self._verdict()
             if verdict is not Verdict.ADMIT:
                 await self._wait_for_room(verdict)
@@ -231,8 +238,9 @@ class StreamScheduler:
                 untaken=self._untaken,
                 wanted=None if self._max_steps is None else self._steps_left * settings.batch_size,
                 step_size=int(settings.over_sampling * settings.batch_size) if over else None,
-                age=0 if self._awaited_version is None else self._judged_version - self._awaited_version,
-                max_age=self._max_staleness,
+                age=self._age,
+                max_age=0 if self._stops_at_edges else self._max_staleness,
+                fitting=None if settings.on_stale != "wait" else self._fitting,
             )
         )
 
@@ -300,8 +308,8 @@ class StreamScheduler:
         self._restarted_groups += 1
         self._again.append((group.key, group.restarts + 1))
 
-    def _place_ended(self) -> None:
-        self._running -= 1
+    def _place_ended(self, group: OpenGroup) -> None:
+        self._running -= not group.is_held
         self._wake()
 
     def _review_running(self) -> None:
@@ -327,7 +335,7 @@ class StreamScheduler:
                 self._trainer_waits.set(False)
                 await self._send(formed.batch)
                 self._observer.batch_sent(formed)
-                self._pass_edge()
+                await self._pass_edge()
             self._forming = False
             self._review_running()
             self._wake()
@@ -373,11 +381,45 @@ class StreamScheduler:
         keys = dict.fromkeys([*(group.key for group in self._open), *(key for key, _ in self._again)])
         return self._tasks.state(list(keys))
 
-    def _pass_edge(self) -> None:
-        """A batch was formed: under over-sampling, the edge of a step."""
+    # --- the edge of a step, under over-sampling -----------------------------------------------------------------
+
+    async def _pass_edge(self) -> None:
+        """A batch was formed. Waits until what stops has stopped."""
         if (given_up := straggled(self._settings)) is not None:
             for group in self._open:
                 group.give_up(given_up)
+        elif self._stops_at_edges:
+            stragglers = [group for group in self._open if group.is_playing and not group.is_held]
+            for group in stragglers:
+                group.is_held = True
+                self._running -= group.unfinished
+            self._held_groups += stragglers
+            await self._hold(stragglers)
+
+    async def _hold(self, groups: Sequence[OpenGroup]) -> None:
+        assert self._holder is not None
+        async with asyncio.TaskGroup() as holding:
+            for group in groups:
+                holding.create_task(self._holder.hold(group.group_id))
+
+    def _resume_held(self) -> None:
+        """The next step begins: with what is left of the last one."""
+        assert self._holder is not None
+        for group in self._held_groups:
+            group.is_held = False
+            self._running += group.unfinished
+            self._holder.release(group.group_id)
+        self._held_groups.clear()
+
+    @property
+    def _stops_at_edges(self) -> bool:
+        """Whether each step waits for the weights of the one before."""
+        return self._settings.over_sampling > 1 and self._settings.on_straggler == "resume_next_step"
+
+    @property
+    def _steps_are_even(self) -> bool:
+        """Whether everything sent is trained, and its weights serve."""
+        return self._ahead == 0 and self._age <= 0
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -415,6 +457,15 @@ class StreamScheduler:
     def _judged_version(self) -> int:
         """The highest version that can train the next batch."""
         return self._version + self._ahead
+
+    @property
+    def _age(self) -> int:
+        """Versions by which a token sampled now will trail the next batch that is formed."""
+        return self._ahead if self._awaited_version is None else self._judged_version - self._awaited_version
+
+    @property
+    def _fitting(self) -> int:
+        return (self._max_staleness + 1 - self._age) * self._settings.batch_size
 
     @property
     def _steps_left(self) -> int:

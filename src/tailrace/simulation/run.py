@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tailrace.generation.holding import HoldingGenerate
 from tailrace.rollouts import Rollouter, RolloutSettings
 from tailrace.scheduling import StreamScheduler, TaskSource, TaskStream, Verdict
 from tailrace.simulation.environment import ENVIRONMENT, Disturbance, ModelledRunner, modelled_environment
@@ -168,6 +169,7 @@ class Simulation:
             plan.engines, plan.trainer, lengths, max_staleness=plan.max_staleness, restart_s=restart_s
         )
         self._generate = MeteredGenerate(self.fleet.router, lengths)
+        holding = HoldingGenerate(self._generate, self.fleet.router.interrupt)
         self.observer = SimulationObserver(self._generate, warmup_steps=plan.warmup_steps)
         self.observer.keeps_journal = keep_journal
         self.trainer = ModelledTrainer(
@@ -188,7 +190,7 @@ class Simulation:
                 workers=0,
             ),
             renderer=ModelledRenderer(plan.load.prompt_tokens),
-            generate=self._generate,
+            generate=holding,
         )
         self.scheduler = StreamScheduler(
             TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1),
@@ -200,6 +202,7 @@ class Simulation:
             max_running=plan.max_running,
             group_sizes={ENVIRONMENT: plan.load.group_size},
             serving_version=0,
+            holder=holding,
         )
         self.requests_left = 0
         """That engines still held once every rollout had ended."""

@@ -1,0 +1,151 @@
+"""What becomes of old tokens and of stragglers, over modelled engines in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tailrace.errors import SettingsError
+from tailrace.generation.holding import HoldingGenerate
+from tailrace.records import Completion, FinishReason, Int32Array, SamplingParams, TerminalState
+from tailrace.simulation import SimulatedRun, simulate
+from tailrace.simulation.virtual_time import run_in_virtual_time
+from tests.scheduling.world import make_world
+from tests.simulation.plans import small_plan
+
+
+def simulated(**scheduling: object) -> SimulatedRun:
+    run = simulate(small_plan(steps=20, scheduling=scheduling))
+    assert run.staleness_max <= run.plan.max_staleness
+    return run
+
+
+def outcomes(run: SimulatedRun) -> dict[str, int]:
+    return {str(name): count for name, count in run.outcomes.items()}
+
+
+def test_masking_throws_nothing_away_while_every_token_is_new_enough() -> None:
+    assert outcomes(simulated()) == {"trained": 320}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_waiting_masks_nothing_and_wastes_nothing(max_staleness: int) -> None:
+    run = simulated(on_stale="wait", max_staleness=max_staleness)
+    assert outcomes(run) == {"trained": 320}
+    assert run.masked_share == 0
+
+
+def test_restarting_and_dropping_stop_what_has_become_too_old_with_its_reason() -> None:
+    restarted = outcomes(simulated(on_stale="restart", max_staleness=1))
+    dropped = outcomes(simulated(on_stale="drop", max_staleness=1))
+    assert restarted["cancelled(restarted)"] > 0
+    assert dropped["cancelled(stale)"] > 0
+    assert simulated(on_stale="drop", max_staleness=1).masked_share == 0
+
+
+def test_a_task_is_restarted_so_often_and_then_masked() -> None:
+    never = simulated(on_stale="restart", max_restarts=0, max_staleness=1)
+    assert outcomes(never) == outcomes(simulated(max_staleness=1))
+    assert never.masked_share > 0
+
+
+def test_over_sampling_drops_stragglers_and_favours_short_rollouts() -> None:
+    run = simulated(over_sampling=2.0, on_straggler="drop", max_staleness=1)
+    assert outcomes(run)["cancelled(straggler)"] > 0
+    assert run.length_ratio < 0.9
+
+
+def test_requeued_stragglers_start_from_scratch() -> None:
+    run = simulated(over_sampling=1.5, on_straggler="requeue", max_staleness=1)
+    assert outcomes(run)["cancelled(requeued)"] > 0
+
+
+def test_resumed_stragglers_keep_their_rollouts_and_tokens() -> None:
+    run = simulated(over_sampling=1.5, on_straggler="resume_next_step", max_staleness=12)
+    assert outcomes(run) == {"trained": 320}
+    assert run.wasted_share == 0
+    assert run.staleness_mean > 0
+
+
+def test_stragglers_that_go_on_are_trained_in_a_later_batch() -> None:
+    assert outcomes(simulated(over_sampling=1.5, max_staleness=4)) == {"trained": 320}
+
+
+async def test_groups_that_finish_beyond_the_batch_are_kept_for_the_next() -> None:
+    world = make_world(lambda number: float(number % 2), rows=12, over_sampling=3.0, max_staleness=2, max_running=24)
+    await world.run()
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 48
+    assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8] * 6
+
+
+def test_nobody_resumes_without_generators_that_hold() -> None:
+    async def make() -> None:
+        with pytest.raises(SettingsError, match="set requests aside"):
+            make_world(lambda number: 0.0, over_sampling=2.0, on_straggler="resume_next_step", holds=False)
+
+    run_in_virtual_time(make())
+
+
+class Interruptible:
+    """A token a second, and what was sampled handed back when asked."""
+
+    def __init__(self) -> None:
+        self.interrupted: dict[str, asyncio.Event] = {}
+        self.prefixes: list[int] = []
+
+    async def __call__(
+        self,
+        prompt_token_ids: Int32Array,
+        *,
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        group_id: str,
+        prefix: Completion | None = None,
+    ) -> Completion:
+        event = self.interrupted[request_id] = asyncio.Event()
+        count = prefix.num_tokens if prefix else 0
+        self.prefixes.append(count)
+        while count < sampling.max_tokens and not event.is_set():
+            await asyncio.sleep(1)
+            count += 1
+        reason = FinishReason.LENGTH if count == sampling.max_tokens else FinishReason.ABORTED
+        tokens = np.arange(count, dtype=np.int32)
+        return Completion(tokens, np.zeros(count, np.float32), tokens, reason)
+
+    async def interrupt(self, request_ids: object) -> int:
+        for request_id in request_ids:  # type: ignore[attr-defined]
+            self.interrupted[request_id].set()
+        return 0
+
+
+def test_a_held_group_waits_with_its_tokens_and_new_requests_wait_as_well() -> None:
+    async def main() -> None:
+        engine = Interruptible()
+        holding = HoldingGenerate(engine, engine.interrupt)
+        clock = asyncio.get_running_loop().time
+
+        async def ask(request_id: str, group_id: str) -> float:
+            completion = await holding(
+                np.zeros(1, np.int32),
+                sampling=SamplingParams(max_tokens=10),
+                request_id=request_id,
+                session_id=request_id,
+                group_id=group_id,
+            )
+            assert completion.num_tokens == 10
+            return clock()
+
+        running = [asyncio.create_task(ask("a", "held")), asyncio.create_task(ask("b", "free"))]
+        await asyncio.sleep(4.5)
+        await holding.hold("held")
+        running.append(asyncio.create_task(ask("c", "held")))
+        await asyncio.sleep(100)
+        assert [task.done() for task in running] == [False, True, False]
+        holding.release("held")
+        assert [await task for task in running] == [109.5, 10.0, 114.5]
+        assert sorted(engine.prefixes) == [0, 0, 0, 5]
+
+    run_in_virtual_time(main())
