@@ -176,6 +176,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
         (["--schedule", "one-step-off"], "At most 128 rollouts are admitted and not yet trained ((1 + 1) x 64)."),
         (["--scheduling.on_stale", "restart"], "is started again, at most 1 times, then masked."),
         (["--scheduling.over_sampling", "1.5"], "Each step starts 96 rollouts; the first 64 of finished groups"),
+        (["--evaluation.every_steps", "20"], "64 held-out tasks of each environment are measured, 8 rollouts at once"),
         (["--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop"], "batches favour short rollouts."),
     ],
 )

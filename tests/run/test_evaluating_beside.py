@@ -56,7 +56,7 @@ def test_summary_and_report_tell_its_course(parent: Path, summary: RunSummary) -
     course = summary.evaluations["words"]
     assert (course.step_last, course.tasks) == (8, 5)
     assert course.policy_version_min == course.policy_version_max == 8
-    assert "held-out words" in summary_text(summary)
+    assert "held-out    words: " in summary_text(summary)
     page = (parent / "run" / "report.html").read_text()
     assert "Held-out reward" in page
 
@@ -106,6 +106,6 @@ def test_in_processes_of_their_own_the_last_evaluation_is_of_the_last_weights(tm
     with command(tmp_path, *EVALUATION, "--max_steps", "4") as run:
         status, printed = run.wait()
     assert status == 0, printed
-    assert "held-out words" in printed
+    assert "held-out    words: " in printed
     last = [line for line in records(run.folder / "metrics.jsonl") if "eval/words/tasks" in line][-1]
     assert (last["step"], last["eval/words/policy_version/min"], last["eval/words/policy_version/max"]) == (4, 4, 4)

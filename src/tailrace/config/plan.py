@@ -32,6 +32,8 @@ class Plan:
     """Expected, when no group is filtered."""
     expected_steps: float
     """Until the run finishes by itself."""
+    evaluation: str | None
+    """Where held-out tasks are measured beside training: how often and where, in one sentence."""
 
     def describe(self) -> list[str]:
         """One sentence per budget."""
@@ -53,6 +55,7 @@ class Plan:
             f"A step trains on at most {self.tokens_per_step:,} completion tokens.",
             f"An epoch is about {self.steps_per_epoch:,.1f} steps, if no group is filtered.",
             f"The run finishes after about {self.expected_steps:,.0f} steps.",
+            *([] if self.evaluation is None else [self.evaluation]),
         ]
 
 
@@ -105,4 +108,15 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         tokens_per_step=rollout_tokens * batch_size,
         steps_per_epoch=steps_per_epoch,
         expected_steps=min(ends),
+        evaluation=_evaluation(settings),
+    )
+
+
+def _evaluation(settings: RunSettings) -> str | None:
+    chosen = settings.evaluation
+    if chosen.every_steps is None:
+        return None
+    return (
+        f"Every {chosen.every_steps} steps, up to {chosen.tasks} held-out tasks of each environment are measured, "
+        f"{chosen.slots(settings.max_running)} rollouts at once, which training leaves to them meanwhile."
     )

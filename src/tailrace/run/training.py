@@ -10,6 +10,7 @@ import os
 import uuid
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
+from itertools import zip_longest
 from pathlib import Path
 
 from tailrace.config import RunSettings
@@ -142,12 +143,13 @@ class _Training:
             self._orchestrator.observer.completion_sampled(completion)
 
     def _make_held_out(self) -> list[Task]:
-        """What evaluations beside training run: made before it, since making a task may take a while."""
+        """What evaluations beside training run, every environment in turn; made before, since it may take a while."""
         chosen = self._settings.evaluation
         if chosen.every_steps is None:
             return []
         environments = self._environments.values()
-        return [task for one in environments for task in held_out_tasks(one, self._settings.seed, chosen.tasks)]
+        drawn = [held_out_tasks(one, self._settings.seed, chosen.tasks) for one in environments]
+        return [task for turn in zip_longest(*drawn) for task in turn if task is not None]
 
     def _start(
         self,
