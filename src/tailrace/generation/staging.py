@@ -1,6 +1,6 @@
-"""New weights on their way into the engine: opened and read ahead beside generation, so that installing is one copy.
+"""New weights on their way into the engine: opened and prepared beside generation, so that installing is one copy.
 
-    load_model_state_dict() ──→ staging thread: newest? open, read every page ──→ inbox ──→ engine's thread: copy
+    load_model_state_dict() ──→ staging thread: newest? open, engine.prepare ──→ inbox ──→ engine's thread: copy
                             ←── the version really installed ──────────────────←── installed, or the error
 
 Loads that overlap coalesce: the newest version is tried, and older callers learn what was installed in its stead. One
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 TensorsOpener: TypeAlias = "Callable[[], AbstractContextManager[Mapping[str, torch.Tensor]]]"
 """Opens a published model state dict for reading, in the staging thread, where it is closed, too."""
 
-Prefetch: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], None]"
-"""Brings tensors near: reads them once, so that the copy meets no page that is not there."""
+Prepare: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]"
+"""`Engine.prepare`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,10 +77,11 @@ class _Superseded(Exception):
 class Stager:
     """The staging thread and what waits for it."""
 
-    def __init__(self, inbox: Inbox, policy: WeightPolicy, prefetch: Prefetch) -> None:
+    def __init__(self, inbox: Inbox, policy: WeightPolicy) -> None:
         """`start` begins, `fail` ends."""
         self.statistics = LoadStatistics()
-        self._inbox, self._policy, self._prefetch = inbox, policy, prefetch
+        self._inbox, self._policy = inbox, policy
+        self._prepare: Prepare = lambda tensors: tensors
         self._installed = 0
         self._waiting: list[LoadCall] = []
         self._staged: Staged | None = None
@@ -88,9 +89,9 @@ class Stager:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="tailrace-staging", daemon=True)
 
-    def start(self, version: int) -> None:
+    def start(self, version: int, prepare: Prepare) -> None:
         """The engine is built and has `version` installed."""
-        self._installed = version
+        self._installed, self._prepare = version, prepare
         self._thread.start()
 
     def put(self, load: LoadCall) -> None:
@@ -151,8 +152,8 @@ class Stager:
         with newest.opener() as tensors:
             # A store may lend newer weights than those asked for: their tokens are of the newer policy.
             version = tensors.version if isinstance(tensors, ModelStateDict) else newest.version
-            self._prefetch(tensors)
-            staged = Staged(tensors, version)
+            prepared = self._prepare(tensors)
+            staged = Staged(prepared, version)
             del tensors
             with self._changed:
                 if self._failure:
@@ -161,6 +162,7 @@ class Stager:
             self._inbox.put_staged(staged)
             staged.wait()
             self._staged = None
+            del prepared  # here, and not in the engine's thread: freeing takes time
         if staged.error is not None:
             raise staged.error
         self._installed = version

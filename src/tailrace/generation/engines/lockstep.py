@@ -24,6 +24,7 @@ import torch
 
 from tailrace.errors import EngineFailed, GenerationError, ModelError, RequestRefused
 from tailrace.generation.engines.lifeline import Lifeline
+from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.protocol import (
     Engine,
     EngineLimits,
@@ -211,6 +212,11 @@ class LockstepEngine:
         arrivals, self._arrivals = self._arrivals, []
         self._ranks.send(_Step(arrivals))
         return _agreed(self._ranks, self._engine.step)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `Engine.prepare`: read ahead, so that the copy meets no page that is not there."""
+        prefetch_tensors(tensors)
+        return tensors
 
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """See `Engine.load_model_state_dict`: every rank gets all the tensors and takes what is its own."""

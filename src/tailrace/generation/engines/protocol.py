@@ -119,6 +119,13 @@ class Engine(Protocol):
         """End a request; its last chunk says `ABORTED`. Unknown ids (it may just have finished) are ignored."""
         ...
 
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What `load_model_state_dict` had best be given: of its work all that can be done while the engine steps.
+
+        Called in another thread than the engine's own, for one model state dict after the other. Raises `ModelError`.
+        """
+        ...
+
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights: copies, never aliases. Raises `ModelError`, and then the old ones are still whole;
         where they are not, `EngineFailed`. What was cached before is reused as `may_reuse` says.

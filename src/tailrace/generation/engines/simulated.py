@@ -113,6 +113,10 @@ class SimulatedEngine:
                     self._outbox.append(_report(one, FinishReason.ABORTED))
                     return
 
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """There is nothing to prepare."""
+        return tensors
+
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Be of this version from the next step on."""
         self._version = version

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tailrace.errors import GenerationError, RequestRefused, SettingsError
 from tailrace.generation.decisions import KvCache
 from tailrace.generation.engines.loading import load_causal_lm
+from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
 from tailrace.generation.engines.torch.attention import Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
@@ -159,6 +160,11 @@ class TorchEngine:
         self._steps += 1
         self._step_s += time.perf_counter() - started_s
         return chunks
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `Engine.prepare`: read ahead, so that the copy meets no page that is not there."""
+        prefetch_tensors(tensors)
+        return tensors
 
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights; running requests and cached sessions go on over their old cache."""

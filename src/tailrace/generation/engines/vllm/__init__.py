@@ -10,5 +10,6 @@ here knows text. Nothing here imports vLLM before an engine is built, and nothin
     requests.py  our requests in vLLM's terms, and the salt that keeps prefix caches of old weights apart
     progress.py  one running request: its unreported tokens in arrays, its times
     weights.py   a model state dict, checked whole, then installed in place
+    packing.py   the same on a CPU: packed for its kernels while the engine steps, then exchanged
     engine.py    `VllmEngine`, which implements `Engine` over all that
 """

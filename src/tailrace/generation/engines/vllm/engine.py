@@ -142,6 +142,10 @@ class VllmEngine:
         self._step_s += time.monotonic() - started_s
         return chunks
 
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `Engine.prepare`: on a CPU, the matrices as vLLM's kernels want them."""
+        return self._weights.prepare(tensors)
+
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights. Running requests go on over their old cache; what has not begun to run begins anew."""
         self._drain()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.errors import EngineFailed, ModelError
+from tailrace.generation.engines.prefetch import prefetch_tensors
+from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +31,18 @@ class WeightInstaller:
         """Whether the only worker lives in this process, and can be handed tensors."""
         self._shapes: dict[str, torch.Size] = {}
         self._alias: dict[str, str] = {}
+        self._packer = weight_packer(core) if in_process else None
+        self._describe()
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Do what needs no stop of the engine, in any thread, one at a time; what `install` is to be given.
+
+        Raises `ModelError` for what cannot be this model's.
+        """
+        if self._packer is None:
+            prefetch_tensors(tensors)
+            return tensors
+        return self._packer.pack(self._checked(tensors))
 
     def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy `tensors` into vLLM's own. Raises `ModelError` for what cannot be this model's; then nothing changed.
@@ -36,9 +50,14 @@ class WeightInstaller:
         Weights that are tied may come under any or all of their names. Raises `EngineFailed` when vLLM itself fails in
         the middle: then no one knows which weights it has.
         """
-        named = self._checked(tensors)
+        if self._packer is not None and not isinstance(tensors, PackedModelStateDict):
+            tensors = self.prepare(tensors)
+        named = tensors if isinstance(tensors, PackedModelStateDict) else self._checked(tensors)
         try:
-            if self._in_process:
+            if self._packer is not None and isinstance(named, PackedModelStateDict):
+                self._packer.exchange(named)
+                self._core.collective_rpc(_forget_derived)
+            elif self._in_process:
                 self._core.collective_rpc(_reload, kwargs={"weights_iterator": iter(named.items())})
             else:
                 self._reload_from_file(named)
@@ -47,8 +66,6 @@ class WeightInstaller:
 
     def _checked(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """One tensor per weight, under the name that the model's own files have."""
-        if not self._shapes:
-            self._describe()
         unknown = sorted(set(tensors) - set(self._shapes))
         if unknown:
             raise ModelError(f"the model state dict names weights that the model lacks: {_some(unknown)}")
@@ -87,6 +104,13 @@ class WeightInstaller:
             self._core.collective_rpc(_reload, kwargs={"weights_path": folder})
 
 
+def _forget_derived(worker: Worker) -> None:
+    """Runs on vLLM's worker, as after its own reload: what was computed by old weights apart from keys and values."""
+    worker.model_runner.reset_lora_state()
+    worker.model_runner.reset_encoder_cache()
+    worker.model_runner.reset_mm_cache()
+
+
 def _reload(worker: Worker, **source: object) -> None:
     """Runs on every worker of vLLM.
 
@@ -94,9 +118,14 @@ def _reload(worker: Worker, **source: object) -> None:
     it would go on with the old head over the new body.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
 
+    modules = [*worker.model_runner.get_model().modules()]
+    if current_platform.is_cpu():
+        for module in modules:
+            forget_packed_experts(module)
     worker.reload_weights(**source)
-    for module in worker.model_runner.get_model().modules():
+    for module in modules:
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
 
