@@ -66,8 +66,7 @@ def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(tmp_pa
 
 def test_a_run_fails_with_its_last_generator(tmp_path: Path) -> None:
     with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000", "--generator.restart", "never") as run:
-        run.wait_for_steps(1)
-        run.role("generator-0").kill()
+        lose_a_replica(run, "kill")
         run.wait_until(lambda: "given up" in (run.folder / "logs" / "orchestrator.log").read_text())
         run.wait_for_steps(len(records(run.folder / "metrics.jsonl")) + 2)
         run.role("generator-1").kill()
