@@ -78,6 +78,12 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         (["--scheduling.batch_size", "60"], "no multiple of the group size 8"),
         (["--rollouts.group_size", "1"], "write rollouts.group_size = 2 or more"),
         (["--scheduling.row_tokens", "100"], "write scheduling.row_tokens = "),
+        (
+            ["--scheduling.group_release", "early", "--scheduling.advantage", "mean_std"],
+            "needs all of a group's rewards",
+        ),
+        (["--scheduling.group_release", "early", "--scheduling.on_stale", "restart"], "starts the whole group again"),
+        (["--scheduling.min_known_siblings", "3"], "leave it out"),
         (["--scheduling.on_straggler", "drop"], "write scheduling.over_sampling = 1.5"),
         (
             ["--scheduling.on_stale", "wait", "--scheduling.on_straggler", "drop", "--scheduling.over_sampling", "2"],
@@ -166,7 +172,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
     plan = plan_run(settings, {"alphabet-sort": 800})
     assert plan.steps_per_epoch == 800 * settings.rollouts.group_size / settings.scheduling.batch_size
     assert plan.expected_steps == 50
-    assert len(plan.describe()) == 8
+    assert len(plan.describe()) == 9
 
 
 @pytest.mark.parametrize(

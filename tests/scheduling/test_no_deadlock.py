@@ -27,6 +27,8 @@ PATTERNS = st.fixed_dictionaries(
         "max_restarts": st.integers(0, 2),
         "over_sampling": st.sampled_from([1.0, 1.0, 1.5, 2.0, 4.0]),
         "on_straggler": st.sampled_from(["continue", "requeue", "resume_next_step", "drop"]),
+        "group_release": st.sampled_from(["together", "early"]),
+        "min_known_siblings": st.sampled_from([None, 1, 2, 3]),
         "partial_groups": st.sampled_from(["keep", "drop"]),
         "skipped": st.sets(st.integers(1, 8), max_size=3),
         "train_s": st.sampled_from([0.0, 1.0, 10.0, 100.0]),
@@ -64,6 +66,10 @@ def patterned_world(
     install_s: float,
     **chosen: object,
 ) -> World:
+    if chosen["group_release"] == "early":  # what the settings refuse
+        chosen["on_stale"] = "drop" if chosen["on_stale"] == "restart" else chosen["on_stale"]
+        chosen["on_straggler"] = "drop" if chosen["on_straggler"] == "requeue" else chosen["on_straggler"]
+        chosen["partial_groups"] = "keep"
     world = make_world(
         lambda number: fates[number % len(fates)],
         rows=12,

@@ -127,6 +127,7 @@ class Recorder:
     ended: Counter[TerminalState] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)
     finished: int = 0
+    parts: list[Group] = field(default_factory=list)
 
     def rollout_finished(self, rollout: Rollout) -> None:
         self.finished += 1
@@ -137,6 +138,9 @@ class Recorder:
     def group_scored(self, group: Group, filter_reason: str | None) -> None:
         if filter_reason:
             self.filtered[filter_reason] += 1
+
+    def part_released(self, part: Group) -> None:
+        self.parts.append(part)
 
     def batch_sent(self, formed: FormedBatch) -> None:
         self.formed.append(formed)
@@ -235,7 +239,7 @@ def make_world(
     holds: bool = True,
     **settings: object,
 ) -> World:
-    chosen = SchedulingSettings.model_validate({"batch_size": 2 * group_size, "row_tokens": 64, **settings})
+    chosen = SchedulingSettings.model_validate({"batch_size": 2 * group_size, "row_tokens": 1024, **settings})
     runner, recorder = ScriptedRunner(fate, pauses), Recorder()
     batches: asyncio.Queue[Batch] = asyncio.Queue()
     tasks = TaskStream([TaskSource(environment(rows=rows))], seed=0, max_epochs=epochs)

@@ -4,7 +4,7 @@ Scored groups flow in; a `Batch` flows out, with its row plan and the loss's pla
 Pure functions over arrays: nothing here waits, sends or knows a model, and nothing loops over tokens in Python.
 """
 
-from tailrace.batching.advantages import AdvantageFn, compute_advantages, group_advantages
+from tailrace.batching.advantages import INCREMENTAL, AdvantageFn, compute_advantages, group_advantages
 from tailrace.batching.batches import FormedBatch, form_batch, form_batch_in_slices
 from tailrace.batching.filters import ZERO_SPREAD, filter_reason
 from tailrace.batching.packing import RowPlan, plan_rows
@@ -12,6 +12,7 @@ from tailrace.batching.samples import STALE, SampledGroup, sample_group
 from tailrace.batching.settings import AdvantageName, BatchingSettings
 
 __all__ = [
+    "INCREMENTAL",
     "STALE",
     "ZERO_SPREAD",
     "AdvantageFn",

@@ -12,6 +12,9 @@ from tailrace.records import Float32Array, Group
 
 Advantages: TypeAlias = Sequence[float | Float32Array]
 
+INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean"})
+"""Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known."""
+
 _EPSILON = 1e-6
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from tailrace.batching import INCREMENTAL
 from tailrace.config.sources import Key
 from tailrace.errors import SettingsError
 from tailrace.generation.rpc_keys import require_safe_address
@@ -36,6 +37,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         *_of_the_end(settings),
         *_of_the_schedule(settings),
         *_of_the_edges(settings),
+        *_of_early_release(settings),
         *_of_groups(settings),
         *_of_lengths(settings),
         *_of_the_replicas(settings),
@@ -81,6 +83,38 @@ def _of_the_edges(settings: RunSettings) -> list[Contradiction]:
             )
         )
     return problems
+
+
+def _of_early_release(settings: RunSettings) -> list[Contradiction]:
+    scheduling = settings.scheduling
+    if scheduling.group_release == "together":
+        if scheduling.min_known_siblings is None:
+            return []
+        message = "scheduling.min_known_siblings is for scheduling.group_release = 'early' alone: leave it out"
+        return [Contradiction(message, "scheduling.min_known_siblings", "scheduling.group_release")]
+    early, problems = "scheduling.group_release = 'early' trains on rollouts before their group is complete", []
+    if scheduling.advantage not in INCREMENTAL:
+        why = f"scheduling.advantage = {scheduling.advantage!r} needs all of a group's rewards"
+        problems.append((why, f"write scheduling.advantage = {min(INCREMENTAL)!r}", "scheduling.advantage"))
+    if scheduling.on_stale == "restart":
+        why = "scheduling.on_stale = 'restart' starts the whole group again"
+        problems.append((why, "write scheduling.on_stale = 'mask'", "scheduling.on_stale"))
+    if scheduling.on_straggler == "requeue":
+        why = "scheduling.on_straggler = 'requeue' starts the whole group again"
+        problems.append((why, "write scheduling.on_straggler = 'continue'", "scheduling.on_straggler"))
+    if scheduling.partial_groups == "drop":
+        why = "scheduling.partial_groups = 'drop' filters the whole group for one that fails later"
+        problems.append((why, "write scheduling.partial_groups = 'keep'", "scheduling.partial_groups"))
+    smallest = min(settings.group_size(environment) for environment in settings.environments)
+    if (scheduling.min_known_siblings or 0) >= smallest > 1:
+        why = (
+            f"a group of {smallest} never has scheduling.min_known_siblings = {scheduling.min_known_siblings} siblings"
+        )
+        problems.append((why, f"write {smallest // 2}, for example", "scheduling.min_known_siblings"))
+    return [
+        Contradiction(f"{early}, and {why}: {instead}, or leave scheduling.group_release out", key)
+        for why, instead, key in problems
+    ]
 
 
 def _of_groups(settings: RunSettings) -> list[Contradiction]:

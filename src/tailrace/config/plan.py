@@ -24,6 +24,8 @@ class Plan:
     """What the engines and the trainer wait for, in one sentence."""
     on_stale: str
     """What happens to tokens that are too old, in one sentence."""
+    group_release: str
+    """When a group's rollouts are trained on, in one sentence."""
     on_straggler: str | None
     """Under over-sampling: what happens to groups that run at the edge of a step, in one sentence."""
     tokens_per_step: int
@@ -51,6 +53,7 @@ class Plan:
             f"At most {self.staleness_budget} rollouts are admitted and not yet trained"
             f" (({self.max_staleness} + {over:g}) x {self.batch_size}).",
             *([] if self.started_per_step is None else edge),
+            self.group_release,
             f"Tokens that bear loss are at most {self.max_staleness} policy versions old; {self.on_stale}",
             f"A step trains on at most {self.tokens_per_step:,} completion tokens.",
             f"An epoch is about {self.steps_per_epoch:,.1f} steps, if no group is filtered.",
@@ -65,6 +68,10 @@ _SCHEDULES = {
 }
 _STREAM = "Streaming: generation never stops for the trainer while the budgets below have room."
 
+_GROUP_RELEASE = {
+    "together": "A group is trained on once all of its rollouts have come back.",
+    "early": "A rollout is trained on once enough of its siblings are known, before its group's stragglers.",
+}
 _ON_STALE = {
     "mask": "older ones are masked.",
     "wait": "a batch is held for a group that its step would make older.",
@@ -104,6 +111,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         started_per_step=int(over * batch_size) if over > 1 else None,
         schedule=_SCHEDULES.get(max_staleness, _STREAM),
         on_stale=_ON_STALE[scheduling.on_stale].format(max_restarts=scheduling.max_restarts),
+        group_release=_GROUP_RELEASE[scheduling.group_release],
         on_straggler=_ON_STRAGGLER[scheduling.on_straggler] if over > 1 else None,
         tokens_per_step=rollout_tokens * batch_size,
         steps_per_epoch=steps_per_epoch,

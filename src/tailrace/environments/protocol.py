@@ -137,6 +137,8 @@ class EnvironmentSpec:
     """In place of `score_group`: a language model ranks the rollouts of a group."""
     judge_format: JudgeFormat | None = None
     """How the judge is asked and answers; None: scores by id, as JSON."""
+    needs_whole_group: bool = False
+    """`score_group` can do nothing with a group that lost members: such a group is filtered."""
     tools: tuple[ToolSpec, ...] = ()
     """Offered to the policy at every turn of a reset/step environment. An agent passes its own to `chat`."""
     required_columns: tuple[str, ...] = ()

@@ -158,6 +158,11 @@ class RunObserver:
         for rollout, advantage in zip(group.rollouts, group.advantages or (), strict=False):
             self._advantages[rollout.rollout_id] = float(np.mean(advantage))
 
+    def part_released(self, part: Group) -> None:
+        """See `SchedulerObserver`."""
+        for rollout, advantage in zip(part.rollouts, part.advantages or (), strict=True):
+            self._advantages[rollout.rollout_id] = float(np.mean(advantage))
+
     def batch_sent(self, formed: FormedBatch) -> None:
         """See `SchedulerObserver`."""
 

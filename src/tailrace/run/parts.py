@@ -103,6 +103,11 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
                 f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "
                 "runs in a worker process: raise it, or write environment.trusted = true if that code returns soon"
             )
+        if settings.scheduling.group_release == "early" and spec.score_group is not None:
+            raise SettingsError(
+                f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
+                "whole groups (score_group): leave scheduling.group_release out"
+            )
         sampling = settings.rollouts.training_sampling(temperature=chosen.temperature, max_tokens=chosen.max_tokens)
         loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), sampling)
     return loaded

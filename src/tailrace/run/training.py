@@ -184,6 +184,7 @@ class _Training:
             max_staleness=settings.max_staleness,
             max_running=settings.max_running,
             group_sizes={name: loaded.group_size for name, loaded in self._environments.items()},
+            whole_groups=[name for name, loaded in self._environments.items() if loaded.spec.needs_whole_group],
             max_steps=settings.max_steps,
             step=started.step,
             version=started.version,

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Group, GroupId, Outcome, Rollout, RolloutId, Task
 from tailrace.scheduling.accounts import Accounts
+from tailrace.scheduling.release import EarlyRelease
 from tailrace.scheduling.scored import SCORE_DROPPED, UNSCORED, sort_scored
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.tasks import TaskKey
@@ -67,6 +68,8 @@ class Place:
     """Of the attempt that runs, or of the last one."""
     rollout: Rollout | None = None
     """Of the attempt that succeeded."""
+    is_released: bool = False
+    """That rollout went on to be trained before the group was complete."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -88,6 +91,14 @@ class OpenGroup:
     given_up: GivenUp | None = None
     is_held: bool = False
     """Set aside at the edge of a step: it takes no slot of the engines, and goes on in the next one."""
+    release: EarlyRelease | None = None
+    """Where its rollouts may be trained before it is complete."""
+    known: list[Place] = field(default_factory=list)
+    """Places whose rollouts have finished, in that order."""
+    released: int = 0
+    """Rollouts that went on to be trained."""
+    is_taken: bool = False
+    """A batch took a part of it."""
     unfinished: int = 0
     """Places whose end was not told yet."""
 
@@ -124,11 +135,15 @@ class GroupPlayer:
         *,
         whole_groups: Collection[str],
         on_place_ended: Callable[[OpenGroup], None],
+        on_known: Callable[[OpenGroup, Task], None],
     ) -> None:
-        """`whole_groups` are environments whose groups are dropped when a member is lost."""
+        """`whole_groups` are environments whose groups are dropped when a member is lost.
+
+        `on_known` is told when a rollout has finished.
+        """
         self._runner, self._accounts, self._settings = runner, accounts, settings
         self._whole_groups = frozenset(whole_groups)
-        self._on_place_ended = on_place_ended
+        self._on_place_ended, self._on_known = on_place_ended, on_known
 
     async def play(self, group: OpenGroup, task: Task) -> list[Rollout]:
         """Waits for every place; the rollouts that came back, none of a group that was given up."""
@@ -140,6 +155,11 @@ class GroupPlayer:
             self._end_given_up(group, group.given_up.reason)
             return []
         return [place.rollout for place in group.places if place.rollout is not None]
+
+    def end_rest(self, group: OpenGroup, reason: str) -> None:
+        """What finished and was not released will not be trained on."""
+        rest = [place.rollout for place in group.known if place.rollout is not None and not place.is_released]
+        self._accounts.end(rest, Outcome.filtered(reason))
 
     async def score(self, group: Group, full_size: int) -> list[Group]:
         """Score a group. Waits for its own scoring and nothing else."""
@@ -175,6 +195,8 @@ class GroupPlayer:
             place.rollout = await self._attempt(task, group, place.rollout_id, attempt)
             if place.rollout is not None:
                 self._accounts.finished(place.rollout, place.name)
+                group.known.append(place)
+                self._on_known(group, task)
                 return
             place.rollout_id = None
         self._accounts.budget.release(place.name)
@@ -192,6 +214,8 @@ class GroupPlayer:
     def _end_given_up(self, group: OpenGroup, reason: str) -> None:
         """What ran was cancelled; what had finished is filtered; every slot is given back."""
         for place in group.places:
+            if place.is_released:
+                continue
             if place.rollout is not None:
                 self._accounts.end([place.rollout], Outcome.filtered(reason))
                 continue

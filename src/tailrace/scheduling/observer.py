@@ -20,7 +20,15 @@ class SchedulerObserver(Protocol):
         ...
 
     def group_scored(self, group: Group, filter_reason: str | None) -> None:
-        """A group has rewards and advantages; with a reason it will not be trained on."""
+        """A group has rewards and advantages; with a reason it will not be trained on.
+
+        Where parts of it were released before, it comes last, complete and without advantages; a reason then is that of
+        the rest.
+        """
+        ...
+
+    def part_released(self, part: Group) -> None:
+        """Some rollouts of a group have advantages and go on to be trained, before the group is complete."""
         ...
 
     def batch_sent(self, formed: FormedBatch) -> None:

@@ -10,6 +10,7 @@ from tailrace.batching import BatchingSettings
 
 Schedule: TypeAlias = Literal["sync", "one-step-off", "stream"]
 OnStale: TypeAlias = Literal["mask", "wait", "restart", "drop"]
+GroupRelease: TypeAlias = Literal["together", "early"]
 OnStraggler: TypeAlias = Literal["continue", "requeue", "resume_next_step", "drop"]
 
 MAX_STALENESS: dict[Schedule, int] = {"sync": 0, "one-step-off": 1, "stream": 4}
@@ -61,6 +62,21 @@ class SchedulingSettings(BatchingSettings):
         " stop, keep their tokens, and go on together once the step is trained and its weights serve; the next step"
         " starts no earlier, and tokens kept over more than max_staleness steps are too old. drop: they are stopped and"
         " counted.",
+    )
+    group_release: GroupRelease = Field(
+        "together",
+        description="When a group's rollouts are trained on. together: once all of them have come back. early: each"
+        " once enough siblings are known, before the group's stragglers; its advantage is its reward less the mean of"
+        " the siblings known by then. Far fewer tokens become too old. The price: that mean is of the quicker"
+        " siblings, so where rewards depend on length the gradient is slightly biased (toward longer rollouts where"
+        " the quicker ones score higher), and it is of fewer siblings, which makes it noisier. Needs rewards per"
+        " rollout and advantage = mean.",
+    )
+    min_known_siblings: int | None = Field(
+        None,
+        ge=1,
+        description="Under group_release = early: siblings that must be known before a group's first rollouts are"
+        " trained on; unset: half the group.",
     )
     max_retries: int = Field(1, ge=0, description="How often a failed rollout is tried again in its group's place.")
     min_group_size: int = Field(

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from tailrace.batching import FormedBatch, compute_advantages, filter_reason
+from tailrace.batching import ZERO_SPREAD, FormedBatch, compute_advantages, filter_reason
 from tailrace.batching.slices import drained
 from tailrace.errors import AccountingError, SettingsError
 from tailrace.records import Batch, Group, GroupId, Outcome, Rollout, StepSkipped, StepTrained, Task
@@ -24,10 +24,11 @@ from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.barren import BarrenCount
 from tailrace.scheduling.batches import BatchFormer
 from tailrace.scheduling.edges import REQUEUED, STRAGGLER, outlived, straggled
-from tailrace.scheduling.groups import GroupPlayer, GroupRunner, HoldsGroups, OpenGroup, Place
+from tailrace.scheduling.groups import GROUP_TOO_SMALL, GroupPlayer, GroupRunner, HoldsGroups, OpenGroup, Place
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.observer import SchedulerObserver
 from tailrace.scheduling.ready import ReadyGroup, ReadyQueue, shared_out
+from tailrace.scheduling.release import EarlyRelease, min_known_siblings
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.staleness import Floors, must_hold, oldest_allowed
 from tailrace.scheduling.statistics import SchedulerStatistics
@@ -91,7 +92,12 @@ class StreamScheduler:
         self._serving_version = self._awaited_version = serving_version
         self._accounts = Accounts(int((max_staleness + settings.over_sampling) * settings.batch_size), observer)
         self._player = GroupPlayer(
-            runner, self._accounts, settings, whole_groups=whole_groups, on_place_ended=self._place_ended
+            runner,
+            self._accounts,
+            settings,
+            whole_groups=whole_groups,
+            on_place_ended=self._place_ended,
+            on_known=self._learn,
         )
         self._ready = ReadyQueue()
         self._former = BatchFormer(
@@ -251,6 +257,8 @@ class StreamScheduler:
         places = [Place(f"{group_id}.{place}") for place in range(self._group_sizes[key.environment])]
         floor = self._version if self._serving_version is None else self._serving_version
         group = OpenGroup(group_id, key, places, floor, restarts)
+        if self._settings.group_release == "early":
+            group.release = EarlyRelease(min_known_siblings(self._settings, group.size))
         self._accounts.budget.acquire(place.name for place in places)
         self._open[group] = 1
         self._floors.add(group, floor)
@@ -266,18 +274,34 @@ class StreamScheduler:
         """Waits for the group's task, its own rollouts and its own scoring, no more."""
         task = await self._tasks.make(group.key)
         rollouts = await self._player.play(group, task)
-        trainable = [] if group.given_up else await self._score(group, task, rollouts)
+        if group.release is not None:
+            self._close_released(group, task, rollouts)
+        elif group.given_up is None:
+            scored = await self._score(group, task, rollouts)
+            sizes = shared_out(group.size, [len(one.rollouts) for one in scored])
+            for one, size in zip(scored, sizes, strict=True):
+                self._push(group, one, size)
         self._in_progress -= 1
         self._floors.remove(group, group.floor)
-        self._open[group] = len(trainable)
-        sizes = shared_out(group.size, [len(scored.rollouts) for scored in trainable])
-        for scored, size in zip(trainable, sizes, strict=True):
-            self._ready.push(ReadyGroup(scored, group, size))
-        if trainable:
+        self._untaken -= group.size - group.released
+        self._close_part(group)
+        if group.released:
             self._scored.fruitful()
         else:
             self._close_barren(group)
         self._wake()
+
+    def _push(self, group: OpenGroup, part: Group, size: int) -> None:
+        """A part of a group, or all of it, waits for its batch; it counts for `size` rollouts."""
+        self._open[group] += 1
+        group.released += size
+        self._ready.push(ReadyGroup(part, group, size))
+
+    def _close_part(self, group: OpenGroup) -> None:
+        """A part of it was taken, or nothing more will come of it."""
+        self._open[group] -= 1
+        if not self._open[group]:
+            del self._open[group]
 
     async def _score(self, group: OpenGroup, task: Task, rollouts: list[Rollout]) -> list[Group]:
         """Its groups that are worth training on."""
@@ -294,8 +318,6 @@ class StreamScheduler:
 
     def _close_barren(self, group: OpenGroup) -> None:
         """Nothing of it will be trained on; its slots are free already."""
-        del self._open[group]
-        self._untaken -= group.size
         if group.given_up is None or group.given_up.reason not in (REQUEUED, STRAGGLER):
             self._scored.barren(group.size, self.ledger)
         if group.given_up is not None and group.given_up.again:
@@ -318,6 +340,48 @@ class StreamScheduler:
             for group in self._floors.below(oldest_allowed(self._judged_version, self._max_staleness)):
                 if given_up := outlived(self._settings, group.restarts):
                     group.give_up(given_up)
+
+    # --- early release -------------------------------------------------------------------------------------------
+
+    def _learn(self, group: OpenGroup, task: Task) -> None:
+        """A rollout has finished: it, and what waited for it, may be trained on before the group is complete."""
+        if group.release is not None and group.given_up is None:
+            rollout = group.known[-1].rollout
+            assert rollout is not None
+            reward = Group(group.group_id, task, [rollout]).rewards[0]
+            self._release(group, task, group.release.learn(reward))
+
+    def _release(self, group: OpenGroup, task: Task, released: Sequence[tuple[int, float]]) -> None:
+        if not released:
+            return
+        part = Group(group.group_id, task, [], [])
+        assert part.advantages is not None
+        for number, advantage in released:
+            place = group.known[number]
+            assert place.rollout is not None
+            place.is_released = True
+            part.rollouts.append(place.rollout)
+            part.advantages.append(advantage)
+        self._observer.part_released(part)
+        for rollout, advantage in zip(part.rollouts, part.advantages, strict=True):
+            self._push(group, Group(group.group_id, task, [rollout], [advantage]), 1)
+        self._wake()
+
+    def _close_released(self, group: OpenGroup, task: Task, rollouts: list[Rollout]) -> None:
+        """Every place has come back: what was not released is now, unless there is nothing to compare it with."""
+        assert group.release is not None
+        if group.given_up is not None:
+            return
+        if not group.released and len(rollouts) < min(self._settings.min_group_size, group.size):
+            self._player.end_rest(group, GROUP_TOO_SMALL)
+            return
+        self._release(group, task, group.release.close())
+        reason = ZERO_SPREAD if group.release.waiting and self._settings.filter_zero_spread else None
+        if reason is not None:
+            self._player.end_rest(group, reason)
+        else:
+            self._release(group, task, [(number, 0.0) for number in group.release.waiting])
+        self._observer.group_scored(Group(group.group_id, task, rollouts), reason)
 
     # --- batches -------------------------------------------------------------------------------------------------
 
@@ -367,9 +431,8 @@ class StreamScheduler:
     def _taken(self, ready: ReadyGroup) -> None:
         """A part of a group went into a batch."""
         self._untaken -= ready.size
-        self._open[ready.opened] -= 1
-        if not self._open[ready.opened]:
-            del self._open[ready.opened]
+        ready.opened.is_taken = True
+        self._close_part(ready.opened)
 
     def _barren(self, ready: ReadyGroup) -> None:
         """A part of a group was taken for a batch, and nothing of it bears loss."""
@@ -377,8 +440,12 @@ class StreamScheduler:
         self._judged.barren(ready.size, self.ledger)
 
     def _state(self) -> bytes:
-        """Where a run resumed after the batch that is being formed goes on."""
-        keys = dict.fromkeys([*(group.key for group in self._open), *(key for key, _ in self._again)])
+        """Where a run resumed after the batch that is being formed goes on.
+
+        A group of which a part is in a batch is not started over, or that part would be trained on twice.
+        """
+        running = (group.key for group in self._open if not group.is_taken)
+        keys = dict.fromkeys([*running, *(key for key, _ in self._again)])
         return self._tasks.state(list(keys))
 
     # --- the edge of a step, under over-sampling -----------------------------------------------------------------

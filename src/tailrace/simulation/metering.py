@@ -136,6 +136,10 @@ class SimulationObserver:
         """See `SchedulerObserver`."""
         self._note("scored", group.group_id, filter_reason)
 
+    def part_released(self, part: Group) -> None:
+        """See `SchedulerObserver`."""
+        self._note("released", part.group_id, part.advantages)
+
     def batch_sent(self, formed: FormedBatch) -> None:
         """See `SchedulerObserver`."""
         self.bias.sent(formed.batch.summary)

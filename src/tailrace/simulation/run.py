@@ -73,8 +73,11 @@ class SimulatedRun:
 
     @property
     def groups_per_s(self) -> float:
-        """Trained."""
-        return self.measured.trained_groups / self.measured.time_s
+        """Trained; of groups that are released in parts, their rollouts over the size of a group."""
+        measured = self.measured
+        if self.plan.scheduling.group_release == "early":
+            return measured.trained_rollouts / self.plan.load.group_size / measured.time_s
+        return measured.trained_groups / measured.time_s
 
     @property
     def loss_tokens_per_s(self) -> float:
