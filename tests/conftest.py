@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings as _hypothesis
+
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
-
-from hypothesis import settings as _hypothesis
 
 _hypothesis.register_profile("untimed", deadline=None)  # a busy machine makes no property wrong
 _hypothesis.load_profile("untimed")

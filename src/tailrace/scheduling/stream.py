@@ -363,8 +363,8 @@ class StreamScheduler:
             part.rollouts.append(place.rollout)
             part.advantages.append(advantage)
         self._observer.part_released(part)
-        for rollout, advantage in zip(part.rollouts, part.advantages, strict=True):
-            self._push(group, Group(group.group_id, task, [rollout], [advantage]), 1)
+        for rollout, own in zip(part.rollouts, part.advantages, strict=True):
+            self._push(group, Group(group.group_id, task, [rollout], [own]), 1)
         self._wake()
 
     def _close_released(self, group: OpenGroup, task: Task, rollouts: list[Rollout]) -> None:
