@@ -1,0 +1,108 @@
+"""vLLM behind the router: replicas that are lost in the middle, and generators that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tailrace.errors import EngineFailed
+from tailrace.generation.router.router import Router
+from tailrace.generation.router.settings import RouterSettings
+from tailrace.generation.rpc import GeneratorClient
+from tailrace.observability.summary import read_summary
+from tailrace.records import Completion, FinishReason, SamplingParams
+from tailrace.run.orchestrator import RUN_ENDED
+from tests.generation.engine_kinds import contract_model, require_vllm_installed
+from tests.generation.engine_support import greedy_reference
+from tests.run.runs import PATIENCE_S, command, records
+from tests.run.served import address_of, serving
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+VLLM = ("--generator.engine", "vllm", "--generator.vllm.block_size", "32", "--generator.chunk_tokens", "4")
+REQUESTS, LENGTH = 24, 100
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    require_vllm_installed()
+
+
+async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token_that_was_streamed(
+    tmp_path: Path,
+) -> None:
+    contract_model().save_pretrained(tmp_path)
+    options = (*VLLM, "--generator.max_cache_tokens", "128", "--address", "tcp://127.0.0.1:0")
+    router = Router(["first", "second"], RouterSettings(policy="least_loaded"), max_staleness=4)
+    with serving(*options, model=str(tmp_path)) as first, serving(*options, model=str(tmp_path)) as second:
+        addresses = [await asyncio.to_thread(address_of, process) for process in (first, second)]
+        clients = [GeneratorClient(address) for address in addresses]
+        uses = []
+        for name, client in zip(("first", "second"), clients, strict=True):
+            uses.append(asyncio.create_task(router.use(name, client, (await client.hello("run")).statistics)))
+
+        async def ask(number: int) -> Completion:
+            return await router(
+                np.array([1, 2, number], np.int32),
+                sampling=SamplingParams(temperature=0, max_tokens=LENGTH),
+                request_id=f"r{number}",
+                session_id=f"s{number}",
+                group_id=f"g{number}",
+            )
+
+        async with asyncio.timeout(PATIENCE_S):
+            calls = [asyncio.create_task(ask(number)) for number in range(REQUESTS)]
+            while (await clients[0].statistics()).sampled_tokens_total < 8 * 20:
+                pass
+            first.send_signal(signal.SIGKILL)
+            done = await asyncio.gather(*calls)
+            assert isinstance(await uses[0], EngineFailed)
+        for number, completion in enumerate(done):
+            assert completion.finish_reason is FinishReason.LENGTH
+            assert completion.token_ids.tolist() == greedy_reference(contract_model(), [1, 2, number], LENGTH)
+        figures = {one.name: one for one in router.figures()}
+        assert figures["first"].failovers > 0
+        kept = REQUESTS * LENGTH - (await clients[1].statistics()).sampled_tokens_total
+        assert kept > router.completions("first") * LENGTH  # more than what it had completed
+        for task, client in zip(uses, clients, strict=True):
+            task.cancel()
+            await client.leave()
+
+
+@pytest.mark.long
+def test_a_run_with_two_vllm_replicas_accounts_for_every_rollout_although_one_is_killed(tmp_path: Path) -> None:
+    options = (*VLLM, "--generator.replicas", "2", "--rollouts.max_tokens", "48")
+    with command(tmp_path, *options, "--max_steps", "30") as run:
+        run.wait_until(lambda: _newest(run.folder, "generator/generator-0/requests") > 0)
+        run.role("generator-0").kill()
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    assert "generator-0 is started again" in printed
+    ledger = read_summary(run.folder).ledger
+    assert ledger.balances
+    assert (ledger.by_state["failed"], ledger.by_state["trained"]) == (0, 120), printed
+    assert set(ledger.by_reason["cancelled"]) <= {RUN_ENDED}
+    assert _newest(run.folder, "generator/generator-0/failovers") > 0
+
+
+@pytest.mark.long
+def test_runs_train_with_a_vllm_generator_that_runs_already_one_after_the_other(tmp_path: Path) -> None:
+    with serving(*VLLM, "--address", "tcp://127.0.0.1:0") as process:
+        address = address_of(process)
+        for name in ("run", "next"):
+            with command(tmp_path, "--max_steps", "3", "--generator.connect", address, name=name) as run:
+                status, printed = run.wait()
+                assert (status, run.leftovers()) == (0, []), printed
+            assert _newest(run.folder, "generator/generator/policy_version") > 0
+            assert read_summary(run.folder).ledger.by_state["trained"] == 12
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+
+
+def _newest(folder: Path, name: str) -> float:
+    lines = reversed(records(folder / "metrics.jsonl"))
+    return float(next((line[name] for line in lines if name in line), 0.0))
