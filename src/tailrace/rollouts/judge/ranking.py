@@ -72,7 +72,7 @@ def read_scores(answer: str, ids: Sequence[str]) -> dict[str, float]:
     """
     listed = [value["scores"] for value in _json_objects(answer) if isinstance(value.get("scores"), list)]
     if not listed:
-        raise JudgeFailed(f"no JSON object with a list of `scores` in the answer {answer:.200!r}")
+        raise JudgeFailed(f"no JSON object with a list of `scores` in the answer {answer!r:.200}")
     found: dict[str, float] = {}
     for entry in listed[-1]:
         candidate = str(entry.get("id")) if isinstance(entry, dict) else ""
