@@ -71,6 +71,16 @@ _REWARD = (
     ),
     ("group/zero_spread_share", "1", _MEAN, "Share of scored groups whose rewards are all equal: they teach nothing."),
     ("group/size", "rollouts", _MEAN, "Rollouts that came back per scored group."),
+    ("group/score_s", "s", _MEAN, "Time of a group in its `score_group` or judge, waiting for a place left out."),
+)
+
+_JUDGE = (
+    ("judge/calls", "calls", _SUM, "Calls of the judges since the last step, those in vain and in evaluations too."),
+    ("judge/retries", "calls", _SUM, "Those of them that repeat one that failed or was not valid."),
+    ("judge/failed_groups", "groups", _SUM, "Groups that no call brought valid scores for."),
+    ("judge/prompt_tokens", "tokens", _SUM, "Prompt tokens of the calls that were answered."),
+    ("judge/completion_tokens", "tokens", _SUM, "Tokens of those answers."),
+    ("judge/cost", "1", _SUM, "What they cost by the prices of the judge's settings."),
 )
 
 _ROLLOUT = (
@@ -241,7 +251,7 @@ _RUN = (
 def _table() -> dict[str, MetricSpec]:
     rows = [
         MetricSpec(*row)
-        for row in (*_REWARD, *_ROLLOUT, *_EVALUATION, *_BATCH, *_GENERATION, *_GENERATORS, *_TRAINING, *_RUN)
+        for row in (*_REWARD, *_JUDGE, *_ROLLOUT, *_EVALUATION, *_BATCH, *_GENERATION, *_GENERATORS, *_TRAINING, *_RUN)
     ]
     return {row.name: row for row in rows}
 

@@ -151,6 +151,8 @@ class RunRecorder:
         self._metrics.add(f"reward/{environment}/zero_spread_share", zero_spread)
         self._metrics.add("group/zero_spread_share", zero_spread)
         self._metrics.add("group/size", len(group.rollouts))
+        if "score_group_s" in group.metrics:
+            self._metrics.add("group/score_s", group.metrics["score_group_s"])
         for reward in rewards:
             for component, value in reward.components.items():
                 if math.isfinite(value):

@@ -29,6 +29,7 @@ from tailrace.records import (
     StepTrained,
     TerminalState,
 )
+from tailrace.rollouts.judge import JudgeUsage
 from tailrace.run.evaluation_figures import evaluation_entries, evaluation_metrics, followed
 from tailrace.run.usage import ProcessMeter, total_cpu_s
 from tailrace.scheduling import EnvironmentFigures, Evaluation, SchedulerStatistics, Verdict
@@ -83,6 +84,7 @@ class RunObserver:
         statistics: Callable[[], SchedulerStatistics],
         replicas: Callable[[], list[ReplicaFigures]],
         environments: Callable[[], Mapping[str, EnvironmentFigures]],
+        judge_usage: Callable[[], JudgeUsage],
     ) -> None:
         self.totals, self.history = Totals(), History()
         self.latest: dict[str, float] = {}
@@ -95,6 +97,7 @@ class RunObserver:
         self._sink, self._rollouts = metrics, rollouts
         self._lag, self._meter, self._statistics, self._replicas = lag, meter, statistics, replicas
         self._environments = environments
+        self._judge_usage, self._judged = judge_usage, JudgeUsage()
         self._clock = asyncio.get_running_loop().time
         self.started_s = self.last_step_s = self._clock()
         self._usage = meter.read()
@@ -237,6 +240,10 @@ class RunObserver:
             add(f"environment/{name}/barren_tasks", figures.barren_tasks)
         for replica in self._replicas():
             self._metrics.update(replica.metrics())
+        judged = self._judge_usage()
+        if judged.calls:
+            self._metrics.update(judged.since(self._judged).metrics("/"))
+            self._judged = judged
         lag = self._lag.flush()
         self.totals.lag_max_s = max(self.totals.lag_max_s, lag.max_s)
         self._metrics.update(lag.metrics())

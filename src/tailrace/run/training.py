@@ -174,6 +174,7 @@ class _Training:
             statistics=lambda: scheduler.statistics,
             replicas=placement.replicas,
             environments=lambda: tasks.environments,
+            judge_usage=lambda: rollouter.judge_usage,
         )
         scheduler = StreamScheduler(
             tasks,

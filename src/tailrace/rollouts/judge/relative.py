@@ -31,9 +31,13 @@ class JudgeUsage:
         for name, amount in asdict(other).items():
             setattr(self, name, getattr(self, name) + amount)
 
-    def metrics(self) -> dict[str, float]:
-        """Under the names that a group's metrics have: `judge_calls`, ..."""
-        return {f"judge_{name}": amount for name, amount in asdict(self).items()}
+    def since(self, earlier: JudgeUsage) -> JudgeUsage:
+        """What was taken after `earlier`."""
+        return JudgeUsage(**{name: amount - getattr(earlier, name) for name, amount in asdict(self).items()})
+
+    def metrics(self, separator: str = "_") -> dict[str, float]:
+        """Under the names that a group's metrics have (`judge_calls`), or a run's (`judge/calls`)."""
+        return {f"judge{separator}{name}": amount for name, amount in asdict(self).items()}
 
 
 class RelativeJudge:

@@ -1,0 +1,172 @@
+"""Rewards as weighted sums of named functions in TRL's form, on the loop and in workers that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from tailrace.environments import EnvironmentSettings, EnvironmentSpec, NamedReward, load_environment
+from tailrace.environments.named_rewards import checked_values, weighted_sum
+from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
+from tailrace.records import GroupId, Reward, Rollout, RolloutId
+from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings, needs_workers
+from tests.support.scripted_generate import ScriptedGenerate
+
+MODULE = "tests.support.named_rewards"
+
+
+def chosen(name: str = "plain", **rewards: object) -> EnvironmentSettings:
+    return EnvironmentSettings.model_validate({"name": f"{MODULE}:{name}", "rewards": rewards})
+
+
+def function(name: str, weight: float = 1.0) -> dict[str, object]:
+    return {"function": f"{MODULE}:{name}", "weight": weight}
+
+
+class Scored:
+    """A rollouter over one environment, loaded from its settings as a run does."""
+
+    def __init__(self, renderer: ChatRenderer, environment: EnvironmentSettings, **settings: object) -> None:
+        self.spec: EnvironmentSpec = load_environment(environment)
+        self._settings = RolloutSettings.model_validate(settings)
+        self._rollouter = Rollouter(
+            self._settings,
+            renderer=renderer,
+            generate=ScriptedGenerate(renderer.tokenizer, ["yes"]),
+            environments={self.spec.name: environment},
+        )
+
+    async def __aenter__(self) -> Scored:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._rollouter.close()
+
+    async def run(self, word: str = "fine") -> Rollout:
+        index = [row["word"] for row in self.spec.train_tasks].index(word)
+        return await self._rollouter.run(
+            self.spec.train_task(index),
+            rollout_id=RolloutId(f"r{index}"),
+            group_id=GroupId("g0"),
+            spec=self.spec,
+            sampling=self._settings.training_sampling(),
+        )
+
+
+async def test_sync_and_async_functions_add_up_by_weight_and_none_adds_nothing(renderer: ChatRenderer) -> None:
+    async with Scored(renderer, chosen("named")) as scored:
+        fine, short = await scored.run("fine"), await scored.run("short")
+    assert fine.reward == Reward(pytest.approx(1 + 0.05 + 0.5), {"right": 1.0, "fine": 0.5, "slow": 0.25})
+    assert short.reward == Reward(pytest.approx(1.5), {"right": 1.0, "slow": 0.25})
+    assert "score_s" in fine.metrics
+
+
+async def test_synchronous_functions_run_in_another_process_unless_they_are_trusted(renderer: ChatRenderer) -> None:
+    environment = chosen(pid=function("where"))
+    async with Scored(renderer, environment) as scored:
+        assert needs_workers(scored.spec)
+        apart = (await scored.run()).reward
+    async with Scored(renderer, environment.model_copy(update={"trusted": True})) as scored:
+        here = (await scored.run()).reward
+    assert here == Reward(float(os.getpid()), {"pid": float(os.getpid())})
+    assert apart is not None
+    assert apart != here
+
+
+async def test_a_function_that_never_returns_costs_one_rollout_and_not_the_others(renderer: ChatRenderer) -> None:
+    async with Scored(renderer, chosen(one=function("troubled")), worker_timeout_s=1.0) as scored:
+        assert (await scored.run()).reward == Reward(1.0, {"one": 1.0})
+        with pytest.raises(RolloutTimeout, match=r"the reward functions did not return within 1 s.*was killed"):
+            await scored.run("hang")
+        assert (await scored.run()).reward == Reward(1.0, {"one": 1.0})
+
+
+async def test_a_checker_that_computes_for_long_stalls_nothing_but_its_own_process(renderer: ChatRenderer) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0)
+            ticks += 1
+
+    async with Scored(renderer, chosen(one=function("troubled"))) as scored:
+        await scored.run()
+        ticking = asyncio.create_task(tick())
+        await scored.run("hold")
+        ticking.cancel()
+    assert ticks > 100
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "told"),
+    [
+        ("raise", EnvironmentFailed, "ZeroDivisionError: of the user"),
+        ("nan", InvalidReward, "'one' returned nan; it must be a finite number or None"),
+        ("short", InvalidReward, "'one' returned 0 values for 1 completions"),
+        ("none", InvalidReward, "'one' returned a float for 1 completions"),
+    ],
+)
+async def test_what_is_no_list_of_numbers_costs_the_rollout(
+    renderer: ChatRenderer, word: str, error: type[RolloutError], told: str
+) -> None:
+    async with Scored(renderer, chosen(one=function("troubled"))) as scored:
+        with pytest.raises(error, match=told):
+            await scored.run(word)
+
+
+async def test_a_rollout_that_no_function_applies_to_has_no_reward(renderer: ChatRenderer) -> None:
+    async with Scored(renderer, chosen(none=function("inapplicable"))) as scored:
+        with pytest.raises(InvalidReward, match="none of none applies to it"):
+            await scored.run()
+    kept = {"score_errors": {"on_error": "keep_unscored"}}
+    async with Scored(renderer, chosen(none=function("inapplicable")), **kept) as scored:
+        assert (await scored.run()).reward is None
+
+
+def test_settings_add_functions_and_weigh_the_environments_own_anew() -> None:
+    spec = load_environment(chosen("named", slow={"weight": 0.5}, extra=function("where", 0.0)))
+    assert {name: reward.weight for name, reward in spec.rewards.items()} == {
+        "right": 1.0,
+        "fine": 0.1,
+        "slow": 0.5,
+        "extra": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (
+            {"function": f"{MODULE}:rihgt"},
+            r"environment.rewards.one.function is .*has no 'rihgt'; did you mean",
+        ),
+        ({"function": "no_such_module:f"}, r"environment.rewards.one.function is .*there is no module"),
+        ({"function": f"{MODULE}:ROWS"}, "is not a function"),
+        ({"weight": 2.0}, "names no function, and environment 'plain' has no reward of that name"),
+    ],
+)
+def test_a_wrong_function_is_told_before_a_run_starts(told: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_environment(chosen(one=told))
+
+
+def test_a_reward_and_rewards_contradict_each_other() -> None:
+    async def agent(task: object, policy: object) -> None:
+        return None
+
+    with pytest.raises(SettingsError, match="both `reward` and `rewards`"):
+        EnvironmentSpec(name="own", agent=agent, reward=lambda *_: 1.0, rewards={"one": NamedReward(print)})
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    import numpy as np
+
+    assert checked_values(np.array([0.5, 1.0]), 2, "one") == [0.5, 1.0]
+    assert checked_values([np.float32(0.5), None], 2, "one") == [0.5, None]
+
+
+def test_nothing_that_applies_is_no_sum() -> None:
+    assert weighted_sum({"one": None}, {"one": NamedReward(print)}) is None

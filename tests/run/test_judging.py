@@ -1,0 +1,76 @@
+"""Scoring inside a run: a judge on the policy's own engine, error budgets, and what is kept unscored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailrace.records import Message, RunStatus
+from tests.run.runs import records, rollouts, run_inline
+from tests.support.judge_endpoint import Answer, endpoint, verdict
+
+JUDGED = (
+    *("--environment.name", "examples.own_judge:names_by_key", "--max_steps", "2"),
+    *("--rollouts.group_size", "4", "--rollouts.max_tokens", "24", "--scheduling.batch_size", "8"),
+)
+
+
+async def test_an_example_trains_with_a_judge_served_by_the_policys_own_engine(tmp_path: Path) -> None:
+    summary = await run_inline(tmp_path, *JUDGED)
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    lines = records(tmp_path / "run" / "metrics.jsonl")
+    assert sum(line.get("judge/calls", 0) for line in lines) >= 4
+    assert sum(line.get("judge/completion_tokens", 0) for line in lines) > 0
+    trained = [one for one in rollouts(tmp_path / "run") if one["outcome"]["state"] == "trained"]
+    assert len(trained) == 16
+    for one in trained:
+        assert one["reward"] == one["reward_components"]["judge"]
+        assert one["reward_components"]["own"] in (0.0, 1.0)
+
+
+async def test_a_judge_that_is_down_costs_groups_and_never_becomes_a_reward(tmp_path: Path) -> None:
+    async with endpoint(Answer(status=503)) as serving:
+        judged = ("--environment.judge.url", serving.url, "--environment.judge.retries", "0")
+        summary = await run_inline(tmp_path, *judged, "--max_steps", "1", "--scheduling.max_barren_batches", "2")
+    assert summary.status is RunStatus.FAILED
+    assert "judge_failed" in summary.reason
+    ended = rollouts(tmp_path / "run")
+    assert {one["outcome"]["reason"] for one in ended if one["outcome"]["state"] == "failed"} == {"judge_failed"}
+    assert all(one["reward_components"].keys() == set() for one in ended)
+
+
+async def test_a_spent_error_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:
+    async with endpoint(Answer(status=503)) as serving:
+        judged = ("--environment.judge.url", serving.url, "--environment.judge.retries", "0")
+        summary = await run_inline(tmp_path, *judged, "--max_steps", "1", "--rollouts.score_errors.max_count", "3")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert "groups' scores failed, which score_errors does not allow (max_count = 3)" in summary.reason
+    assert "answered 503" in summary.reason
+
+
+async def test_what_is_kept_unscored_is_written_down_and_never_trained_on(tmp_path: Path) -> None:
+    def every_other(request: dict[str, list[Message]]) -> Answer:
+        number = len(serving.asked)
+        return Answer(status=503) if number % 2 else verdict({"1": 0.0, "2": 1.0})
+
+    async with endpoint(every_other) as serving:
+        judged = ("--environment.judge.url", serving.url, "--environment.judge.retries", "0")
+        keep = ("--rollouts.score_errors.on_error", "keep_unscored")
+        summary = await run_inline(tmp_path, *judged, *keep, "--max_steps", "2")
+    assert summary.status is RunStatus.FINISHED
+    unscored = [one for one in rollouts(tmp_path / "run") if one["outcome"]["reason"] == "unscored"]
+    assert {(one["outcome"]["state"], one["reward"]) for one in unscored} == {("filtered", None)}
+    assert all(one["messages"] for one in unscored)
+
+
+async def test_reward_functions_of_the_settings_are_what_a_run_trains_on(tmp_path: Path) -> None:
+    summary = await run_inline(
+        *(tmp_path, "--max_steps", "1"),
+        *("--environment.rewards.length.function", "tests.support.named_rewards:length"),
+        *("--environment.rewards.slow.function", "tests.support.named_rewards:slow"),
+        *("--environment.rewards.slow.weight", "2"),
+    )
+    assert summary.status is RunStatus.FINISHED
+    for one in rollouts(tmp_path / "run"):
+        if one["outcome"]["state"] == "trained":
+            assert one["reward_components"]["slow"] == 0.25
+            assert one["reward"] == one["reward_components"]["length"] + 0.5
