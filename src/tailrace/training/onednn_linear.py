@@ -1,19 +1,20 @@
 """Matrix products of float32 linear layers by oneDNN, on processors where torch's own choice (MKL) is slower.
 
 On AMD's with AVX-512 outputs take 12 to 19 % less time and gradients of inputs about 10 %; gradients of weights gain
-nothing and stay with torch. Chosen by the processor, never by a stopwatch: the same machine gives the same bits.
+nothing and stay with torch. Which processors gain says `generation.engines.onednn`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tailrace.generation.engines.onednn import gains_in_float32
 
 _PROBE_ROWS = 32
 
@@ -21,7 +22,7 @@ _PROBE_ROWS = 32
 def speed_up_linears(model: nn.Module) -> int:
     """Give every plain linear layer without bias the faster product; returns how many there were."""
     changed = 0
-    if _processor_gains():
+    if gains_in_float32():
         for module in model.modules():
             if type(module) is nn.Linear and _has_no_bias(module) and _agrees(module.weight):
                 module.forward = partial(_forward, module)  # type: ignore[method-assign]
@@ -31,17 +32,6 @@ def speed_up_linears(model: nn.Module) -> int:
 
 def _has_no_bias(module: nn.Module) -> bool:
     return [name for name, _ in module.named_parameters()] == ["weight"]
-
-
-def _processor_gains() -> bool:
-    processors = Path("/proc/cpuinfo")
-    return (
-        torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and processors.exists()
-        and "AuthenticAMD" in processors.read_text()
-    )
 
 
 @torch.no_grad()

@@ -169,6 +169,7 @@ class TorchEngine:
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights; running requests and cached sessions go on over their old cache."""
         install_model_state_dict(self._model.model, tensors)
+        self._model.weights_changed()
         self._reuse = replace(self._reuse, version=version)
 
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from tailrace.errors import ModelError
 from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, ShapeProbe, SlotStep
 from tailrace.generation.engines.torch.cache import LayerShape
+from tailrace.generation.engines.torch.packed_linear import PackedLinears
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 16
@@ -41,6 +42,11 @@ class SlotModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._require_supported()
         self.layers = self._replace_attention()
+        self._linears = PackedLinears(model)
+
+    def weights_changed(self) -> None:
+        """To be called when the model's weights were written."""
+        self._linears.repack()
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, keep: int) -> torch.Tensor:
         """Logits of the last `keep` of the packed tokens `[num_tokens]`: `[keep, vocabulary]`."""
@@ -53,6 +59,7 @@ class SlotModel:
                 slot_step=step,
                 **options,
             )
+        self._linears.forget_inputs()
         logits: torch.Tensor = output.logits[0]
         return logits[len(logits) - keep :]
 

@@ -1,0 +1,97 @@
+"""Linear layers over weights in oneDNN's own layout: laid out once per policy version instead of once per product.
+
+Decoding multiplies few rows by the same matrices again and again; with 128 rows a product takes 10 to 20 % less time
+than over plain weights. The price is a second copy of the matrices. Only on a CPU, and only where the processor gains.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tailrace.generation.engines.onednn import gains_packed
+
+_PROBE_ROWS = 32
+
+
+class PackedLinears:
+    """The packed copies of a model's linear layers, whose `forward` they replace.
+
+    `repack` brings them up to date with the plain weights; without it they are those of the time of construction.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rounded = _Rounded()
+        linears = [module for module in model.modules() if type(module) is nn.Linear]
+        self._packed = [_Packed(module, self._rounded) for module in linears if _qualifies(module)]
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def repack(self) -> None:
+        """Lay out the present weights."""
+        for packed in self._packed:
+            packed.repack()
+
+    def forget_inputs(self) -> None:
+        """Let go of what the last forward pass left behind."""
+        self._rounded.clear()
+
+
+class _Packed:
+    """One layer. It keeps its shape of input, in its weight's dtype."""
+
+    def __init__(self, module: nn.Linear, rounded: _Rounded) -> None:
+        self._module, self._rounded = module, rounded
+        self._weight = torch.empty(0)
+        self.repack()
+        module.forward = self.forward  # type: ignore[method-assign, assignment]
+
+    def repack(self) -> None:
+        self._weight = _pack(self._module.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = self._rounded.to(inputs, self._module.weight.dtype)
+        return _product(rows, self._weight, self._module.bias)
+
+
+class _Rounded:
+    """The last input as a product wants it: the projections of one layer are given the same tensor."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._given: Tensor | None = None
+        self._result: Tensor | None = None
+
+    def to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype is dtype:
+            return tensor
+        if self._given is not tensor or self._result is None or self._result.dtype is not dtype:
+            self._given, self._result = tensor, tensor.to(dtype)
+        return self._result
+
+
+def _qualifies(module: nn.Linear) -> bool:
+    """Whether the layer is a plain one that gains, and its product over packed weights is torch's own."""
+    if module.weight.device.type != "cpu" or not gains_packed(module.weight.dtype):
+        return False
+    with torch.inference_mode():
+        weight = module.weight
+        probe = torch.randn(_PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        expected = nn.functional.linear(probe, weight, module.bias).float()
+        found = _product(probe, _pack(weight), module.bias).float()
+        tolerance = (1e-5 if weight.dtype is torch.float32 else 2e-2) * float(expected.abs().max())
+        return bool(torch.allclose(found, expected, rtol=0, atol=tolerance))
+
+
+@torch.inference_mode()
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return packed
+
+
+def _product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product
