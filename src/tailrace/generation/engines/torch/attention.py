@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from tailrace.errors import ModelError
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
+from tailrace.generation.engines.torch.few_queries import ValueRows, attend_few_queries
 from tailrace.generation.engines.torch.lanes import Lane
 
 SLOT_ATTENTION = "tailrace_slots"
@@ -44,6 +45,7 @@ class SlotStep:
     """How the decoding rows are divided into calls; their lengths include the new token."""
     dtype: torch.dtype
     _write_indices: dict[int, torch.Tensor] = field(default_factory=dict)
+    _value_rows: dict[tuple[Lane, int, int], ValueRows] = field(default_factory=dict)
     _decode_masks: dict[tuple[Lane, int | None], torch.Tensor] = field(default_factory=dict)
     _segment_masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
@@ -52,6 +54,15 @@ class SlotStep:
         if kv_heads not in self._write_indices:
             self._write_indices[kv_heads] = self.cache.write_index(kv_heads, self.rows, self.positions)
         return self._write_indices[kv_heads]
+
+    def value_rows(self, lane: Lane, layer: int, heads: int) -> ValueRows:
+        """Where the values of a lane's rows lie; computed once for all layers of the same shape."""
+        kv_heads = self.cache.kv_heads[layer]
+        if (lane, kv_heads, heads) not in self._value_rows:
+            self._value_rows[lane, kv_heads, heads] = ValueRows.of(
+                *lane, kv_heads=kv_heads, heads=heads, room=self.cache.room
+            )
+        return self._value_rows[lane, kv_heads, heads]
 
     def decode_mask(self, lane: Lane, window: int | None) -> torch.Tensor:
         """Additive, `[rows of the lane, 1, 1, longest]`: each row sees its own context, or its last `window` tokens."""
@@ -119,7 +130,7 @@ def slot_attention(
     if isinstance(slot_step, ShapeProbe):
         if layer in slot_step.layers:
             raise ModelError(f"two attentions of {type(module).__name__} call themselves layer {layer}")
-        slot_step.layers[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        slot_step.layers[layer] = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
         return attend(query, key, value, None, causal=True, scale=scale, softcap=softcap).transpose(1, 2), None
     query, key, value = (states.to(slot_step.dtype) for states in (query, key, value))
     slot_step.cache.write(layer, slot_step.write_index(key.shape[1]), key, value)
@@ -135,13 +146,27 @@ def _decode(step: SlotStep, query: torch.Tensor, kind: _Kind) -> list[torch.Tens
     count = step.num_decoding
     heads, kv_heads = query.shape[1], step.cache.kv_heads[kind.layer]
     queries = query[0, :, query.shape[2] - count :].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, -1)
+    keys, values = step.cache.keys[kind.layer], step.cache.values[kind.layer]
+    few = kind.softcap is None and step.cache.few_queries[kind.layer]
     attended = []
     for lane in step.lanes:
-        rows = slice(lane.begin, lane.end)
-        keys = step.cache.keys[kind.layer][rows, :, : lane.longest]
-        values = step.cache.values[kind.layer][rows, :, : lane.longest]
+        rows, past = slice(lane.begin, lane.end), slice(lane.longest)
         mask = step.decode_mask(lane, kind.window)
-        output = attend(queries[rows], keys, values, mask, causal=False, scale=kind.scale, softcap=kind.softcap)
+        if few:
+            value_rows = step.value_rows(lane, kind.layer, heads)
+            output = attend_few_queries(
+                queries[rows], keys[rows, :, past], values, value_rows, mask=mask, scale=kind.scale
+            )
+        else:
+            output = attend(
+                queries[rows],
+                keys[rows, :, past],
+                values[rows, :, past],
+                mask,
+                causal=False,
+                scale=kind.scale,
+                softcap=kind.softcap,
+            )
         attended.append(output.reshape(1, lane.end - lane.begin, heads, -1))
     return attended
 

@@ -306,7 +306,8 @@ class TorchEngine:
         packed[1, begin:] = rows
         packed[2, begin:] = positions
         token_ids, token_rows, token_positions = torch.from_numpy(packed).to(self._model.device, non_blocking=True)
-        lanes = plan_lanes(positions + 1, table.capacity)
+        self._cache.reserve(int(packed[2].max()) + 1)
+        lanes = plan_lanes(positions + 1, self._cache.room)
         step = SlotStep(self._cache, token_rows, token_positions, segments, count, lanes, dtype=self._model.dtype)
         return self._model.logits(token_ids, token_positions, step, keep=count)
 
