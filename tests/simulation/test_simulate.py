@@ -46,16 +46,25 @@ def test_a_stream_trains_on_nothing_older_than_the_bound_and_beats_sync() -> Non
     assert stream.bound_ratio <= 1.02
 
 
-def test_tokens_are_trained_wasted_masked_or_on_their_way() -> None:
-    run = simulate(small_plan(warmup_steps=0))
+def test_every_token_bore_loss_was_stale_or_was_thrown_away() -> None:
+    long_tail = {"lengths": {"mean_log": 4.5, "sigma": 1.5, "task_sigma": 0.5, "cap": 4096}}
+    run = simulate(
+        small_plan(warmup_steps=0, load=long_tail, trainer={"train_s": 3.0}, scheduling={"max_staleness": 1})
+    )
     measured = run.measured
     assert measured.trained_tokens == measured.loss_tokens + measured.masked_tokens
+    assert measured.ended_tokens == measured.trained_tokens + measured.wholly_stale_tokens
     assert sum(run.staleness.values()) == measured.loss_tokens
-    stale = 1 - measured.trained_tokens / (measured.sampled_tokens - measured.on_the_way_tokens)
-    assert run.wasted_share == pytest.approx(
-        stale * (measured.sampled_tokens - measured.on_the_way_tokens) / measured.sampled_tokens
-    )
-    assert run.outcomes["trained"] == measured.trained_rollouts == 20 * 16 - run.outcomes.get("filtered(stale)", 0)
+    assert run.wasted_share == run.wholly_stale_share > 0
+    assert run.masked_share == pytest.approx(1 - measured.loss_tokens / measured.ended_tokens)
+    assert run.outcomes["trained"] == measured.trained_rollouts == 20 * 16 - run.outcomes["filtered(stale)"]
+
+
+def test_what_is_aborted_at_an_edge_is_waste() -> None:
+    run = simulate(small_plan(schedule="stream", scheduling={"over_sampling": 2.0, "on_straggler": "drop"}))
+    assert run.wasted_share > 0.1
+    assert run.wholly_stale_share == run.masked_share == 0
+    assert run.length_ratio < 0.95  # long rollouts are lost
 
 
 def test_without_a_bound_nothing_is_masked_or_wasted() -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.batching import FormedBatch
+from tailrace.batching import STALE, FormedBatch
 from tailrace.observability.recording import BiasMeter
 from tailrace.records import (
     Completion,
@@ -88,6 +89,8 @@ class Totals:
     loss_tokens: int = 0
     masked_tokens: int = 0
     """Stale ones in trained rollouts."""
+    wholly_stale_tokens: int = 0
+    """Of rollouts whose every token was stale as their group was trained on."""
     staleness_sum: int = 0
     trainer_idle_s: float = 0.0
 
@@ -95,11 +98,23 @@ class Totals:
         """What was added."""
         return Totals(*(getattr(self, name) - getattr(earlier, name) for name in Totals.__slots__))
 
+    @property
+    def ended_tokens(self) -> int:
+        """Sampled, of rollouts that are terminal."""
+        return self.sampled_tokens - self.on_the_way_tokens
+
 
 class SimulationObserver:
     """Implements `SchedulerObserver`. Keeps totals, and what histograms are made of."""
 
-    def __init__(self, generate: MeteredGenerate, *, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        generate: MeteredGenerate,
+        *,
+        warmup_steps: int,
+        on_step: Callable[[StepTrained | StepSkipped], None],
+    ) -> None:
+        """`on_step` is told of a step once it is counted."""
         self.bias = BiasMeter(warmup_steps=warmup_steps)
         self.totals = Totals()
         self.staleness: Counter[int] = Counter()
@@ -111,7 +126,7 @@ class SimulationObserver:
         self.journal: list[str] = []
         """Every event, where `keeps_journal`."""
         self.keeps_journal = False
-        self._generate, self._warmup_steps = generate, warmup_steps
+        self._generate, self._warmup_steps, self._on_step = generate, warmup_steps, on_step
 
     def rollout_finished(self, rollout: Rollout) -> None:
         """See `SchedulerObserver`."""
@@ -131,6 +146,8 @@ class SimulationObserver:
         if outcome.state is TerminalState.TRAINED:
             self.totals.trained_rollouts += 1
             self.totals.trained_tokens += tokens
+        elif outcome == Outcome.filtered(STALE):
+            self.totals.wholly_stale_tokens += tokens
 
     def group_scored(self, group: Group, filter_reason: str | None) -> None:
         """See `SchedulerObserver`."""
@@ -148,14 +165,17 @@ class SimulationObserver:
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
         """See `SchedulerObserver`."""
         self._note("step", event)
-        if isinstance(event, StepSkipped):
-            return
+        if isinstance(event, StepTrained):
+            self._count(formed, event)
+        self._on_step(event)
+
+    def _count(self, formed: FormedBatch, event: StepTrained) -> None:
         batch, totals = formed.batch, self.totals
         staleness = event.version - 1 - batch.policy_versions[batch.loss_mask]
+        trained = sum(rollout.num_completion_tokens for group in formed.groups for rollout in group.trained)
         totals.trained_groups += len(formed.groups)
         totals.batch_tokens += batch.summary.num_tokens
         totals.loss_tokens += batch.summary.loss_tokens
-        trained = sum(rollout.num_completion_tokens for group in formed.groups for rollout in group.trained)
         totals.masked_tokens += trained - batch.summary.loss_tokens
         totals.staleness_sum += int(staleness.sum())
         if event.step > self._warmup_steps:

@@ -101,14 +101,21 @@ class SimulatedRun:
 
     @property
     def wasted_share(self) -> float:
-        """Tokens sampled that will never be in a batch, over all sampled."""
-        done = self.measured.sampled_tokens - self.measured.on_the_way_tokens
-        return max(0.0, done - self.measured.trained_tokens) / self.measured.sampled_tokens
+        """Tokens of rollouts that are never trained on, over all sampled; those masked entirely are among them."""
+        return max(0, self.measured.ended_tokens - self.measured.trained_tokens) / self.measured.ended_tokens
+
+    @property
+    def wholly_stale_share(self) -> float:
+        """The part of `wasted_share` that was not thrown away, but too old by the time its group was trained on."""
+        return self.measured.wholly_stale_tokens / self.measured.ended_tokens
 
     @property
     def masked_share(self) -> float:
-        """Stale tokens over all tokens of trained batches."""
-        return self.measured.masked_tokens / self.measured.batch_tokens
+        """Tokens that bear no loss because they are stale, those of rollouts masked entirely included, over the same.
+
+        Every sampled token whose rollout ended is in one of three shares: it bore loss, was stale, or was thrown away.
+        """
+        return (self.measured.masked_tokens + self.measured.wholly_stale_tokens) / self.measured.ended_tokens
 
     @property
     def staleness_mean(self) -> float:
@@ -173,13 +180,13 @@ class Simulation:
         )
         self._generate = MeteredGenerate(self.fleet.router, lengths)
         holding = HoldingGenerate(self._generate, self.fleet.router.interrupt)
-        self.observer = SimulationObserver(self._generate, warmup_steps=plan.warmup_steps)
+        self.observer = SimulationObserver(self._generate, warmup_steps=plan.warmup_steps, on_step=self._step_retired)
         self.observer.keeps_journal = keep_journal
         self.trainer = ModelledTrainer(
             plan.trainer,
             max_staleness=plan.max_staleness,
             publish=self._publish,
-            on_step=self._step_ended,
+            on_step=self._step_trained,
             skips=frozenset(skips).__contains__,
             hiccup=hiccup,
         )
@@ -260,9 +267,12 @@ class Simulation:
     async def _load(self, version: int) -> None:
         self.scheduler.weights_installed(await self.fleet.load(version))
 
-    def _step_ended(self, event: StepEnded) -> None:
-        self._steps_ended_s.append(self._clock())
+    def _step_trained(self, event: StepEnded) -> None:
         self.scheduler.handle(event)
+
+    def _step_retired(self, event: StepEnded) -> None:
+        """A step ended, and so has every rollout in it."""
+        self._steps_ended_s.append(self._clock())
         if event.step == self.plan.warmup_steps:
             self._warm = self._totals()
         if event.step >= self.plan.steps:
