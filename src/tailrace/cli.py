@@ -4,11 +4,13 @@ tailrace train quickstart --trainer.learning_rate 3e-4
 tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
 tailrace serve bundled:quickstart
+tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace recipes
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
 Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
 KeyFile: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+Plan: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+Sweep: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUES")]
 Save: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
@@ -112,6 +116,40 @@ class Serve:
 
 
 @dataclass(frozen=True)
+class Simulate:
+    """Ask what a cluster will do with a load, per policy. Any setting of the plan can follow as --section.key VALUE."""
+
+    plan: Plan
+    """A packaged plan (long-tail), or a .toml file."""
+    sweep: Sweep = None
+    """Run it once for each value of a setting: max_staleness=0,1,2,4,8, engines.slots=32,64, ..."""
+    png: Save = None
+    """Draw the timelines into this file."""
+    json: bool = False
+    """Print the figures as one line of JSON."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.config.simulating import load_plans
+        from tailrace.simulation import simulate
+        from tailrace.simulation.report import comparison, record
+
+        runs = []
+        for plan in load_plans(self.plan, overrides, sweep=self.sweep):
+            runs.append(simulate(plan))
+            Console(stderr=True).print(f"  {plan.name}: {runs[-1].duration_s / 3600:.1f} h simulated", highlight=False)
+        if self.json:
+            sys.stdout.write(json.dumps([record(run) for run in runs]) + "\n")
+        else:
+            Console().print(comparison(runs))
+        if self.png is not None:
+            from tailrace.simulation.charts import timeline_png
+
+            self.png.write_bytes(timeline_png(runs))
+        return 0
+
+
+@dataclass(frozen=True)
 class Recipes:
     """List the packaged recipes."""
 
@@ -160,6 +198,7 @@ Command: TypeAlias = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("eval")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
     | Annotated[Recipes, tyro.conf.subcommand("recipes")]
     | Annotated[Settings, tyro.conf.subcommand("settings")]
     | Annotated[FetchSmollm2, tyro.conf.subcommand("fetch-smollm2")]
@@ -184,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _require_command(arguments: Sequence[str]) -> None:
     """Raise `SettingsError` for a first word that is no command, with the nearest one."""
-    names = ("train", "eval", "serve", "recipes", "settings", "fetch-smollm2")
+    names = ("train", "eval", "serve", "simulate", "recipes", "settings", "fetch-smollm2")
     word = arguments[0] if arguments else "-h"
     if not word.startswith("-") and word not in names:
         close = get_close_matches(word, names, n=1)

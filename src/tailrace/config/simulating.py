@@ -1,0 +1,92 @@
+"""Plans of `tailrace simulate`: a TOML file, its policies, a sweep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tailrace.config.overrides import apply_overrides, parse_overrides
+from tailrace.config.problems import explain
+from tailrace.config.sources import Places, SettingsFile, Table, read_settings_file, recipe_folder
+from tailrace.errors import SettingsError
+from tailrace.scheduling import SchedulingSettings
+from tailrace.simulation import SimulationPlan
+
+_FOLDER = "simulations"
+
+
+def list_plans() -> list[str]:
+    """The packaged plans."""
+    return sorted(path.stem for path in (recipe_folder() / _FOLDER).glob("*.toml"))
+
+
+def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = None) -> list[SimulationPlan]:
+    """The plan of a packaged name or a TOML file, once for each of its `[[policies]]` and each value of the sweep.
+
+    A policy is a table of anything that a plan may say, laid over the rest. `sweep` is `KEY=VALUE,VALUE,...`; a key of
+    the section `scheduling` needs no more than its own name.
+
+    Raises `SettingsError`.
+
+    >>> [plan.name for plan in load_plans("long-tail", sweep="max_staleness=0,4")][:2]
+    ['sync, max_staleness = 0', 'sync, max_staleness = 4']
+    """
+    file = _read(plan)
+    given = parse_overrides(overrides)
+    base = copy.deepcopy(file.table)
+    policies = base.pop("policies", None) or [{}]
+    if not isinstance(policies, list) or not all(isinstance(policy, dict) for policy in policies):
+        raise SettingsError(f"{file.path}: policies are tables, each under [[policies]]")
+    plans = []
+    for policy in policies:
+        for key, value in _swept(sweep):
+            table = apply_overrides(_laid_over(base, policy), given)
+            if key:
+                name = table.get("name", "")
+                table = apply_overrides(table, {key: value})
+                table["name"] = f"{name}, {key[-1]} = {value}" if name else f"{key[-1]} = {value}"
+            plans.append(_validated(table, file, set(given)))
+    return plans
+
+
+def _read(plan: str) -> SettingsFile:
+    if Path(plan).suffix == ".toml":
+        return read_settings_file(plan)
+    if plan not in list_plans():
+        raise SettingsError(
+            f"there is no plan {plan!r}. Plans: {', '.join(list_plans())}. A file of your own ends in .toml"
+        )
+    return read_settings_file(f"{_FOLDER}/{plan}")
+
+
+def _validated(table: Table, file: SettingsFile, given: set[tuple[str, ...]]) -> SimulationPlan:
+    try:
+        return SimulationPlan.model_validate(table)
+    except ValidationError as error:
+        raise explain(error, SimulationPlan, Places(file, set(given))) from None
+
+
+def _laid_over(base: Table, policy: Table) -> Table:
+    merged = copy.deepcopy(base)
+    for key, value in policy.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _laid_over(merged[key], value) if both_tables else copy.deepcopy(value)
+    return merged
+
+
+def _swept(sweep: str | None) -> list[tuple[tuple[str, ...], Any]]:
+    """Each value with its key; one pair without a key where nothing is swept."""
+    if sweep is None:
+        return [((), None)]
+    name, equals, values = sweep.partition("=")
+    if not equals or not values:
+        raise SettingsError(f"--sweep {sweep!r} is no KEY=VALUE,VALUE,...; an example: --sweep max_staleness=0,1,4")
+    key = name.strip()
+    if key in SchedulingSettings.model_fields:
+        key = f"scheduling.{key}"
+    pairs = [parse_overrides([f"--{key}={value.strip()}"]) for value in values.split(",")]
+    return [next(iter(pair.items())) for pair in pairs]
