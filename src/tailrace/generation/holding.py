@@ -23,6 +23,7 @@ class HoldingGenerate:
         self._generate, self._interrupt = generate, interrupt
         self._asked: defaultdict[str, set[str]] = defaultdict(set)  # requests that are being served, by group
         self._held: dict[str, asyncio.Event] = {}
+        self._taken_off: set[str] = set()  # requests interrupted here: they go on, even if released by now
 
     async def __call__(
         self,
@@ -51,10 +52,12 @@ class HoldingGenerate:
                     prefix=prefix,
                 )
             finally:
+                was_taken_off = request_id in self._taken_off
+                self._taken_off.discard(request_id)
                 asked.discard(request_id)
                 if not asked:
                     self._asked.pop(group_id, None)
-            if completion.finish_reason is not FinishReason.ABORTED or group_id not in self._held:
+            if completion.finish_reason is not FinishReason.ABORTED or not was_taken_off:
                 return completion
             prefix = completion
 
@@ -62,6 +65,7 @@ class HoldingGenerate:
         """Take the group's requests off their engines and start none; returns when none of them runs."""
         self._held.setdefault(group_id, asyncio.Event())
         if asked := set(self._asked.get(group_id, ())):
+            self._taken_off |= asked
             await self._interrupt(asked)
 
     def release(self, group_id: str) -> None:

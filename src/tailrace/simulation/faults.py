@@ -2,9 +2,9 @@
 
     seed ─► Scenario ─► a simulated run ─► the laws that must hold whatever happened ─► None, or what was broken
 
-The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; no task
-and no request is left; nothing deadlocked; and where a run came to the end of its data, every slot of the staleness
-budget was given back. A seed that breaks one replays exactly.
+The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; no
+interruption cost a rollout; no task and no request is left; nothing deadlocked; and where a run came to the end of its
+data, every slot of the staleness budget was given back. A seed that breaks one replays exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from tailrace.errors import TrainingError
+from tailrace.errors import RolloutError, TrainingError
 from tailrace.records import Group, GroupId, RolloutId, TerminalState
 from tailrace.scheduling import SchedulingSettings
 from tailrace.simulation.draws import uniform
@@ -280,6 +280,8 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
         oldest := max((age for age, tokens in observer.staleness.items() if tokens), default=0)
     ) > simulation.plan.max_staleness:
         broken.append(f"a token of staleness {oldest} was trained on")
+    if ledger.reasons(TerminalState.FAILED).get(RolloutError.reason):
+        broken.append("an interruption cost a rollout")  # nothing else here fails for that reason
     if simulation.requests_left:
         broken.append(f"{simulation.requests_left} requests were left on the engines")
     if left := sorted(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()):
