@@ -30,7 +30,7 @@ def timeline_png(runs: Sequence[SimulatedRun], *, most_s: float | None = None) -
         bands = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
         for axes, run in zip(bands, runs, strict=True):
             _draw(axes, run, end_s)
-        bands[-1].set_xlabel("minutes", color=_MUTED)
+        bands[-1].set_xlabel("minutes; above: slots taken, below: when the trainer has a batch", color=_MUTED)
         bands[-1].set_xlim(0, end_s / 60)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=130, facecolor="white", metadata={"Software": None})
@@ -51,6 +51,7 @@ def _draw(axes: Axes, run: SimulatedRun, end_s: float) -> None:
     title = f"{run.plan.name}: {run.groups_per_s * 60:.0f} groups/min, staleness {run.staleness_mean:.1f} on average"
     axes.set_title(title, loc="left", color=_INK, fontsize=9, parse_math=False)
     axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
     axes.tick_params(length=0, colors=_MUTED)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)

@@ -1,4 +1,4 @@
-"""Simulated runs for people: one row each, and what it means in words."""
+"""Simulated runs for people, a column each, and for programs."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from rich.table import Table
 from tailrace.scheduling import Verdict
 from tailrace.simulation.run import SimulatedRun
 
-_HEADINGS = (
-    "policy",
-    "steps/h",
-    "loss tokens/s",
+_FIGURES = (
+    "steps per hour",
+    "loss tokens per second",
     "of what is possible",
-    "engines",
-    "trainer",
-    "staleness mean",
-    "max",
+    "engines used",
+    "trainer used",
+    "staleness, mean",
+    "staleness, most",
     "length ratio",
-    "with loss",
+    "length ratio, with loss",
     "masked",
     "wasted",
+    "of it masked entirely",
     "admission held by",
 )
 
 LEGEND = """\
 of what is possible: groups per second over the lesser of what engines and trainer can do
-engines: tokens over those of full slots; trainer: share of the time with a batch
-length ratio: mean length of trained rollouts over that of all begun; with loss: of their tokens that bear loss
-masked, wasted: shares of the tokens of rollouts that ended; those masked entirely are in both"""
+engines used: tokens over those of full slots; trainer used: share of the time
+length ratio: mean length of trained rollouts over that of all begun
+masked, wasted: shares of the tokens of rollouts that ended"""
 
 
 def comparison(runs: Sequence[SimulatedRun]) -> Table:
-    """One row per run."""
+    """One column per run."""
     table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading in (_HEADINGS[0], _HEADINGS[-1]) else "right")
+    table.add_column("")
     for run in runs:
-        table.add_row(*_cells(run))
+        table.add_column(run.plan.name, justify="right", max_width=16)
+    for name, *cells in zip(_FIGURES, *(_cells(run) for run in runs), strict=True):
+        table.add_row(name, *cells)
     return table
 
 
@@ -69,7 +70,6 @@ def record(run: SimulatedRun) -> dict[str, object]:
 def _cells(run: SimulatedRun) -> tuple[str, ...]:
     batches = run.plan.scheduling.batch_size / run.plan.load.group_size
     return (
-        run.plan.name,
         f"{run.groups_per_s / batches * 3600:,.0f}",
         f"{run.loss_tokens_per_s:,.0f}",
         f"{run.bound_ratio:.2f}",
@@ -81,6 +81,7 @@ def _cells(run: SimulatedRun) -> tuple[str, ...]:
         f"{run.loss_length_ratio:.2f}",
         f"{run.masked_share:.1%}",
         f"{run.wasted_share:.1%}",
+        f"{run.wholly_stale_share:.1%}",
         _held_by(run),
     )
 

@@ -308,7 +308,9 @@ class Simulation:
     def _result(self, totals: Totals) -> SimulatedRun:
         assert self._warm is not None
         measured = totals.since(self._warm)
-        per_rollout = self.plan.load.turns * measured.asked_tokens / measured.asked_completions
+        per_rollout = self.plan.load.turns * totals.asked_tokens / totals.asked_completions
+        if measured.asked_completions:
+            per_rollout = self.plan.load.turns * measured.asked_tokens / measured.asked_completions
         trained = max(1, measured.trained_rollouts)
         return SimulatedRun(
             plan=self.plan,

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.config.simulating import list_plans, load_plans
+from tailrace.errors import SettingsError
+from tailrace.simulation import simulate
+from tailrace.simulation.charts import timeline_png
+
+PLAN = """
+steps = 4
+warmup_steps = 1
+engines = { replicas = 2, slots = 4 }
+trainer = { train_s = 2.0, sync_s = 0.5 }
+
+[load]
+group_size = 2
+max_tokens = 1000
+lengths = { mean_log = 3.0, sigma = 0.5, task_sigma = 0.2 }
+
+[scheduling]
+batch_size = 4
+row_tokens = 4096
+
+[[policies]]
+name = "sync"
+schedule = "sync"
+
+[[policies]]
+name = "small buffer"
+scheduling = { buffer_batches = 0.5 }
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    file = tmp_path / "plan.toml"
+    file.write_text(PLAN)
+    return str(file)
+
+
+def test_a_plan_is_simulated_once_per_policy_and_value(plan: str) -> None:
+    plans = load_plans(plan, ["--engines.slots", "8"], sweep="max_staleness=0,2")
+    assert [one.name for one in plans] == [
+        "sync, max_staleness = 0",
+        "sync, max_staleness = 2",
+        "small buffer, max_staleness = 0",
+        "small buffer, max_staleness = 2",
+    ]
+    assert [one.max_staleness for one in plans] == [0, 2, 0, 2]
+    assert {one.engines.slots for one in plans} == {8}
+    assert {one.scheduling.batch_size for one in plans} == {4}
+
+
+def test_the_command_prints_a_table_and_draws_timelines(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    png = tmp_path / "timeline.png"
+    assert main(["simulate", plan, "--png", str(png)]) == 0
+    printed = capsys.readouterr().out
+    assert "small buffer" in printed
+    assert "staleness, mean" in printed
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_figures_for_programs(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", plan, "--json", "--steps", "12"]) == 0
+    sync, buffered = json.loads(capsys.readouterr().out)
+    assert sync["policy"] == "sync"
+    assert sync["staleness_shares"] == {"0": 1.0}
+    assert buffered["groups_per_s"] >= sync["groups_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "there is no plan 'nowhere'. Plans: long-tail"),
+        (["long-tail", "--engines.slot", "3"], "did you mean engines.slots"),
+        (["long-tail", "--sweep", "max_staleness"], "KEY=VALUE"),
+        (["long-tail", "--warmup_steps", "90"], "nothing is measured"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_every_packaged_plan_is_possible() -> None:
+    assert list_plans()
+    for name in list_plans():
+        assert load_plans(name)
+
+
+def test_a_wrong_setting_of_a_policy_is_told_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(PLAN + 'on_stael = "mask"\n')
+    with pytest.raises(SettingsError, match=r"on_stael is no setting"):
+        load_plans(str(file))
+
+
+def test_the_same_run_is_drawn_alike(plan: str) -> None:
+    runs = [simulate(one) for one in load_plans(plan)]
+    assert timeline_png(runs) == timeline_png(runs)
