@@ -106,7 +106,9 @@ class SimulatedRun:
 
     @property
     def wholly_stale_share(self) -> float:
-        """The part of `wasted_share` that was not thrown away, but too old by the time its group was trained on."""
+        """The part of `wasted_share` that was too old by the time its group was trained on; 0 where a policy drops such."""
+        if self.plan.scheduling.on_stale == "drop":
+            return 0.0
         return self.measured.wholly_stale_tokens / self.measured.ended_tokens
 
     @property
@@ -115,7 +117,7 @@ class SimulatedRun:
 
         Every sampled token whose rollout ended is in one of three shares: it bore loss, was stale, or was thrown away.
         """
-        return (self.measured.masked_tokens + self.measured.wholly_stale_tokens) / self.measured.ended_tokens
+        return self.measured.masked_tokens / self.measured.ended_tokens + self.wholly_stale_share
 
     @property
     def staleness_mean(self) -> float:
