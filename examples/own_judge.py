@@ -17,7 +17,7 @@ from tailrace.errors import JudgeFailed
 from tailrace.records import Group
 
 NAMES = ["Max", "Ada", "Leo", "Eva", "Tom", "Ben", "Zoe", "Ian"]
-TASKS = [{"names": [a, b, c]} for a in NAMES for b in NAMES for c in NAMES if len({a, b, c}) == 3]
+TASKS = [{"names": [a, b]} for a in NAMES for b in NAMES if a != b]
 
 
 def question(task: Task) -> list[Message]:
@@ -51,7 +51,7 @@ names_by_key = EnvironmentSpec(
     name="names-by-key",
     agent=agent,
     train_tasks=TASKS,
-    held_out=32,
+    held_out=8,
     judge=JudgeSettings(temperature=0.8, max_tokens=24, retries=6),
     judge_format=AnswerKey(),
 )
@@ -60,6 +60,6 @@ names_by_rank = EnvironmentSpec(
     name="names-by-rank",
     agent=agent,
     train_tasks=TASKS,
-    held_out=32,
+    held_out=8,
     judge=JudgeSettings(rubric="The names of the question, all of them, in alphabetical order, one per line."),
 )

@@ -577,12 +577,13 @@ def test_whatever_goes_wrong_no_task_lives_and_every_rollout_is_counted(data: st
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
-def test_two_progress_bars_tell_counts_and_the_mean_reward() -> None:
+def test_two_progress_bars_tell_counts_and_running_means() -> None:
     printed = io.StringIO()
     console = Console(file=printed, force_terminal=True, width=120)
     run_in_virtual_time(gather_groups(staggered, rows(3), group_size=2, progress=console))
     last = printed.getvalue().rsplit("rollouts", 1)[1]
     assert "6/6" in last
+    assert "mean 14.5 s" in last
     assert "3/3" in last
     assert "mean reward 0.500" in last
 

@@ -1,6 +1,6 @@
 """Where groups are that are gathered without a run: counts, and two progress bars over them.
 
-rollouts       ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━  192/256  0:00:07  3 failed
+rollouts       ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━  192/256  0:00:07  mean 1.3 s, 3 failed
 groups scored  ━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━   14/32   0:00:07  mean reward 0.431
 """
 
@@ -25,6 +25,8 @@ class GroupCounts:
     rollouts_finished: int = 0
     """Played to their end; whether they could be scored is counted below."""
     rollouts_failed: int = 0
+    rollouts_s: float = 0.0
+    """How long those that finished took, added up."""
     rewards_failed: int = 0
     """Rollouts that finished and whose own reward failed."""
     groups_started: int = 0
@@ -39,6 +41,11 @@ class GroupCounts:
     """Their scoring failed and they were kept without rewards."""
     rewards: int = 0
     reward_sum: float = 0.0
+
+    @property
+    def mean_rollout_s(self) -> float | None:
+        """How long a rollout takes; None before the first finished."""
+        return self.rollouts_s / self.rollouts_finished if self.rollouts_finished else None
 
     @property
     def mean_reward(self) -> float | None:
@@ -111,7 +118,7 @@ class _CountedProgress(Progress):
         """Called for every drawing."""
         counts = self._counts
         for bar, completed, told in (
-            (getattr(self, "_of_rollouts", None), counts.rollouts_over, _failures(counts)),
+            (getattr(self, "_of_rollouts", None), counts.rollouts_over, _durations(counts)),
             (getattr(self, "_of_groups", None), counts.groups_over, _rewards(counts)),
         ):
             if bar is not None:
@@ -119,8 +126,13 @@ class _CountedProgress(Progress):
         yield from super().get_renderables()
 
 
-def _failures(counts: GroupCounts) -> str:
-    return f"{counts.rollouts_failed} failed" if counts.rollouts_failed else ""
+def _durations(counts: GroupCounts) -> str:
+    parts = []
+    if counts.mean_rollout_s is not None:
+        parts.append(f"mean {counts.mean_rollout_s:.3g} s")
+    if counts.rollouts_failed:
+        parts.append(f"{counts.rollouts_failed} failed")
+    return ", ".join(parts)
 
 
 def _rewards(counts: GroupCounts) -> str:

@@ -235,6 +235,7 @@ class _Gathering:
                 self.attempts.fail(error)
                 return None
             counts.rollouts_finished += 1
+            counts.rollouts_s += rollout.ended_s - rollout.started_s
             return await self._rewarded(rollout, returned)
 
     async def _rewarded(self, rollout: Rollout, returned: float | Reward | None) -> Rollout | None:
