@@ -45,7 +45,7 @@ class Attempts:
         `stop` is called before it is cancelled from here.
 
         Raises:
-            RolloutTimeout: It ignored the cancellation of its own deadline.
+            RolloutTimeout: It did not end itself at its deadline.
             EnvironmentFailed: It raised `CancelledError` although nobody cancelled it.
         """
         loop = asyncio.get_running_loop()
@@ -69,7 +69,7 @@ class Attempts:
             stop()
             where = innermost_line(task)
             await self._end(task)
-            raise RolloutTimeout(f"{what} did not end after {limit_s:g} s, and ignored its cancellation in {where}")
+            raise RolloutTimeout(f"{what} did not end after {limit_s:g} s; it was waiting in {where}")
         if task.cancelled():
             raise EnvironmentFailed(f"{what} raised CancelledError although nobody cancelled it")
         return task.result()

@@ -127,7 +127,6 @@ class Rollouter:
             if isinstance(error, (RolloutError, RequestRefused)) and not self._scorer.has_counted(error):
                 self._failures.fail(error)
             raise
-            raise
         rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
         rollout.ended_s = clock.time()
         return rollout

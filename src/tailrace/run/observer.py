@@ -214,6 +214,9 @@ class RunObserver:
             if course is not None:
                 self.evaluations[environment] = course
                 _logger.info("held-out %s: %s", environment, course.line())
+            if lost := evaluation.results[environment].failed:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(lost.items()))
+                _logger.warning("held-out %s, step %d: rollouts lost: %s", environment, evaluation.step, reasons)
 
     def write_rest(self, step: int) -> None:
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""
