@@ -54,6 +54,8 @@ format: install-dev
 docs: install-dev  ## Write the pages that are generated from the code.
 	$(BIN)/tailrace settings > docs/settings.md
 	$(BIN)/python -m tailrace.observability.metric_docs docs/metrics.md
+	$(BIN)/tailrace simulate long-tail --steps 14 --warmup_steps 4 --png docs/images/modes.png
+	$(BIN)/tailrace simulate stragglers --steps 14 --warmup_steps 4 --png docs/images/stragglers.png
 
 bench-trl-env: .venv-trl/.installed  ## TRL in an environment of its own, for benchmarks/vs_trl.py.
 

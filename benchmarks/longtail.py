@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import kit  # isort: skip  - pins threads
 
+import gc
 import logging
 import math
 import os
@@ -59,6 +60,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sync": {"schedule": "sync"},
     "one-step-off": {"schedule": "one-step-off"},
     "stream": {},
+    "stream-early": {"scheduling": {"group_release": "early"}},
     "stream-wait": {"scheduling": {"on_stale": "wait"}},
     "stream-restart": {"scheduling": {"on_stale": "restart"}},
     "stream-drop": {"scheduling": {"on_stale": "drop"}},
@@ -111,6 +113,7 @@ def plan(case: str, policy: str, seed: int, *, quick: bool) -> SimulationPlan:
 
 def run(plan: SimulationPlan) -> SimulatedRun:
     logging.disable()
+    gc.set_threshold(50_000, 20, 1_000)  # everything here is young or lives to the end
     return simulate(plan)
 
 

@@ -130,10 +130,13 @@ class Simulate:
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
+        import logging
+
         from tailrace.config.simulating import load_plans
         from tailrace.simulation import simulate
         from tailrace.simulation.report import comparison, record
 
+        logging.getLogger("tailrace").setLevel(logging.ERROR)  # what a run warns of, the table tells
         runs = []
         for plan in load_plans(self.plan, overrides, sweep=self.sweep):
             runs.append(simulate(plan))

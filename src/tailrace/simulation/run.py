@@ -106,7 +106,10 @@ class SimulatedRun:
 
     @property
     def wholly_stale_share(self) -> float:
-        """The part of `wasted_share` that was too old by the time its group was trained on; 0 where a policy drops such."""
+        """The part of `wasted_share` that was too old by the time its group was trained on.
+
+        0 under a policy that drops such rollouts, which is to throw them away.
+        """
         if self.plan.scheduling.on_stale == "drop":
             return 0.0
         return self.measured.wholly_stale_tokens / self.measured.ended_tokens
