@@ -7,10 +7,18 @@ import os
 
 import pytest
 
-from tailrace.environments import EnvironmentSettings, EnvironmentSpec, NamedReward, load_environment
+from tailrace.environments import (
+    EnvironmentSettings,
+    EnvironmentSpec,
+    Message,
+    NamedReward,
+    Observation,
+    Task,
+    load_environment,
+)
 from tailrace.environments.named_rewards import checked_values, weighted_sum
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
-from tailrace.records import GroupId, Reward, Rollout, RolloutId
+from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings, needs_workers
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -43,6 +51,9 @@ class Scored:
 
     async def __aexit__(self, *_: object) -> None:
         await self._rollouter.close()
+
+    async def score(self, group: Group) -> list[Group]:
+        return await self._rollouter.score(group, self.spec)
 
     async def run(self, word: str = "fine") -> Rollout:
         index = [row["word"] for row in self.spec.train_tasks].index(word)
@@ -124,6 +135,59 @@ async def test_a_rollout_that_no_function_applies_to_has_no_reward(renderer: Cha
     kept = {"score_errors": {"on_error": "keep_unscored"}}
     async with Scored(renderer, chosen(none=function("inapplicable")), **kept) as scored:
         assert (await scored.run()).reward is None
+
+
+def group_of(spec: EnvironmentSpec, *replies: str, reward: Reward | None = None) -> Group:
+    task = spec.train_task(0)
+    rollouts = [
+        Rollout(
+            RolloutId(f"0.{place}"),
+            GroupId("0"),
+            task,
+            SamplingParams(),
+            messages=[{"role": "user", "content": "fine"}, {"role": "assistant", "content": reply}],
+            reward=reward,
+        )
+        for place, reply in enumerate(replies)
+    ]
+    return Group(GroupId("0"), task, rollouts)
+
+
+async def test_functions_that_compare_the_rollouts_of_a_group_see_them_together(renderer: ChatRenderer) -> None:
+    environment = chosen(longest={**function("longest", 0.5), "together": True})
+    async with Scored(renderer, environment) as scored:
+        assert (await scored.run()).reward is None  # it comes with the group's
+        own = group_of(scored.spec, "short", "longer", "", reward=Reward(1.0, {"own": 1.0}))
+        (group,) = await scored.score(own)
+        assert group.rewards == [1.0, 1.5, 1.0]
+        assert [len(rollout.reward.components) for rollout in group.rollouts if rollout.reward] == [2, 2, 1]
+        with pytest.raises(InvalidReward, match=r"reward of rollout 0\.1 is missing"):
+            await scored.score(group_of(scored.spec, "something", ""))
+
+
+async def test_what_an_environment_reports_is_kept_where_a_group_gives_the_reward(renderer: ChatRenderer) -> None:
+    class Plain:
+        async def reset(self, task: Task) -> Observation:
+            return Observation.user("go")
+
+        async def step(self, reply: Message) -> Observation:
+            return Observation.end(metrics={"steps": 1.0}, columns={"seen": reply["content"]})
+
+    async def rank(group: Group) -> Group:
+        return group
+
+    spec = EnvironmentSpec(name="own", environment=Plain, train_tasks=[{"word": "fine"}], score_group=rank)
+    generate = ScriptedGenerate(renderer.tokenizer, ["yes"])
+    async with Rollouter(RolloutSettings(), renderer=renderer, generate=generate) as rollouter:
+        rollout = await rollouter.run(
+            spec.train_task(0),
+            rollout_id=RolloutId("r0"),
+            group_id=GroupId("g0"),
+            spec=spec,
+            sampling=RolloutSettings().training_sampling(),
+        )
+    assert rollout.reward is None
+    assert (rollout.metrics["steps"], rollout.metadata) == (1.0, {"seen": "yes"})
 
 
 def test_settings_add_functions_and_weigh_the_environments_own_anew() -> None:

@@ -42,6 +42,13 @@ def length(completions: Conversations, **_: object) -> list[float]:
     return [float(len(completion[-1]["content"])) for completion in completions]
 
 
+def longest(completions: Conversations, word: list[str], **_: object) -> list[float | None]:
+    """Compares the rollouts of a group; does not apply to empty replies."""
+    assert len(set(word)) == 1
+    lengths = [len(completion[-1]["content"]) for completion in completions]
+    return [None if not length else float(length == max(lengths)) for length in lengths]
+
+
 def where(completions: Conversations, **_: object) -> list[float]:
     return [float(os.getpid()) for _ in completions]
 

@@ -34,6 +34,8 @@ class NamedReward:
 
     function: RewardsFunction
     weight: float = 1.0
+    together: bool = False
+    """Called once with all rollouts of a group, when the last one ended; otherwise with each when that one ended."""
 
     @property
     def is_async(self) -> bool:

@@ -173,7 +173,8 @@ class EnvironmentSpec:
     @property
     def scores_groups(self) -> bool:
         """Whether a complete group is scored once more, so that its rollouts need no reward of their own."""
-        return self.score_group is not None or self.judge is not None
+        together = any(reward.together for reward in self.rewards.values())
+        return together or self.score_group is not None or self.judge is not None
 
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""

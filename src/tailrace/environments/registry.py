@@ -92,8 +92,10 @@ def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, 
                 f"name; its own are: {have}",
                 key=key,
             )
-        weight = told.weight if told.weight is not None else own.weight if own is not None else 1.0
-        chosen[name] = NamedReward(function, weight)
+        default = own or NamedReward(function)
+        weight = default.weight if told.weight is None else told.weight
+        together = default.together if told.together is None else told.together
+        chosen[name] = NamedReward(function, weight, together)
     return chosen
 
 

@@ -17,6 +17,9 @@ class RewardSettings(BaseModel):
         default=None, description="In TRL's form, as `module:attribute`. Unset: the environment's own of this name."
     )
     weight: float | None = Field(default=None, description="In the sum. Unset: the environment's own, or 1.")
+    together: bool | None = Field(
+        default=None, description="Call it once per group, with all its rollouts. Unset: the environment's own, or no."
+    )
 
 
 class EnvironmentSettings(BaseModel):
@@ -57,7 +60,7 @@ class EnvironmentSettings(BaseModel):
     rewards: dict[str, RewardSettings] = Field(
         default_factory=dict,
         description="Named reward functions in TRL's form, beside the environment's own: each a table with `function` "
-        "(`module:attribute`; unset: the environment's own of that name) and `weight`.",
+        "(`module:attribute`; unset: the environment's own of that name), `weight` and `together` (once per group).",
     )
     judge: JudgeSettings | None = Field(
         default=None, description="A language model that ranks the rollouts of a group; None: as it declares."

@@ -42,6 +42,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Json] = {}
     columns: dict[str, Json] = {}
     """What the environment asked to save of its state."""
+    metadata: dict[str, Json] = {}
+    """What its author left at the rollout; where it has no reward, what would have come with one."""
     turns: int = 0
     branches: int = 0
     tokens: int = 0
@@ -87,6 +89,7 @@ def rollout_record(entry: RolloutEntry, step: int) -> RolloutRecord:
         task_seed=rollout.task.seed,
         sampling=msgspec.structs.asdict(rollout.sampling),
         columns={} if reward is None else dict(reward.columns),
+        metadata=dict(rollout.metadata),
         turns=rollout.turns,
         branches=len(rollout.branches),
         tokens=rollout.num_tokens,

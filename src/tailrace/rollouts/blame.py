@@ -65,8 +65,11 @@ async def blamed_on(task: Task, failure: type[RolloutError] = EnvironmentFailed)
     except Exception as error:
         if isinstance(error, ExceptionGroup) and (ours := _first_of_ours(error)) is not None:
             raise ours from error
+        told: BaseException = error
+        while isinstance(told, BaseExceptionGroup) and len(told.exceptions) == 1:
+            told = told.exceptions[0]
         where = "".join(traceback.format_exception(error)).rstrip()
-        raise failure(f"task {task.task_id}: {type(error).__name__}: {error}\n{where}") from error
+        raise failure(f"task {task.task_id}: {type(told).__name__}: {told}\n{where}") from error
 
 
 def _first_of_ours(group: ExceptionGroup[Exception]) -> Exception | None:

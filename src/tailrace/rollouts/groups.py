@@ -18,7 +18,7 @@ from tailrace.environments import ScoreGroup
 from tailrace.errors import InvalidReward, ScoringFailed
 from tailrace.records import Group, Reward, Rollout
 from tailrace.rollouts.budgets import BEYOND_BUDGETS, RAISE, ErrorBudget, ErrorTally
-from tailrace.rollouts.scoring import require_reward
+from tailrace.rollouts.scoring import require_reward, unscore
 
 
 class GroupScorer:
@@ -110,14 +110,6 @@ class GroupScorer:
                     rollout.reward = require_reward(rollout.reward, where)
                 elif not self._keeps_unscored:
                     raise InvalidReward(f"{where} is missing; return it from the agent, its observations or `reward`")
-
-
-def unscore(rollout: Rollout) -> None:
-    """Take its reward away, which is not the one that was asked for; what came with it is kept beside the rollout."""
-    if isinstance(rollout.reward, Reward):
-        rollout.metrics = {**rollout.reward.components, **rollout.metrics}
-        rollout.metadata = {**rollout.reward.columns, **rollout.metadata}
-    rollout.reward = None
 
 
 def _adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[Group]:

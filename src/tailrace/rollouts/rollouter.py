@@ -17,7 +17,7 @@ from tailrace.rollouts.groups import GroupScorer
 from tailrace.rollouts.judge import EndpointChat, EngineChat, JudgeUsage, RelativeJudge
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
 from tailrace.rollouts.rendering import Renderer
-from tailrace.rollouts.rewarding import RolloutRewards, is_async_environment, is_async_function
+from tailrace.rollouts.rewarding import Rewards, is_async_environment, is_async_function
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.worker_pool import WorkerEnvironment, WorkerPool
 
@@ -45,7 +45,7 @@ class Rollouter:
         self._max_model_tokens = max_model_tokens
         self._attempts = Attempts()
         self._workers = WorkerPool(settings, environments or {}, log_path=worker_log)
-        self._rewards = RolloutRewards(self._workers)
+        self._rewards = Rewards(self._workers)
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
         self._scorer = GroupScorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
@@ -138,20 +138,22 @@ class Rollouter:
         among `rollouts.score_concurrency` is free. Raises `RolloutError` for the whole group.
         """
         limit_s = self._settings.reward_timeout_s or timeout_s or self._settings.timeout_s
-        asked = spec.score_group or self._judge(spec)
-
-        if asked is None:
+        if not spec.scores_groups:
             return await self._scorer.score(group, None)
-
-        async def answer() -> Group | list[Group] | None:
-            async with blamed_on(group.task, ScoringFailed), within(limit_s, group.task):
-                return await asked(group)
 
         async def score_group(group: Group) -> Group | list[Group] | None:
             what = f"task {group.task.task_id}: score_group of group {group.group_id}"
-            return await self._attempts.run(answer(), what=what, limit_s=limit_s, stop=_nothing)
+            work = self._score_group(group, spec, limit_s)
+            return await self._attempts.run(work, what=what, limit_s=limit_s, stop=_nothing)
 
         return await self._scorer.score(group, score_group)
+
+    async def _score_group(self, group: Group, spec: EnvironmentSpec, limit_s: float) -> Group | list[Group] | None:
+        """Named functions that see the whole group first; then `score_group` or the judge, which see their rewards."""
+        asked = spec.score_group or self._judge(spec)
+        async with blamed_on(group.task, ScoringFailed), within(limit_s, group.task):
+            await self._rewards.score_together(group, spec)
+            return group if asked is None else await asked(group)
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""
@@ -175,6 +177,8 @@ class Rollouter:
         rollout.reward = returned if isinstance(returned, Reward) else None
 
         async def reward() -> Reward | None:
+            if not spec.scores_rollouts:  # nothing is called
+                return await self._rewards.score(rollout, spec, returned)
             async with blamed_on(task), within(limit_s, task, ends_s=ends_s):
                 return await self._rewards.score(rollout, spec, returned)
 
@@ -212,7 +216,7 @@ class Rollouter:
         if spec.agent is not None:
             return spec.agent
         assert spec.environment is not None  # EnvironmentSpec holds exactly one of them
-        factory, scored_later = spec.environment, spec.scores_rollouts
+        factory, scored_later = spec.environment, spec.scores_rollouts or spec.scores_groups
         if spec.trusted or is_async_environment(factory):
             return environment_agent(
                 factory,

@@ -6,7 +6,7 @@ import math
 from numbers import Real
 
 from tailrace.errors import InvalidReward
-from tailrace.records import Json, Reward
+from tailrace.records import Json, Reward, Rollout
 
 
 def require_number(value: object, what: str) -> float:
@@ -31,3 +31,11 @@ def require_reward(value: object, what: str) -> Reward:
     components = {name: require_number(part, f"{what}, component {name!r},") for name, part in value.components.items()}
     columns: dict[str, Json] = dict(value.columns)
     return Reward(require_number(value.value, what), components=components, columns=columns)
+
+
+def unscore(rollout: Rollout) -> None:
+    """Take its reward away, which is not the one that was asked for; what came with it is kept beside the rollout."""
+    if isinstance(rollout.reward, Reward):
+        rollout.metrics = {**rollout.reward.components, **rollout.metrics}
+        rollout.metadata = {**rollout.reward.columns, **rollout.metadata}
+    rollout.reward = None

@@ -80,10 +80,10 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
-    """Call some of the environment's named reward functions; answers what each returned, by name."""
+    """Call some of the environment's named reward functions with rollouts of one task; answers what each returned."""
 
     task: TaskMessage
-    messages: list[Message]
+    conversations: list[list[Message]]
     names: list[str]
 
 

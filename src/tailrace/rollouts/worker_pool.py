@@ -71,9 +71,11 @@ class WorkerPool:
             value = await process.call(Score(TaskMessage.of(task), messages), self._settings.worker_timeout_s, task)
         return reward_from_json(value)
 
-    async def named_rewards(self, task: Task, messages: list[Message], names: Sequence[str]) -> Mapping[str, object]:
+    async def named_rewards(
+        self, task: Task, conversations: Sequence[list[Message]], names: Sequence[str]
+    ) -> Mapping[str, object]:
         """What these reward functions of the task's environment return, by name. Raises `RolloutError`."""
-        call = ScoreNamed(TaskMessage.of(task), messages, list(names))
+        call = ScoreNamed(TaskMessage.of(task), list(conversations), list(names))
         async with self.least_busy(task.environment).process(task.environment) as process:
             returned: Mapping[str, object] = await process.call(call, self._settings.worker_timeout_s, task)
         return returned

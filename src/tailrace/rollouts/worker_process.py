@@ -80,9 +80,9 @@ class RolloutWorker:
             case Score(task, messages):
                 reward = self._spec(task.environment).reward
                 return reward_to_json(self._settled(reward(task.task(), messages) if reward else None))
-            case ScoreNamed(task, messages, names):
-                rewards = self._spec(task.environment).rewards
-                return {name: self._settled(rewards[name].call([task.task()], [messages])) for name in names}
+            case ScoreNamed(task, conversations, names):
+                rewards, tasks = self._spec(task.environment).rewards, [task.task()] * len(conversations)
+                return {name: self._settled(rewards[name].call(tasks, conversations)) for name in names}
 
     def _reopen(self, call: Open) -> Observation:
         factory = self._spec(call.task.environment).environment
