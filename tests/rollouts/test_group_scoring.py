@@ -1,0 +1,129 @@
+"""Scoring as runs do it, through the rollouter: budgets and a concurrency of its own, limits that are fair."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tailrace.environments import EnvironmentSpec, Message, Policy
+from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, RolloutTimeout, ScoringFailed
+from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
+from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.scripted_generate import ScriptedGenerate
+
+ROWS = [{"names": "Bob, Ada"}]
+
+
+async def ask(task: Task, policy: Policy) -> float:
+    await policy.chat([{"role": "user", "content": task["names"]}])
+    return 1.0
+
+
+async def broken(task: Task, policy: Policy) -> float:
+    raise ConnectionError("the sandbox is gone")
+
+
+async def outage(task: Task, messages: list[Message]) -> float:
+    raise ConnectionError("the checker is gone")
+
+
+def spec_of(agent: Callable[..., Awaitable[float]] = ask, **more: object) -> EnvironmentSpec:
+    return EnvironmentSpec(name="own", agent=agent, train_tasks=ROWS, **more)  # type: ignore[arg-type]
+
+
+def rollouter(renderer: ChatRenderer, **settings: object) -> Rollouter:
+    chosen = RolloutSettings.model_validate(settings)
+    return Rollouter(chosen, renderer=renderer, generate=ScriptedGenerate(renderer.tokenizer, ["Ada, Bob"]))
+
+
+async def run(rollouts: Rollouter, spec: EnvironmentSpec) -> Rollout:
+    return await rollouts.run(
+        *(spec.train_task(0),),
+        rollout_id=RolloutId("r0"),
+        group_id=GroupId("g0"),
+        spec=spec,
+        sampling=SamplingParams(),
+    )
+
+
+def group_of(spec: EnvironmentSpec, number: int = 0) -> Group:
+    task, group_id = spec.train_task(0), GroupId(f"g{number}")
+    rollout = Rollout(RolloutId(f"r{number}"), group_id, task, SamplingParams(), reward=Reward(0.5))
+    return Group(group_id, task, [rollout])
+
+
+async def test_failed_rollouts_and_failed_rewards_have_budgets_of_their_own(renderer: ChatRenderer) -> None:
+    budgets = {"rollout_errors": {"max_count": 1}, "score_errors": {"max_count": 2}}
+    async with rollouter(renderer, **budgets) as rollouts:
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailed, match="the checker is gone"):
+                await run(rollouts, spec_of(reward=outage))
+        with pytest.raises(EnvironmentFailed, match="the sandbox is gone"):
+            await run(rollouts, spec_of(broken))
+        with pytest.raises(ErrorBudgetSpent, match=r"3 of 3 rewards failed.*max_count = 2") as scores:
+            await run(rollouts, spec_of(reward=outage))
+        with pytest.raises(ErrorBudgetSpent, match=r"2 of 5 rollouts failed.*rollouts.rollout_errors.*max_count = 1"):
+            await run(rollouts, spec_of(broken))
+    assert [type(error) for error in scores.value.exceptions] == [EnvironmentFailed] * 3
+
+
+async def test_a_rollout_whose_reward_failed_can_be_kept_without_one(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> Reward:
+        await ask(task, policy)
+        return Reward(1.0, columns={"state": "kept"})
+
+    async with rollouter(renderer, score_errors={"on_error": "keep_unscored"}) as rollouts:
+        rollout = await run(rollouts, spec_of(agent, reward=outage))  # type: ignore[arg-type]
+    assert rollout.reward is None
+    assert rollout.num_completion_tokens > 0
+    assert rollout.metadata == {"state": "kept"}
+
+
+async def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_limit(
+    renderer: ChatRenderer,
+) -> None:
+    live, most = 0, 0
+
+    async def rank(group: Group) -> Group:
+        nonlocal live, most
+        live += 1
+        most = max(most, live)
+        await asyncio.sleep(0.1)
+        live -= 1
+        return group
+
+    spec = spec_of(score_group=rank)
+    async with rollouter(renderer, score_concurrency=2, reward_timeout_s=0.35) as rollouts:
+        scored = await asyncio.gather(*(rollouts.score(group_of(spec, number), spec) for number in range(12)))
+    assert most == 2
+    assert len(scored) == 12
+    assert all(group.metrics["score_group_s"] >= 0.09 for (group,) in scored)
+
+
+async def test_a_group_that_takes_too_long_is_a_failed_score_and_gives_its_place_back(renderer: ChatRenderer) -> None:
+    async def hang(group: Group) -> Group:
+        if group.group_id == "g0":
+            await asyncio.Event().wait()
+        return group
+
+    spec = spec_of(score_group=hang)
+    async with rollouter(renderer, score_concurrency=1, reward_timeout_s=0.05) as rollouts:
+        with pytest.raises(RolloutTimeout):
+            await rollouts.score(group_of(spec), spec)
+        assert len(await rollouts.score(group_of(spec, 1), spec)) == 1
+
+
+async def test_a_failed_score_leaves_the_rewards_as_they_were(renderer: ChatRenderer) -> None:
+    async def half_done(group: Group) -> Group:
+        group.rollouts[0].reward = Reward(99.0)
+        group.rollouts = []
+        raise ConnectionError
+
+    spec = spec_of(score_group=half_done)
+    group = group_of(spec)
+    async with rollouter(renderer) as rollouts:
+        with pytest.raises(ScoringFailed):
+            await rollouts.score(group, spec)
+    assert group.rewards == [0.5]
