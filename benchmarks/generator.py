@@ -7,9 +7,9 @@
 temperature 1, the log-probability of every sampled token asked for; tokens per second. Bare vLLM is `LLM.generate` in
 this process, Tailrace is `Generator.generate`, once per request, on an event loop; both take turns on equal engines,
 and the ratio is the median over the turns of one over the other, `ratio_in_cpu_time` the same in CPU time of this
-process, which other work on the machine disturbs less. The HTTP server is vLLM's own, in its processes, asked by one
-client for the same requests as token ids; `http_ratio_in_cpu_time` is its CPU time, client and all its processes, over
-ours for the same requests.
+process, which other work on the machine disturbs less and which the target is held against. The HTTP server is vLLM's
+own, in its processes, idle but in its turns, asked by one client for the same requests as token ids;
+`http_ratio_in_cpu_time` is its CPU time, client and all its processes, over ours for the same requests.
 
 `occupancy`: short multi-turn work on the torch engine, as `benchmarks/occupancy.py` has it.
 `routing`: microseconds per choice among 64 replicas, as `benchmarks/routing.py` has it.
@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,7 @@ class Bare:
     def __init__(self, folder: Path):
         from vllm import LLM
 
+        self.folder = folder
         self._llm = LLM(
             model=str(folder),
             dtype=DTYPE,
@@ -262,65 +263,66 @@ async def throughput(names: Sequence[str], folder: Path, *, turns: int, with_htt
     chosen = [count for count in CONCURRENCY if f"tokens-{count}" in names]
     if not chosen:
         return []
-    http = await through_http(chosen, folder, turns) if with_http else {}
-    bare = Bare(folder)
-    model, settings = tailrace_settings(folder)
     rows = []
-    async with Generator(lambda: VllmEngine(build_core(model, settings))) as generator:
-        for count in chosen:
-            runs = []
-            for turn in range(-1, turns):  # the first warms up
-                asked = requests(count, turn + 1)
-                first = None if turn % 2 else bare.run(asked)
-                tailrace = await run_tailrace(generator, asked, f"{count}/{turn}")
-                runs.append(Pair(sum(one.max_tokens for one in asked), first or bare.run(asked), tailrace))
-            rows.append(_row(count, runs[1:], http.get(count, [])))
-            kit.progress(f"{rows[-1].case}: {rows[-1].ratio:.3f} x bare vLLM, {rows[-1].ratio_in_cpu_time:.3f} in CPU")
+    with http_server(folder, folder / "server.log") if with_http else nullcontext() as server:
+        bare = Bare(folder)
+        model, settings = tailrace_settings(folder)
+        async with Generator(lambda: VllmEngine(build_core(model, settings))) as generator:
+            for count in chosen:
+                runs = [await take_turn(turn, count, bare, generator, server) for turn in range(-1, turns)]
+                rows.append(_row(count, runs[1:]))  # the first warms up
+                kit.progress(_told(rows[-1]))
     return rows
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The same requests, one after the other."""
+class Turn:
+    """The same requests, one way after the other."""
 
     tokens: int
     bare: Passed
     tailrace: Passed
+    http: Passed | None
 
 
-def _row(count: int, runs: Sequence[Pair], http: Sequence[Passed]) -> Throughput:
-    def median_rate(seconds: Sequence[float]) -> float:
-        return statistics.median(run.tokens / one for run, one in zip(runs, seconds, strict=True))
+async def take_turn(
+    turn: int, count: int, bare: Bare, generator: Generator, server: tuple[str, psutil.Process] | None
+) -> Turn:
+    """Bare vLLM and Tailrace in changing order, the server after them."""
+    asked = requests(count, turn + 1)
+    first = None if turn % 2 else bare.run(asked)
+    tailrace = await run_tailrace(generator, asked, f"{count}/{turn}")
+    alone = first or bare.run(asked)
+    http = await run_http(*server, str(bare.folder), asked) if server else None
+    return Turn(sum(one.max_tokens for one in asked), alone, tailrace, http)
 
-    ratio = statistics.median(run.bare.wall_s / run.tailrace.wall_s for run in runs)
-    tailrace = median_rate([run.tailrace.wall_s for run in runs])
-    through_server = median_rate([one.wall_s for one in http]) if http else None
-    http_cpu = [one.cpu_s / run.tailrace.cpu_s for one, run in zip(http, runs, strict=False)]
+
+def _row(count: int, runs: Sequence[Turn]) -> Throughput:
+    cpu_ratio = statistics.median(run.bare.cpu_s / run.tailrace.cpu_s for run in runs)
+    tailrace = statistics.median(run.tokens / run.tailrace.wall_s for run in runs)
+    http = [run.tokens / run.http.wall_s for run in runs if run.http]
+    http_cpu = [run.http.cpu_s / run.tailrace.cpu_s for run in runs if run.http]
+    through_server = statistics.median(http) if http else None
     return Throughput(
         case=f"tokens-{count}",
         concurrency=count,
-        bare_vllm_tokens_per_s=median_rate([run.bare.wall_s for run in runs]),
+        bare_vllm_tokens_per_s=statistics.median(run.tokens / run.bare.wall_s for run in runs),
         tailrace_tokens_per_s=tailrace,
-        ratio=ratio,
-        ratio_in_cpu_time=statistics.median(run.bare.cpu_s / run.tailrace.cpu_s for run in runs),
+        ratio=statistics.median(run.bare.wall_s / run.tailrace.wall_s for run in runs),
+        ratio_in_cpu_time=cpu_ratio,
         http_server_tokens_per_s=through_server,
         http_ratio_in_cpu_time=statistics.median(http_cpu) if http_cpu else None,
         target=TARGET_RATIO,
-        met=ratio >= TARGET_RATIO and (through_server is None or tailrace > through_server),
+        met=cpu_ratio >= TARGET_RATIO and (through_server is None or tailrace > through_server),
     )
 
 
-async def through_http(counts: Sequence[int], folder: Path, turns: int) -> dict[int, list[Passed]]:
-    """Each turn, by number of requests."""
-    found = {}
-    with http_server(folder, folder / "server.log") as (address, server):
-        for count in counts:
-            runs = [
-                await run_http(address, server, str(folder), requests(count, turn + 1)) for turn in range(-1, turns)
-            ]
-            found[count] = runs[1:]
-            kit.progress(f"HTTP server, {count} requests: {runs[-1].wall_s:.1f} s, {runs[-1].cpu_s:.1f} s of CPU")
-    return found
+def _told(row: Throughput) -> str:
+    text = f"{row.case}: {row.ratio:.3f} x bare vLLM, {row.ratio_in_cpu_time:.3f} in CPU time"
+    if row.http_server_tokens_per_s is None or row.http_ratio_in_cpu_time is None:
+        return text
+    faster = row.tailrace_tokens_per_s / row.http_server_tokens_per_s
+    return f"{text}; {faster:.2f} x the HTTP server, {row.http_ratio_in_cpu_time:.2f} in CPU time"
 
 
 def main() -> None:
