@@ -429,10 +429,11 @@ def test_a_rollout_that_nobody_scores_is_told() -> None:
     assert isinstance(raised.value.exceptions[0], InvalidReward)
 
 
-def test_an_engine_that_is_gone_is_within_no_budget() -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_engine_that_is_gone_is_within_no_budget(nested: bool) -> None:
     async def play(rollout: Rollout) -> float:
         await asyncio.sleep(place_of(rollout))
-        raise EngineFailed("gone")
+        raise ExceptionGroup("of parallel turns", [EngineFailed("gone")]) if nested else EngineFailed("gone")
 
     with pytest.raises(ExceptionGroup) as raised:
         run_in_virtual_time(gather_groups(play, rows(2), rollout_errors=ErrorBudget()))

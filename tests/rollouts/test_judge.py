@@ -195,6 +195,16 @@ async def test_the_key_comes_from_the_environment_and_is_named_where_it_is_missi
         EndpointChat(serving.url, "m", api_key_variable="NO_SUCH_KEY")
 
 
+async def test_a_judge_without_its_key_is_told_before_a_rollout_starts(renderer: ChatRenderer) -> None:
+    judge = JudgeSettings(url="http://localhost/v1", api_key_variable="NO_SUCH_KEY")
+    spec = EnvironmentSpec(name="own", agent=play, train_tasks=[TASK.row], judge=judge)  # type: ignore[arg-type]
+    async with Rollouter(
+        RolloutSettings(), renderer=renderer, generate=ScriptedGenerate(renderer.tokenizer, ["-"])
+    ) as rollouter:
+        with pytest.raises(SettingsError, match="NO_SUCH_KEY"):
+            await rollouter.start([spec])
+
+
 # --- what it costs and what becomes of the reward --------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, SettingsError, TransportError
+from tailrace.rollouts.blame import leaves_of
 
 OnError: TypeAlias = Literal["raise", "drop", "keep_unscored"]
 
@@ -16,7 +17,7 @@ GRACE = 20
 ERRORS_KEPT = 32
 """Of all failures, the latest so many are told in full."""
 
-BEYOND_BUDGETS = (EngineFailed, TransportError, SettingsError)
+_BEYOND = (EngineFailed, TransportError, SettingsError)
 """Errors that tell of more than one rollout: no budget counts them, they end everything at once."""
 
 
@@ -81,7 +82,9 @@ class ErrorTally:
         self._errors: deque[Exception] = deque(maxlen=ERRORS_KEPT)
 
     def fail(self, error: Exception) -> None:
-        """Count a failure. Raises `ErrorBudgetSpent` where it is one too many."""
+        """Count a failure. Raises `ErrorBudgetSpent` where it is one too many, the error itself where no budget counts it."""
+        if any(isinstance(leaf, _BEYOND) for leaf in leaves_of(error)):
+            raise error
         self.failed += 1
         self._errors.append(error)
         self._require_within()

@@ -18,7 +18,7 @@ from tailrace.errors import ErrorBudgetSpent
 from tailrace.observability.group_progress import GroupBars, GroupCounts
 from tailrace.records import Group, GroupId, Json, Reward, Rollout, RolloutId, SamplingParams, Task, TaskId
 from tailrace.rollouts.blame import leaves_of
-from tailrace.rollouts.budgets import BEYOND_BUDGETS, RAISE, ErrorBudget, ErrorTally
+from tailrace.rollouts.budgets import RAISE, ErrorBudget, ErrorTally
 from tailrace.rollouts.groups import GroupScorer
 from tailrace.rollouts.scoring import require_reward
 
@@ -202,9 +202,9 @@ class _Gathering:
             group = Group(group_id, task, members, index=index)
             try:
                 scored = await self.scorer.score(group, self.score_group)
-            except (ErrorBudgetSpent, *BEYOND_BUDGETS):
-                raise
-            except Exception:  # noqa: BLE001  counted against the budget, which allows it
+            except Exception as error:
+                if not self.scorer.has_counted(error):
+                    raise
                 counts.groups_failed += 1
                 return
         if not scored:
@@ -228,8 +228,6 @@ class _Gathering:
                     rollout.started_s = self._clock()
                     returned = await self.play(rollout)
                     rollout.ended_s = self._clock()
-            except BEYOND_BUDGETS:
-                raise
             except Exception as error:  # noqa: BLE001  user code may raise anything; the budget says what it costs
                 counts.rollouts_failed += 1
                 self.attempts.fail(error)
@@ -249,9 +247,9 @@ class _Gathering:
 
         try:
             await self.scorer.reward(rollout, score)
-        except (ErrorBudgetSpent, *BEYOND_BUDGETS):
-            raise
-        except Exception:  # noqa: BLE001  counted against the budget, which allows it
+        except Exception as error:
+            if not self.scorer.has_counted(error):
+                raise
             self.counts.rewards_failed += 1
             return None
         self.counts.rewards_failed += rollout.reward is None

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from tailrace.environments import ScoreGroup
 from tailrace.errors import InvalidReward, ScoringFailed
 from tailrace.records import Group, Reward, Rollout
-from tailrace.rollouts.budgets import BEYOND_BUDGETS, RAISE, ErrorBudget, ErrorTally
+from tailrace.rollouts.budgets import RAISE, ErrorBudget, ErrorTally
 from tailrace.rollouts.scoring import require_reward, unscore
 
 
@@ -45,8 +45,6 @@ class GroupScorer:
         self._rewards.started += 1
         try:
             rollout.reward = await score()
-        except BEYOND_BUDGETS:
-            raise
         except Exception as error:
             self._rewards.fail(error)
             if not self._keeps_unscored:
@@ -80,8 +78,6 @@ class GroupScorer:
         try:
             groups = [group] if score_group is None else await self._asked(score_group, group, members)
             self._require_rewards(groups)
-        except BEYOND_BUDGETS:
-            raise
         except Exception as error:
             group.rollouts = members
             for rollout, reward in zip(members, own, strict=True):

@@ -57,12 +57,15 @@ class Rollouter:
         await self.close()
 
     async def start(self, specs: Iterable[EnvironmentSpec]) -> None:
-        """Start the workers that these environments need, where one does.
+        """Start the workers that these environments need, where one does, and make their judges.
 
         Raises:
-            SettingsError: One needs a worker and cannot have one.
+            SettingsError: One needs a worker and cannot have one, or a judge has no key.
             EnvironmentFailed: One cannot be loaded in a worker (inside an exception group).
         """
+        specs = list(specs)
+        for spec in specs:
+            self._judge(spec)
         names = [spec.name for spec in specs if needs_workers(spec)]
         for name in names:
             self._workers.require(name)
