@@ -82,7 +82,10 @@ class ErrorTally:
         self._errors: deque[Exception] = deque(maxlen=ERRORS_KEPT)
 
     def fail(self, error: Exception) -> None:
-        """Count a failure. Raises `ErrorBudgetSpent` where it is one too many, the error itself where no budget counts it."""
+        """Count a failure.
+
+        Raises `ErrorBudgetSpent` where it is one too many, and an error that no budget counts as it is.
+        """
         if any(isinstance(leaf, _BEYOND) for leaf in leaves_of(error)):
             raise error
         self.failed += 1
