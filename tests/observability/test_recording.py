@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tailrace.observability.metrics import MetricsAccumulator
 from tailrace.observability.recording import RunRecorder
 from tailrace.records import BatchSummary, Group, Outcome, Rollout
@@ -63,11 +65,28 @@ def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
     recorder.batch_sent(a_summary(kept, masked_tokens=26))
     for rollout in kept:
         recorder.rollout_ended(rollout, Outcome.trained(1))
+    for rollout in rollouts[4:]:
+        recorder.rollout_ended(rollout, Outcome.filtered("stale"))
     metrics = recorder.flush()
     assert metrics["bias/length_ratio"] == (30 + 31 + 32 + 33) / 4 / 33.5
-    assert metrics["bias/loss_length_ratio"] == 100 / 4 / 33.5
+    assert metrics["bias/loss_length_ratio"] == pytest.approx(100 / 4 / 33.5)
     assert metrics["bias/masked_share"] == 26 / (126 + 80)
     assert metrics["rollout/completion_tokens"] == 33.5
+
+
+def test_where_everything_is_trained_the_length_ratio_is_1_whenever_it_was_sampled() -> None:
+    recorder = RunRecorder(MetricsAccumulator(), warmup_steps=1)
+    rollouts = a_group(*[0.5] * 8).rollouts
+    for rollout in rollouts[:5]:
+        recorder.rollout_finished(rollout)
+    recorder.batch_sent(a_summary(rollouts[:4]))
+    for rollout in rollouts[5:]:
+        recorder.rollout_finished(rollout)
+    recorder.batch_sent(a_summary(rollouts[4:]))
+    for rollout in rollouts:
+        recorder.rollout_ended(rollout, Outcome.trained(2))
+    metrics = recorder.flush()
+    assert metrics["bias/length_ratio"] == metrics["bias/loss_length_ratio"] == 1
 
 
 def test_warm_up_does_not_count_in_the_ratios() -> None:

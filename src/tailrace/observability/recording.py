@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tailrace.observability.metrics import MetricsAccumulator
-from tailrace.records import BatchSummary, Completion, Group, Outcome, Rollout, TerminalState
+from tailrace.records import BatchSummary, Completion, Group, Outcome, Rollout, RolloutId, TerminalState
 
 _SUMMED = ("drifted_turns", "realigned_turns", "rewritten_turns", "tool_calls", "malformed_tool_calls")
 _AVERAGED = ("generate_s", "score_s", "environment_s")
@@ -42,13 +42,18 @@ class BiasMeter:
     """Whether what is trained on is what was generated: lengths in completion tokens, counted after warm-up.
 
     `length_ratio` is the mean length of trained rollouts over that of all that finished; below 1, long rollouts are
-    lost on the way. `loss_length_ratio` counts only the tokens that bear loss.
+    lost on the way. `loss_length_ratio` counts only the tokens that bear loss. Both are of the same rollouts, those
+    that finished after warm-up and have ended since: where all of them are trained the first is exactly 1.
     """
 
     def __init__(self, *, warmup_steps: int = 1) -> None:
         self._warmup_steps = warmup_steps
         self._steps = 0
-        self._finished, self._trained, self._bearing_loss = _Mean(), _Mean(), _Mean()
+        self._on_the_way: set[RolloutId] = set()
+        """Finished after warm-up, and not terminal yet."""
+        self._ended, self._trained = _Mean(), _Mean()
+        self._loss_tokens = self._sampled_tokens = 0
+        """Of the trained rollouts in batches after warm-up."""
         self._batch_tokens = 0
         self.wasted_tokens = 0
         """Sampled tokens of rollouts that will never be trained on, since the run began, warm-up included."""
@@ -58,12 +63,15 @@ class BiasMeter:
     def finished(self, rollout: Rollout) -> None:
         """An agent returned."""
         if self._is_warm:
-            self._finished.add(rollout.num_completion_tokens)
+            self._on_the_way.add(rollout.rollout_id)
 
     def ended(self, rollout: Rollout, outcome: Outcome) -> int:
         """A rollout is terminal. Returns the tokens that this wastes; what the end of a run cancels is no waste."""
-        if outcome.state is TerminalState.TRAINED and self._is_warm:
-            self._trained.add(rollout.num_completion_tokens)
+        if rollout.rollout_id in self._on_the_way:
+            self._on_the_way.remove(rollout.rollout_id)
+            self._ended.add(rollout.num_completion_tokens)
+            if outcome.state is TerminalState.TRAINED:
+                self._trained.add(rollout.num_completion_tokens)
         wasted = rollout.num_completion_tokens if outcome.state in (TerminalState.FILTERED, TerminalState.FAILED) else 0
         self.wasted_tokens += wasted
         return wasted
@@ -78,18 +86,20 @@ class BiasMeter:
         self._batch_tokens += batch.num_tokens
         self.masked_tokens += batch.masked_tokens
         if self._is_warm:
-            self._bearing_loss.add(batch.loss_tokens, batch.num_rollouts)
+            self._loss_tokens += batch.loss_tokens
+            self._sampled_tokens += batch.loss_tokens + batch.masked_tokens
         self._steps += 1
 
     @property
     def length_ratio(self) -> float | None:
         """None until something was trained after warm-up."""
-        return self._trained.over(self._finished)
+        return self._trained.over(self._ended)
 
     @property
     def loss_length_ratio(self) -> float | None:
-        """None until a batch was sent after warm-up."""
-        return self._bearing_loss.over(self._finished)
+        """`length_ratio` by the share of trained rollouts' tokens that bear loss; None until both are known."""
+        ratio = self.length_ratio
+        return None if ratio is None or not self._sampled_tokens else ratio * self._loss_tokens / self._sampled_tokens
 
     @property
     def masked_share(self) -> float | None:
