@@ -1,10 +1,12 @@
 """No reward but a judge's, on the policy's own engine, of every group as soon as it is complete.
 
     tailrace train quickstart --environment.name examples.own_judge:names_by_key
-    tailrace train smollm2-arithmetic --environment.name examples.own_judge:names_by_rank
+    tailrace train quickstart --environment.name examples.own_judge:names_by_rank \\
+        --environment.judge.url http://localhost:8000/v1 --environment.judge.model my-model
 
 Run it from the folder above this one. `names_by_rank` asks the judge for a score of every reply, relative to the
-others, which takes a model that can follow a rubric. The quickstart's model can do nothing but sort names, so
+others, which takes a model that can follow a rubric: here one behind an OpenAI-compatible endpoint; without `judge.url`
+it is the policy's own engine, if you train such a model. The quickstart's can do nothing but sort names, so
 `names_by_key` asks it for just that, once per group, and scores each reply by how much it is like the judge's: the form
 of a judge's question and answer is yours to choose. A verdict that is not valid is asked for again, and never a reward.
 """

@@ -27,6 +27,23 @@ async def test_an_example_trains_with_a_judge_served_by_the_policys_own_engine(t
         assert one["reward_components"]["own"] in (0.0, 1.0)
 
 
+async def test_the_example_trains_with_a_judge_behind_an_endpoint_that_ranks_by_the_environments_rubric(
+    tmp_path: Path,
+) -> None:
+    def rank(request: dict[str, list[Message]]) -> Answer:
+        system, user = request["messages"]
+        assert "alphabetical order" in system["content"]
+        count = user["content"].count("<attempt id=")
+        return verdict({str(number): number / 10 for number in range(count, 0, -1)})
+
+    async with endpoint(rank) as serving:
+        ranked = ("--environment.name", "examples.own_judge:names_by_rank", "--environment.judge.url", serving.url)
+        summary = await run_inline(tmp_path, *ranked, "--max_steps", "1")
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
+    trained = [one for one in rollouts(tmp_path / "run") if one["outcome"]["state"] == "trained"]
+    assert {one["reward"] for one in trained} <= {0.1, 0.2}
+
+
 async def test_a_judge_that_is_down_costs_groups_and_never_becomes_a_reward(tmp_path: Path) -> None:
     async with endpoint(Answer(status=503)) as serving:
         judged = ("--environment.judge.url", serving.url, "--environment.judge.retries", "0")

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from tailrace.environments.arguments import check_arguments
 from tailrace.environments.datasets import first_rows, hold_out, load_rows
 from tailrace.environments.files import ArrowRows, JsonlRows
+from tailrace.environments.judge import JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.settings import EnvironmentSettings
@@ -65,12 +66,20 @@ def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) 
         name=settings.id or spec.name,
         trusted=spec.trusted if settings.trusted is None else settings.trusted,
         saved_columns=spec.saved_columns if settings.columns is None else settings.columns,
-        judge=settings.judge or spec.judge,
+        judge=_judge(spec, settings),
         rewards={**spec.rewards, **_rewards(spec, settings)},
     )
     if not with_tasks:
         return replace(spec, train_tasks=(), eval_tasks=(), held_out=0)
     return _with_tasks(spec, settings)
+
+
+def _judge(spec: EnvironmentSpec, settings: EnvironmentSettings) -> JudgeSettings | None:
+    """The environment's own judge, with what the settings say in its place."""
+    told = settings.judge
+    if told is None or spec.judge is None:
+        return told or spec.judge
+    return spec.judge.model_copy(update={name: getattr(told, name) for name in told.model_fields_set})
 
 
 def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, NamedReward]:

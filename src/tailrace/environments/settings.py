@@ -63,7 +63,7 @@ class EnvironmentSettings(BaseModel):
         "(`module:attribute`; unset: the environment's own of that name), `weight` and `together` (once per group).",
     )
     judge: JudgeSettings | None = Field(
-        default=None, description="A language model that ranks the rollouts of a group; None: as it declares."
+        default=None, description="A language model that ranks the rollouts of a group, over what it declares itself."
     )
     group_size: int | None = Field(default=None, ge=1, description="Rollouts per task; None: the run's.")
     max_turns: int | None = Field(default=None, ge=1, description="Turns per rollout at most; None: the run's.")
