@@ -11,6 +11,7 @@ from tailrace.environments import EnvironmentSpec, Message, Policy
 from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, RolloutTimeout, ScoringFailed
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.support.scripted_generate import ScriptedGenerate
 
 ROWS = [{"names": "Bob, Ada"}]
@@ -81,38 +82,41 @@ async def test_a_rollout_whose_reward_failed_can_be_kept_without_one(renderer: C
     assert rollout.metadata == {"state": "kept"}
 
 
-async def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_limit(
-    renderer: ChatRenderer,
-) -> None:
+def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_limit(renderer: ChatRenderer) -> None:
     live, most = 0, 0
 
     async def rank(group: Group) -> Group:
         nonlocal live, most
         live += 1
         most = max(most, live)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(1)
         live -= 1
         return group
 
-    spec = spec_of(score_group=rank)
-    async with rollouter(renderer, score_concurrency=2, reward_timeout_s=0.35) as rollouts:
-        scored = await asyncio.gather(*(rollouts.score(group_of(spec, number), spec) for number in range(12)))
+    async def main() -> list[list[Group]]:
+        spec = spec_of(score_group=rank)
+        async with rollouter(renderer, score_concurrency=2, reward_timeout_s=1.5) as rollouts:
+            return await asyncio.gather(*(rollouts.score(group_of(spec, number), spec) for number in range(12)))
+
+    scored = run_in_virtual_time(main())
     assert most == 2
-    assert len(scored) == 12
-    assert all(group.metrics["score_group_s"] >= 0.09 for (group,) in scored)
+    assert [group.metrics["score_group_s"] for (group,) in scored] == [1.0] * 12
 
 
-async def test_a_group_that_takes_too_long_is_a_failed_score_and_gives_its_place_back(renderer: ChatRenderer) -> None:
+def test_a_group_that_takes_too_long_is_a_failed_score_and_gives_its_place_back(renderer: ChatRenderer) -> None:
     async def hang(group: Group) -> Group:
         if group.group_id == "g0":
             await asyncio.Event().wait()
         return group
 
-    spec = spec_of(score_group=hang)
-    async with rollouter(renderer, score_concurrency=1, reward_timeout_s=0.05) as rollouts:
-        with pytest.raises(RolloutTimeout):
-            await rollouts.score(group_of(spec), spec)
-        assert len(await rollouts.score(group_of(spec, 1), spec)) == 1
+    async def main() -> None:
+        spec = spec_of(score_group=hang)
+        async with rollouter(renderer, score_concurrency=1, reward_timeout_s=5) as rollouts:
+            with pytest.raises(RolloutTimeout):
+                await rollouts.score(group_of(spec), spec)
+            assert len(await rollouts.score(group_of(spec, 1), spec)) == 1
+
+    run_in_virtual_time(main())
 
 
 async def test_a_failed_score_leaves_the_rewards_as_they_were(renderer: ChatRenderer) -> None:
