@@ -8,9 +8,11 @@ of the event loop, as an engine's thread would hand them over. So `in_flight` ro
 acknowledges each batch at once. Counted once that many run; the lag of the loop is that of the whole run, the first
 burst of admissions included.
 
-`cpu_s_per_rollout` is user and system time of the process over trained rollouts; what the stand-in for the engine
-costs is counted with it. Rewards differ inside every group, so that everything is trained on. A batch is a quarter of
-what is in flight, or 256 rollouts where that is less.
+`cpu_s_per_rollout` is user and system time of the process over trained rollouts, the median over steps; what the
+stand-in for the engine costs is counted with it. `loop_lag_max_s` is how much later than asked a sleeping task went on,
+neighbours on the machine included; `loop_turn_max_s` is the most CPU time that one turn of the event loop took. Rewards
+differ inside every group, so that everything is trained on. A batch is a quarter of what is in flight, or 256 rollouts
+where that is less. Old objects are held from the garbage collector, as in a run.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource,
 
 TARGET_S, TARGET_LAG_S, TARGET_SPREAD = 150e-6, 0.010, 1.5
 IN_FLIGHT = (1024, 4096, 16_384, 65_536)
-GROUP_SIZE, COMPLETION_TOKENS, ANSWERED_AT_ONCE = 8, 16, 32
+GROUP_SIZE, COMPLETION_TOKENS, ANSWERED_AT_ONCE = 8, 16, 16
 BEAT_S = 0.002
 
 
@@ -64,6 +66,7 @@ class Row:
     cpu_s_per_rollout: float
     loop_lag_max_s: float
     loop_lag_p99_s: float
+    loop_turn_max_s: float
     flatness: float | None
     """CPU time per rollout over that of the cheapest case."""
     target: float
@@ -141,6 +144,8 @@ class Silent:
 
     def __init__(self) -> None:
         self.trained = 0
+        self.marks: list[tuple[float, int]] = []
+        """CPU time and trained rollouts at the end of each step."""
         self._awaited: list[tuple[int, asyncio.Event]] = []
 
     async def reached(self, trained: int) -> None:
@@ -162,9 +167,10 @@ class Silent:
 
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
         self.trained += formed.batch.summary.num_rollouts
-        for trained, event in self._awaited:
+        self.marks.append((time.process_time(), self.trained))
+        for trained, reached in self._awaited:
             if self.trained >= trained:
-                event.set()
+                reached.set()
 
 
 @dataclass
@@ -172,12 +178,19 @@ class Beat:
     """How much later than asked the loop resumes a sleeping task."""
 
     lags: list[float] = field(default_factory=list)
+    longest_turn_s: float = 0.0
 
     async def run(self) -> None:
         while True:
             since = time.perf_counter()
             await asyncio.sleep(BEAT_S)
             self.lags.append(max(0.0, time.perf_counter() - since - BEAT_S))
+
+    async def watch_turns(self) -> None:
+        while True:
+            since = time.thread_time()
+            await asyncio.sleep(0)
+            self.longest_turn_s = max(self.longest_turn_s, time.thread_time() - since)
 
 
 def spec() -> EnvironmentSpec:
@@ -245,19 +258,21 @@ async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: 
                 scheduler.handle(StepTrained(epoch="", step=step, version=step, metrics={}))
 
         with hold_old_objects():
-            coroutines = (beat.run(), scheduler.run(), generate.serve(), train())
+            coroutines = (beat.run(), beat.watch_turns(), scheduler.run(), generate.serve(), train())
             tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
             await generate.full.wait()
             await observer.reached(1)
-            cpu_s, before = time.process_time(), observer.trained
-            await observer.reached(before + max(20_000, rounds * in_flight))
-            cpu_s, trained = time.process_time() - cpu_s, observer.trained - before
+            await observer.reached(observer.trained + max(20_000, rounds * in_flight))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             scheduler.finish("measured")
     lag_max_s, lag_p99_s = float(np.max(beat.lags)), float(np.percentile(beat.lags, 99))
-    return Row(name, in_flight, trained, cpu_s / trained, lag_max_s, lag_p99_s, None, TARGET_S, False)
+    pairs = list(zip(observer.marks[:-1], observer.marks[1:], strict=True))
+    cpu_s = float(np.median([(after[0] - before[0]) / (after[1] - before[1]) for before, after in pairs]))
+    return Row(
+        name, in_flight, observer.trained, cpu_s, lag_max_s, lag_p99_s, beat.longest_turn_s, None, TARGET_S, False
+    )
 
 
 if __name__ == "__main__":

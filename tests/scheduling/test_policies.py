@@ -74,7 +74,7 @@ def test_stragglers_that_go_on_are_trained_in_a_later_batch() -> None:
 
 
 async def test_groups_that_finish_beyond_the_batch_are_kept_for_the_next() -> None:
-    world = make_world(lambda number: float(number % 2), rows=12, over_sampling=3.0, max_staleness=2, max_running=24)
+    world = make_world(lambda number: float(number % 2), rows=12, over_sampling=3.0, max_staleness=6, max_running=24)
     await world.run()
     assert world.scheduler.ledger.total(TerminalState.TRAINED) == 48
     assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8] * 6

@@ -12,7 +12,9 @@ from tailrace.batching.samples import SampledGroup
 from tailrace.batching.slices import drained
 from tailrace.records import Batch, BatchSummary, BoolArray, Float32Array, Int32Array, TrainingSample
 
-COPIED_AT_ONCE = 256
+MEASURED_AT_ONCE = 2048
+"""Samples whose lengths are read in one slice."""
+COPIED_AT_ONCE = 64
 """Samples at most in one slice of the copying, ..."""
 COPIED_TOKENS_AT_ONCE = 1 << 18
 """... and tokens: some milliseconds, when the pages are fresh."""
@@ -56,16 +58,16 @@ def form_batch_in_slices(
 ) -> Generator[None, None, FormedBatch]:
     """See `form_batch`; yields now and then."""
     samples = [sample for group in groups for sample in group.samples]
-    lengths = np.asarray([sample.num_tokens for sample in samples], np.int32)
+    environments = tuple(sorted({group.group.task.environment for group in groups if group.samples}))
+    lengths = yield from _lengths(samples)
     plan = yield from plan_rows_in_slices(lengths, row_tokens)
-    ordered = [samples[index] for index in plan.order]
-    offsets = np.zeros(len(ordered) + 1, np.int32)
+    order = plan.order.tolist()
+    offsets = np.zeros(len(order) + 1, np.int32)
     np.cumsum(lengths[plan.order], out=offsets[1:])
-    columns = _Columns(int(offsets[-1]))
+    columns = _Columns(len(order), int(offsets[-1]), environments)
     for first, last in _slices(offsets):
-        columns.fill(ordered[first:last], offsets[first : last + 1], judged_version)
+        columns.fill(first, [samples[index] for index in order[first:last]], offsets[first : last + 1], judged_version)
         yield
-    environments = tuple(sorted({sample.environment for sample in samples}))
     batch = Batch(
         summary=_summary(groups, plan, columns, step=step, judged_version=judged_version, row_tokens=row_tokens),
         token_ids=columns.token_ids,
@@ -74,10 +76,10 @@ def form_batch_in_slices(
         loss_mask=columns.loss_mask,
         mixed_cache=columns.mixed_cache,
         advantages=columns.advantages,
-        temperatures=np.asarray([sample.temperature for sample in ordered], np.float32),
+        temperatures=columns.temperatures,
         sample_offsets=offsets,
         row_offsets=plan.row_offsets,
-        environment_ids=_environment_ids(ordered, environments),
+        environment_ids=columns.environment_ids,
         environments=environments,
         scheduler_state=scheduler_state,
     )
@@ -88,13 +90,17 @@ def form_batch_in_slices(
 class _Columns:
     """The batch's columns, filled from left to right, and what is counted on the way."""
 
+    num_samples: int
     num_tokens: int
+    environments: tuple[str, ...]
     token_ids: Int32Array = field(init=False)
     logprobs: Float32Array = field(init=False)
     policy_versions: Int32Array = field(init=False)
     loss_mask: BoolArray = field(init=False)
     mixed_cache: BoolArray = field(init=False)
     advantages: Float32Array = field(init=False)
+    temperatures: Float32Array = field(init=False)
+    environment_ids: Int32Array = field(init=False)
     loss_tokens: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -102,9 +108,15 @@ class _Columns:
     def __post_init__(self) -> None:
         self.token_ids, self.policy_versions = np.empty(self.num_tokens, np.int32), np.empty(self.num_tokens, np.int32)
         self.logprobs, self.advantages = np.empty(self.num_tokens, np.float32), np.empty(self.num_tokens, np.float32)
+        self.temperatures = np.empty(self.num_samples, np.float32)
+        self.environment_ids = np.empty(self.num_samples, np.int32)
         self.loss_mask, self.mixed_cache = np.empty(self.num_tokens, np.bool_), np.zeros(self.num_tokens, np.bool_)
 
-    def fill(self, samples: Sequence[TrainingSample], offsets: Int32Array, judged_version: int) -> None:
+    def fill(self, first: int, samples: Sequence[TrainingSample], offsets: Int32Array, judged_version: int) -> None:
+        """Samples `first` and following, whose tokens begin at `offsets`."""
+        ids = {environment: index for index, environment in enumerate(self.environments)}
+        self.temperatures[first : first + len(samples)] = [sample.temperature for sample in samples]
+        self.environment_ids[first : first + len(samples)] = [ids[sample.environment] for sample in samples]
         where = slice(int(offsets[0]), int(offsets[-1]))
         branches = [sample.branch for sample in samples]
         np.concatenate([branch.token_ids for branch in branches], out=self.token_ids[where])
@@ -131,9 +143,14 @@ def _slices(offsets: Int32Array) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _environment_ids(samples: Sequence[TrainingSample], environments: tuple[str, ...]) -> Int32Array:
-    ids = {environment: index for index, environment in enumerate(environments)}
-    return np.asarray([ids[sample.environment] for sample in samples], np.int32)
+def _lengths(samples: Sequence[TrainingSample]) -> Generator[None, None, Int32Array]:
+    """[num_samples], in tokens."""
+    lengths = np.empty(len(samples), np.int32)
+    for first in range(0, len(samples), MEASURED_AT_ONCE):
+        measured = samples[first : first + MEASURED_AT_ONCE]
+        lengths[first : first + len(measured)] = [sample.num_tokens for sample in measured]
+        yield
+    return lengths
 
 
 def _summary(

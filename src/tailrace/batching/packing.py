@@ -11,8 +11,8 @@ import numpy as np
 from tailrace.batching.slices import drained
 from tailrace.records import Int32Array
 
-PLANNED_AT_ONCE = 1024
-"""Samples; some milliseconds."""
+PLANNED_AT_ONCE = 512
+"""Samples; about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
 """Garbage collection of a process whose event loop must not stand still.
 
-CPython's collector looks at every old object whenever there are a quarter more of them than last time: with tens of
-thousands of rollouts in flight, which are old objects and no garbage, it holds the loop for a second, again and again.
-Reference counts free nearly everything here; the collector is for the few cycles, of which most die young.
+With tens of thousands of rollouts in flight, millions of objects are old and none of them is garbage. CPython's
+collector looks at them again and again, which costs a third of the process's time and holds the loop for up to seconds.
+Reference counts free nearly everything here; the collector is for cycles, which mostly come of failures.
 """
 
 from __future__ import annotations
@@ -11,24 +11,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG_OBJECTS = 2_000
-"""More objects than before that make it look at the youngest, in well under a millisecond."""
-MIDDLE_COLLECTIONS = 10
-"""Such looks after which it looks at those that survived them, too: some milliseconds."""
-OLD_COLLECTIONS = 500
-"""Those after which it looks at everything: when there are ten million objects more than before."""
+NEW_OBJECTS = 10_000_000
+"""More container objects than at the last collection that start one: a gigabyte, about, were all of them garbage."""
 
 
 @contextmanager
 def hold_old_objects() -> Iterator[None]:
-    """Leave old objects alone until there are millions more of them; what exists now is never looked at again.
-
-    Young garbage is collected as ever.
-    """
+    """Leave objects alone until there are `NEW_OBJECTS` more of them. For a process that holds no tensors in cycles."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, MIDDLE_COLLECTIONS, OLD_COLLECTIONS)
+    gc.set_threshold(NEW_OBJECTS)
     try:
         yield
     finally:

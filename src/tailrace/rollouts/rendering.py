@@ -8,15 +8,21 @@ every reply       parse(completion)                     text, reasoning, tool ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from tailrace.errors import EnvironmentFailed
 from tailrace.records import Completion, Int32Array, Json, Message, ToolSpec, as_token_ids
+from tailrace.records.arrays import readonly
 from tailrace.rollouts.family_rendering import family_rendering
 from tailrace.rollouts.replies import ParsedReply
 from tailrace.rollouts.template_rendering import TemplateRendering
 from tailrace.rollouts.tokenizer import ChatTokenizer
+
+_REMEMBERED_PROMPTS = 256
+_REMEMBERED_CHARACTERS = 8192
+"""Of one prompt; together they bound what is remembered to some megabytes."""
 
 
 class Renderer(Protocol):
@@ -73,6 +79,9 @@ class ChatRenderer:
         self.tokenizer = model if isinstance(model, ChatTokenizer) else ChatTokenizer.from_folder(model, name=name)
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
+        self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
+        self._remembers = self._family is None and not self.tokenizer.tells_time
+        self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -84,6 +93,16 @@ class ChatRenderer:
 
         Raises `EnvironmentFailed` where the model's template refuses the conversation (two user turns in a row, ...).
         """
+        plain = _plain(messages) if self._remembers and not tools else None
+        return self._render(messages, tools) if plain is None else self._remembered(plain)
+
+    def _render_plain(self, messages: tuple[tuple[str, str], ...]) -> Int32Array:
+        """The rollouts of a group begin alike: what one of them rendered, the others need not."""
+        rendered = self._render([cast(Message, {"role": role, "content": content}) for role, content in messages], None)
+        readonly(rendered)
+        return rendered
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None) -> Int32Array:
         from jinja2 import TemplateError
 
         if not messages:
@@ -137,7 +156,19 @@ class ChatRenderer:
 
     def _opens_reasoning(self, prompt_token_ids: Int32Array) -> bool:
         """Whether the generation prompt ends inside `<think>`: a handful of tokens decide it."""
-        return self.tokenizer.decode(prompt_token_ids[-8:].tolist()).rstrip("\n").endswith("<think>")
+        return self._ends_in_reasoning(tuple(prompt_token_ids[-8:].tolist()))
+
+    def _tail_opens_reasoning(self, token_ids: tuple[int, ...]) -> bool:
+        return self.tokenizer.decode(token_ids).rstrip("\n").endswith("<think>")
+
+
+def _plain(messages: Sequence[Message]) -> tuple[tuple[str, str], ...] | None:
+    """A short conversation of nothing but roles and text, as a key; None for any other."""
+    if any(len(message) != 2 or not isinstance(message.get("content"), str) for message in messages):
+        return None
+    if sum(len(message["content"]) for message in messages) > _REMEMBERED_CHARACTERS:
+        return None
+    return tuple((message["role"], message["content"]) for message in messages)
 
 
 def _envelopes(tools: Sequence[ToolSpec] | None) -> list[dict[str, Json]] | None:

@@ -78,6 +78,11 @@ class ChatTokenizer:
         return list(dict.fromkeys(self.special_tokens.values()))
 
     @property
+    def tells_time(self) -> bool:
+        """Whether the chat template may render the same conversation differently later."""
+        return self._template.tells_time
+
+    @property
     def vocabulary_size(self) -> int:
         """Tokens, those added later included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))

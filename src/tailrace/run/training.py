@@ -17,6 +17,7 @@ from tailrace.config import RunSettings
 from tailrace.errors import TailraceError
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
+from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.observability.lag import LoopLagMonitor
 from tailrace.observability.live import LiveView, wants_live_view
@@ -69,7 +70,12 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
-    async with LoopLagMonitor(observability.lag_interval_s, stall_s=observability.stall_s) as lag:
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.placement == "local":  # tensors in cycles live elsewhere
+            stack.enter_context(hold_old_objects())
+        lag = await stack.enter_async_context(
+            LoopLagMonitor(observability.lag_interval_s, stall_s=observability.stall_s)
+        )
         run = _Training(settings, paths, environments, renderer, lag)
         live = LiveView(
             run.view,
@@ -78,8 +84,8 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
             log_every_s=observability.log_every_s,
             no_progress_s=observability.no_progress_s,
         )
-        async with live:
-            summary = await run.run(live)
+        await stack.enter_async_context(live)
+        summary = await run.run(live)
     if observability.report:
         await asyncio.to_thread(_write_report, paths)
     return summary

@@ -16,7 +16,7 @@ from tailrace.scheduling.settings import SchedulingSettings
 
 RESTARTED = "restarted"
 
-SAMPLED_AT_ONCE = 64
+SAMPLED_AT_ONCE = 32
 """Rollouts in one slice."""
 
 

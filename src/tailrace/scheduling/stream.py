@@ -38,10 +38,13 @@ from tailrace.scheduling.waits import Stopwatch
 MAX_BATCHES_AHEAD = 2
 """Batches sent and not yet trained: one that the trainer works on, one that waits, so that it never idles."""
 
-STARTED_AT_ONCE = 32
+STARTED_AT_ONCE = 16
 """Rollouts started before the event loop may turn to others."""
-ENDED_AT_ONCE = 256
+ENDED_AT_ONCE = 128
 """Rollouts whose end is written down before the event loop may turn to others."""
+
+FREED_AT_ONCE = 32
+"""Groups that are let go of before the event loop may turn to others."""
 
 ResultT = TypeVar("ResultT")
 
@@ -393,13 +396,9 @@ class StreamScheduler:
                 self._batches_wake.clear()
                 continue
             if formed := await self._form_batch():
-                self._sent.append(formed)
-                self._forming = False
-                self._judged.fruitful()
-                self._trainer_waits.set(False)
-                await self._send(formed.batch)
-                self._observer.batch_sent(formed)
+                await self._send_batch(formed)
                 await self._pass_edge()
+            del formed  # it lives as long as its step
             self._forming = False
             self._review_running()
             self._wake()
@@ -413,6 +412,14 @@ class StreamScheduler:
                 scheduler_state=self._state,
             )
         )
+
+    async def _send_batch(self, formed: FormedBatch) -> None:
+        self._sent.append(formed)
+        self._forming = False
+        self._judged.fruitful()
+        self._trainer_waits.set(False)
+        await self._send(formed.batch)
+        self._observer.batch_sent(formed)
 
     def _may_form(self) -> bool:
         if len(self._sent) >= MAX_BATCHES_AHEAD or not self._ready:
@@ -512,6 +519,11 @@ class StreamScheduler:
                 yield
         self.ledger.check()
         self._observer.step_ended(event, formed)
+        groups = list(formed.groups)
+        del formed  # to free thousands of rollouts at once takes a while as well
+        while groups:
+            del groups[-FREED_AT_ONCE:]
+            yield
 
     # --- all of it -----------------------------------------------------------------------------------------------
 
