@@ -55,6 +55,21 @@ async def test_a_full_buffer_holds_idle_engines_while_the_trainer_is_fed() -> No
     running.cancel()
 
 
+@pytest.mark.parametrize("buffer_batches", [0.0, 0.5, 1.0])
+async def test_a_small_buffer_starves_no_idle_trainer(buffer_batches: float) -> None:
+    # the first rollout outlives all the others: they fill batches meanwhile
+    world = make_world(
+        spread,
+        rows=16,
+        max_staleness=9,
+        buffer_batches=buffer_batches,
+        pauses=lambda number: 1000 if number == 0 else 2,
+    )
+    await world.run()
+    assert len(world.recorder.formed) == 8
+    assert any(group.group.group_id.endswith("#1") for group in world.recorder.formed[-1].groups)
+
+
 async def test_what_is_filtered_near_the_last_step_is_replaced() -> None:
     # every other group has the same reward everywhere, and is filtered
     world = make_world(lambda number: float(number % 2 and number // 4 % 2), rows=64, max_staleness=4, max_steps=3)

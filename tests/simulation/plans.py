@@ -17,7 +17,7 @@ def small_plan(**changes: Any) -> SimulationPlan:
             "max_tokens": 4096,
             "lengths": {"mean_log": 4.5, "sigma": 1.0, "task_sigma": 0.5, "cap": 2048},
         },
-        "scheduling": {"batch_size": 16, "row_tokens": 32_768},
+        "scheduling": {"batch_size": 16, "row_tokens": 32_768, "buffer_batches": 1.0},
     }
     plan: dict[str, Any] = {"steps": 20, "warmup_steps": 5}
     for name, value in changes.items():

@@ -43,10 +43,10 @@ class SchedulingSettings(BatchingSettings):
         " (max_staleness + 1) * batch_size, bounds it as well.",
     )
     buffer_batches: float = Field(
-        1.0,
+        0.5,
         ge=0,
-        description="Batches' worth of finished groups that may wait for the trainer before admission pauses: what"
-        " waits only ages.",
+        description="Batches' worth of finished groups that may wait behind the batch that is trained on before"
+        " admission pauses: what waits only ages. More keeps the trainer fed over longer gaps, with older tokens.",
     )
     over_sampling: float = Field(
         1.0,

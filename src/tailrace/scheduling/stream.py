@@ -236,12 +236,14 @@ class StreamScheduler:
         settings = self._settings
         over = settings.over_sampling > 1
         waiting = self._ready.rollouts + sum(formed.batch.summary.num_rollouts for formed in list(self._sent)[1:])
+        # with no batch ahead what is ready waits for no trainer but for the rest of its batch, however long that runs
+        buffered_batches = settings.buffer_batches if self._ahead else max(1.0, settings.buffer_batches)
         return may_admit(
             AdmissionState(
                 running=self._running,
                 max_running=self._max_running - self._lent_slots,
                 waiting_for_trainer=waiting,
-                max_waiting=int(settings.buffer_batches * settings.batch_size),
+                max_waiting=int(buffered_batches * settings.batch_size),
                 is_trainer_fed=self._ahead > 0,
                 budget_free=self._accounts.budget.free,
                 untaken=self._untaken,
