@@ -12,26 +12,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Generator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
-from tailrace.batching import ZERO_SPREAD, FormedBatch, compute_advantages, filter_reason
-from tailrace.batching.slices import drained
-from tailrace.errors import AccountingError, SettingsError
+from tailrace.batching import FormedBatch, compute_advantages, filter_reason
 from tailrace.records import Batch, Group, GroupId, Outcome, Rollout, StepSkipped, StepTrained, Task
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.barren import BarrenCount
 from tailrace.scheduling.batches import BatchFormer
 from tailrace.scheduling.edges import REQUEUED, STRAGGLER, outlived, straggled
-from tailrace.scheduling.groups import GROUP_TOO_SMALL, GroupPlayer, GroupRunner, HoldsGroups, OpenGroup, Place
+from tailrace.scheduling.groups import GroupPlayer, GroupRunner, HoldsGroups, OpenGroup, Place
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.observer import SchedulerObserver
+from tailrace.scheduling.parts import PartReleaser
+from tailrace.scheduling.progress import Progress
 from tailrace.scheduling.ready import ReadyGroup, ReadyQueue, shared_out
-from tailrace.scheduling.release import EarlyRelease, min_known_siblings
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.staleness import Floors, must_hold, oldest_allowed
 from tailrace.scheduling.statistics import SchedulerStatistics
+from tailrace.scheduling.steps import EndedSteps, in_turns
+from tailrace.scheduling.stragglers import Stragglers
 from tailrace.scheduling.tasks import TaskKey, TaskStream
 from tailrace.scheduling.waits import Stopwatch
 
@@ -40,13 +41,6 @@ MAX_BATCHES_AHEAD = 2
 
 STARTED_AT_ONCE = 16
 """Rollouts started before the event loop may turn to others."""
-ENDED_AT_ONCE = 128
-"""Rollouts whose end is written down before the event loop may turn to others."""
-
-FREED_AT_ONCE = 32
-"""Groups that are let go of before the event loop may turn to others."""
-
-ResultT = TypeVar("ResultT")
 
 
 class SendBatch(Protocol):
@@ -84,24 +78,23 @@ class StreamScheduler:
         oldest version that a generator serves, to be followed by `weights_installed`; None: each step's weights serve
         at once. `holder` sets groups aside, which `on_straggler = resume_next_step` needs.
         """
-        if settings.on_straggler == "resume_next_step" and holder is None:
-            raise SettingsError("scheduling.on_straggler = 'resume_next_step' needs generators that set requests aside")
-        self._holder, self._held_groups = holder, list[OpenGroup]()
+        self._stragglers = Stragglers(holder, settings)
         self._tasks, self._send, self._observer = tasks, send, observer
         self._settings = settings
         self._max_staleness, self._max_running, self._max_steps = max_staleness, max_running, max_steps
         self._group_sizes, self._lent_slots = group_sizes, 0
-        self._step, self._version = step, version
-        self._serving_version = self._awaited_version = serving_version
+        self._progress = Progress(step=step, version=version, serving_version=serving_version)
         self._accounts = Accounts(int((max_staleness + settings.over_sampling) * settings.batch_size), observer)
+        self._releaser = PartReleaser(settings, observer, self._push)
         self._player = GroupPlayer(
             runner,
             self._accounts,
             settings,
             whole_groups=whole_groups,
             on_place_ended=self._place_ended,
-            on_known=self._learn,
+            on_known=self._releaser.learn,
         )
+        self._ended_steps = EndedSteps(self._accounts, observer)
         self._ready = ReadyQueue()
         self._former = BatchFormer(
             self._ready,
@@ -116,10 +109,8 @@ class StreamScheduler:
         self._open: dict[OpenGroup, int] = {}  # started and not wholly in batches: parts that are not
         self._floors = Floors[OpenGroup]()  # of those that run or are scored
         self._again: deque[tuple[TaskKey, int]] = deque()  # stopped tasks, and how often they were restarted
-        self._sent: deque[FormedBatch] = deque()
-        self._retiring: deque[Generator[None, None, None]] = deque()
         self._groups_started = self._in_progress = self._running = self._untaken = self._restarted_groups = 0
-        self._forming = self._exhausted = False
+        self._exhausted = False
         limit = settings.max_barren_batches * settings.batch_size
         self._scored, self._judged = BarrenCount(limit), BarrenCount(limit)
         self._admission_wake, self._batches_wake, self._retire_wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -145,29 +136,22 @@ class StreamScheduler:
 
     def handle(self, event: StepTrained | StepSkipped) -> None:
         """The trainer is done with the oldest batch sent."""
-        formed = self._sent.popleft()
-        if formed.batch.summary.step != event.step:
-            raise AccountingError(f"step {event.step} ended, but step {formed.batch.summary.step} was next")
-        self._step, self._version = event.step, event.version
-        self._trainer_waits.set(not self._sent)
-        self._retiring.append(self._end_step(event, formed))
-        if len(self._retiring) == 1 and formed.batch.summary.num_rollouts <= ENDED_AT_ONCE:
-            drained(self._retiring.popleft())
+        formed = self._progress.end_step(event)
+        self._trainer_waits.set(not self._progress.sent)
+        self._ended_steps.add(event, formed)
         self._retire_wake.set()
         self._review_running()
         self._wake()
 
     def weights_installed(self, version: int) -> None:
         """No generator serves anything older than `version` from now on."""
-        if self._serving_version is not None:
-            self._serving_version = max(self._serving_version, version)
-            self.weights_not_installed(version)
+        self._progress.install(version)
+        self._wake()
 
     def weights_not_installed(self, version: int) -> None:
         """Nobody waits for `version` any more: it could not be installed, and the old weights go on serving."""
-        if self._awaited_version is not None:
-            self._awaited_version = max(self._awaited_version, version)
-            self._wake()
+        self._progress.expect_no(version)
+        self._wake()
 
     def lend(self, slots: int) -> None:
         """From now on leave so many of the engines' slots to somebody else; what runs in them goes on to its end."""
@@ -176,8 +160,7 @@ class StreamScheduler:
 
     def finish(self, reason: str) -> None:
         """The run is over: whatever is still in flight is cancelled, and the ledger must balance."""
-        while self._retiring:
-            drained(self._retiring.popleft())
+        self._ended_steps.drain()
         for rollout_id in self.ledger.in_flight_ids():
             self.ledger.end(rollout_id, Outcome.cancelled(reason))
         self.ledger.check()
@@ -188,7 +171,7 @@ class StreamScheduler:
         return SchedulerStatistics(
             running=self._running,
             waiting_groups=len(self._ready),
-            batches_ahead=len(self._sent),
+            batches_ahead=len(self._progress.sent),
             in_flight=self.ledger.in_flight,
             admitted=self.ledger.admitted,
             budget_free=self._accounts.budget.free,
@@ -198,7 +181,7 @@ class StreamScheduler:
             trainer_waited_s=self._trainer_waits.total_s,
             held_s=self._held.total_s,
             restarted_groups=self._restarted_groups,
-            set_aside=sum(group.unfinished for group in self._held_groups),
+            set_aside=self._stragglers.rollouts,
         )
 
     # --- admission -----------------------------------------------------------------------------------------------
@@ -207,8 +190,8 @@ class StreamScheduler:
         """Start groups. Waits for room; unblocked by finished rollouts, sent batches, trained steps, new weights."""
         started = 0
         while not self._is_done():
-            if self._held_groups and self._steps_are_even:
-                self._resume_held()
+            if self._stragglers and self._progress.is_even:
+                self._running += self._stragglers.resume()
             verdict = self._verdict()
             if verdict is not Verdict.ADMIT:
                 await self._wait_for_room(verdict)
@@ -233,25 +216,25 @@ class StreamScheduler:
         self._waited_s[verdict] += self._clock() - since
 
     def _verdict(self) -> Verdict:
-        settings = self._settings
-        over = settings.over_sampling > 1
-        waiting = self._ready.rollouts + sum(formed.batch.summary.num_rollouts for formed in list(self._sent)[1:])
+        settings, progress = self._settings, self._progress
+        steps_left = None if self._max_steps is None else self._max_steps - progress.step - progress.ahead
+        fitting = (self._max_staleness + 1 - progress.age) * settings.batch_size
         # with no batch ahead what is ready waits for no trainer but for the rest of its batch, however long that runs
-        buffered_batches = settings.buffer_batches if self._ahead else max(1.0, settings.buffer_batches)
+        buffered_batches = settings.buffer_batches if progress.ahead else max(1.0, settings.buffer_batches)
         return may_admit(
             AdmissionState(
                 running=self._running,
                 max_running=self._max_running - self._lent_slots,
-                waiting_for_trainer=waiting,
+                waiting_for_trainer=self._ready.rollouts + progress.waiting_rollouts,
                 max_waiting=int(buffered_batches * settings.batch_size),
-                is_trainer_fed=self._ahead > 0,
+                is_trainer_fed=progress.ahead > 0,
                 budget_free=self._accounts.budget.free,
                 untaken=self._untaken,
-                wanted=None if self._max_steps is None else self._steps_left * settings.batch_size,
-                step_size=int(settings.over_sampling * settings.batch_size) if over else None,
-                age=self._age,
-                max_age=0 if self._stops_at_edges else self._max_staleness,
-                fitting=None if settings.on_stale != "wait" else self._fitting,
+                wanted=None if steps_left is None else steps_left * settings.batch_size,
+                step_size=int(settings.over_sampling * settings.batch_size) if settings.over_sampling > 1 else None,
+                age=progress.age,
+                max_age=0 if self._stragglers.are_held else self._max_staleness,
+                fitting=fitting if settings.on_stale == "wait" else None,
             )
         )
 
@@ -260,13 +243,11 @@ class StreamScheduler:
         self._groups_started += 1
         group_id = GroupId(f"{self._tasks.task_id(key)}#{self._groups_started}")
         places = [Place(f"{group_id}.{place}") for place in range(self._group_sizes[key.environment])]
-        floor = self._version if self._serving_version is None else self._serving_version
-        group = OpenGroup(group_id, key, places, floor, restarts)
-        if self._settings.group_release == "early":
-            group.release = EarlyRelease(min_known_siblings(self._settings, group.size))
+        group = OpenGroup(group_id, key, places, self._progress.serving_version, restarts)
+        self._releaser.begin(group)
         self._accounts.budget.acquire(place.name for place in places)
         self._open[group] = 1
-        self._floors.add(group, floor)
+        self._floors.add(group, group.floor)
         self._in_progress += 1
         self._running += group.size
         self._untaken += group.size
@@ -280,7 +261,7 @@ class StreamScheduler:
         task = await self._tasks.make(group.key)
         rollouts = await self._player.play(group, task)
         if group.release is not None:
-            self._close_released(group, task, rollouts)
+            self._releaser.close(group, task, rollouts, self._player)
         elif group.given_up is None:
             scored = await self._score(group, task, rollouts)
             sizes = shared_out(group.size, [len(one.rollouts) for one in scored])
@@ -301,6 +282,7 @@ class StreamScheduler:
         self._open[group] += 1
         group.released += size
         self._ready.push(ReadyGroup(part, group, size))
+        self._wake()
 
     def _close_part(self, group: OpenGroup) -> None:
         """A part of it was taken, or nothing more will come of it."""
@@ -342,51 +324,9 @@ class StreamScheduler:
     def _review_running(self) -> None:
         """Groups that run and have become too old are stopped, where the settings say so."""
         if self._settings.on_stale in ("restart", "drop"):
-            for group in self._floors.below(oldest_allowed(self._judged_version, self._max_staleness)):
+            for group in self._floors.below(oldest_allowed(self._progress.judged_version, self._max_staleness)):
                 if given_up := outlived(self._settings, group.restarts):
                     group.give_up(given_up)
-
-    # --- early release -------------------------------------------------------------------------------------------
-
-    def _learn(self, group: OpenGroup, task: Task) -> None:
-        """A rollout has finished: it, and what waited for it, may be trained on before the group is complete."""
-        if group.release is not None and group.given_up is None:
-            rollout = group.known[-1].rollout
-            assert rollout is not None
-            reward = Group(group.group_id, task, [rollout]).rewards[0]
-            self._release(group, task, group.release.learn(reward))
-
-    def _release(self, group: OpenGroup, task: Task, released: Sequence[tuple[int, float]]) -> None:
-        if not released:
-            return
-        part = Group(group.group_id, task, [], [])
-        assert part.advantages is not None
-        for number, advantage in released:
-            place = group.known[number]
-            assert place.rollout is not None
-            place.is_released = True
-            part.rollouts.append(place.rollout)
-            part.advantages.append(advantage)
-        self._observer.part_released(part)
-        for rollout, own in zip(part.rollouts, part.advantages, strict=True):
-            self._push(group, Group(group.group_id, task, [rollout], [own]), 1)
-        self._wake()
-
-    def _close_released(self, group: OpenGroup, task: Task, rollouts: list[Rollout]) -> None:
-        """Every place has come back: what was not released is now, unless there is nothing to compare it with."""
-        assert group.release is not None
-        if group.given_up is not None:
-            return
-        if not group.released and len(rollouts) < min(self._settings.min_group_size, group.size):
-            self._player.end_rest(group, GROUP_TOO_SMALL)
-            return
-        self._release(group, task, group.release.close())
-        reason = ZERO_SPREAD if group.release.waiting and self._settings.filter_zero_spread else None
-        if reason is not None:
-            self._player.end_rest(group, reason)
-        else:
-            self._release(group, task, [(number, 0.0) for number in group.release.waiting])
-        self._observer.group_scored(Group(group.group_id, task, rollouts), reason)
 
     # --- batches -------------------------------------------------------------------------------------------------
 
@@ -401,38 +341,34 @@ class StreamScheduler:
                 await self._send_batch(formed)
                 await self._pass_edge()
             del formed  # it lives as long as its step
-            self._forming = False
+            self._progress.is_forming = False
             self._review_running()
             self._wake()
 
     async def _form_batch(self) -> FormedBatch | None:
-        self._forming = True
-        return await _in_turns(
-            self._former.form(
-                step=self._step + len(self._sent) + 1,
-                judged_version=self._version + len(self._sent),
-                scheduler_state=self._state,
-            )
-        )
+        progress = self._progress
+        step, judged_version = progress.step + progress.ahead + 1, progress.judged_version
+        progress.is_forming = True
+        return await in_turns(self._former.form(step=step, judged_version=judged_version, scheduler_state=self._state))
 
     async def _send_batch(self, formed: FormedBatch) -> None:
-        self._sent.append(formed)
-        self._forming = False
+        self._progress.sent.append(formed)
+        self._progress.is_forming = False
         self._judged.fruitful()
         self._trainer_waits.set(False)
         await self._send(formed.batch)
         self._observer.batch_sent(formed)
 
     def _may_form(self) -> bool:
-        if len(self._sent) >= MAX_BATCHES_AHEAD or not self._ready:
+        if len(self._progress.sent) >= MAX_BATCHES_AHEAD or not self._ready:
             return False
         if self._ready.size >= self._settings.batch_size:
             is_held = self._settings.on_stale == "wait" and must_hold(
-                self._floors.oldest, judged_version=self._judged_version, max_staleness=self._max_staleness
+                self._floors.oldest, judged_version=self._progress.judged_version, max_staleness=self._max_staleness
             )
             self._held.set(is_held)
             return not is_held
-        if self._in_progress or self._sent:
+        if self._in_progress or self._progress.sent:
             return False
         nothing_left = self._exhausted and not self._again
         return nothing_left or self._verdict() not in (Verdict.ADMIT, Verdict.WEIGHTS_OLD)
@@ -464,111 +400,29 @@ class StreamScheduler:
         if (given_up := straggled(self._settings)) is not None:
             for group in self._open:
                 group.give_up(given_up)
-        elif self._stops_at_edges:
-            stragglers = [group for group in self._open if group.is_playing and not group.is_held]
-            for group in stragglers:
-                group.is_held = True
-                self._running -= group.unfinished
-            self._held_groups += stragglers
-            await self._hold(stragglers)
-
-    async def _hold(self, groups: Sequence[OpenGroup]) -> None:
-        assert self._holder is not None
-        async with asyncio.TaskGroup() as holding:
-            for group in groups:
-                holding.create_task(self._holder.hold(group.group_id))
-
-    def _resume_held(self) -> None:
-        """The next step begins: with what is left of the last one."""
-        assert self._holder is not None
-        for group in self._held_groups:
-            group.is_held = False
-            self._running += group.unfinished
-            self._holder.release(group.group_id)
-        self._held_groups.clear()
-
-    @property
-    def _stops_at_edges(self) -> bool:
-        """Whether each step waits for the weights of the one before."""
-        return self._settings.over_sampling > 1 and self._settings.on_straggler == "resume_next_step"
-
-    @property
-    def _steps_are_even(self) -> bool:
-        """Whether everything sent is trained, and its weights serve."""
-        return self._ahead == 0 and self._age <= 0
+        elif self._stragglers.are_held:
+            stopped = self._stragglers.set_aside(self._open)
+            self._running -= sum(group.unfinished for group in stopped)
+            await self._stragglers.hold(stopped)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     async def _retire(self) -> None:
         """Writes down the ends of large batches' rollouts. Waits for steps; ends with the last one."""
         while not self._is_done():
-            if not self._retiring:
+            if not self._ended_steps:
                 await self._retire_wake.wait()
                 self._retire_wake.clear()
                 continue
-            await _in_turns(self._retiring[0])
-            self._retiring.popleft()
+            await self._ended_steps.end_next()
             self._wake()
 
-    def _end_step(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> Generator[None, None, None]:
-        outcome = Outcome.trained(event.step) if isinstance(event, StepTrained) else Outcome.filtered(event.reason)
-        ended = 0
-        for group in formed.groups:
-            self._accounts.end(group.trained, outcome)
-            ended += len(group.trained)
-            if ended >= ENDED_AT_ONCE:
-                ended = 0
-                yield
-        self.ledger.check()
-        self._observer.step_ended(event, formed)
-        groups = list(formed.groups)
-        del formed  # to free thousands of rollouts at once takes a while as well
-        while groups:
-            del groups[-FREED_AT_ONCE:]
-            yield
-
-    # --- all of it -----------------------------------------------------------------------------------------------
-
-    @property
-    def _ahead(self) -> int:
-        """Batches on their way, the one that is being formed among them."""
-        return len(self._sent) + self._forming
-
-    @property
-    def _judged_version(self) -> int:
-        """The highest version that can train the next batch."""
-        return self._version + self._ahead
-
-    @property
-    def _age(self) -> int:
-        """Versions by which a token sampled now will trail the next batch that is formed."""
-        return self._ahead if self._awaited_version is None else self._judged_version - self._awaited_version
-
-    @property
-    def _fitting(self) -> int:
-        return (self._max_staleness + 1 - self._age) * self._settings.batch_size
-
-    @property
-    def _steps_left(self) -> int:
-        return (self._max_steps or 0) - self._step - self._ahead
-
     def _is_done(self) -> bool:
-        coming = self._open or self._again or self._ready or self._forming
-        return self._exhausted and not (coming or self._sent or self._retiring)
+        coming = self._open or self._again or self._ready or self._progress.ahead
+        return self._exhausted and not (coming or self._ended_steps)
 
     def _wake(self) -> None:
         self._admission_wake.set()
         self._batches_wake.set()
         if self._is_done():
             self._retire_wake.set()
-
-
-async def _in_turns(work: Generator[None, None, ResultT]) -> ResultT:
-    """Do the work in slices, the event loop's other tasks in between."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: ResultT = end.value
-            return result
-        await asyncio.sleep(0)
