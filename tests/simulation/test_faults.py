@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tailrace.records import TerminalState
-from tailrace.scheduling import StalenessBudget, StreamScheduler
+from tailrace.scheduling import StalenessBudget, StreamScheduler, TaskStream
 from tailrace.simulation.faults import check_seed, draw_scenario, run_scenario
 
 SEEDS = 300
@@ -60,3 +60,8 @@ def test_a_bound_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("tailrace.simulation.run.StreamScheduler", lax)
     assert any("versions old" in what for what in what_breaks(range(60)).values())
+
+
+def test_a_resumed_run_that_forgets_what_it_trained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TaskStream, "restore", lambda stream, state: None)
+    assert any("trained on again" in what for what in what_breaks(range(60)).values())

@@ -3,8 +3,9 @@
     seed ─► Scenario ─► a simulated run ─► the laws that must hold whatever happened ─► None, or what was broken
 
 The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; no
-interruption cost a rollout; no task and no request is left; nothing deadlocked; and where a run came to the end of its
-data, every slot of the staleness budget was given back. A seed that breaks one replays exactly.
+interruption cost a rollout; no task and no request is left; nothing deadlocked; where a run came to the end of its
+data, every slot of the staleness budget was given back; and no task of a step that survived a kill of the whole run is
+trained on again. A seed that breaks one replays exactly.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from tailrace.errors import RolloutError, TrainingError
-from tailrace.records import Group, GroupId, RolloutId, TerminalState
+from tailrace.records import Group, GroupId, RolloutId, TaskId, TerminalState
 from tailrace.scheduling import SchedulingSettings
 from tailrace.simulation.draws import uniform
 from tailrace.simulation.run import Simulation
 from tailrace.simulation.settings import SimulationPlan
+from tailrace.simulation.trainer import Checkpoint
 from tailrace.simulation.virtual_time import run_in_virtual_time
 
 _LONGEST_S = 30 * 86_400.0
@@ -58,6 +60,8 @@ class Scenario:
     restart_s: float
     tasks: int | None
     """The data's; None where the steps end the run."""
+    killed_after_step: int | None
+    """The whole run is killed after this step, and started again from the checkpoint of the one before."""
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -81,6 +85,7 @@ def draw_scenario(seed: int) -> Scenario:
         pauses_s=tuple((random.uniform(0, 400), random.uniform(0, 60)) for _ in range(random.choice((0, 0, 0, 2)))),
         restart_s=random.choice((0.0, 5.0, 120.0)),
         tasks=random.choice((None, random.randrange(3, 20))),
+        killed_after_step=random.choice((None, None, random.randrange(2, 6))),
     )
 
 
@@ -201,11 +206,12 @@ def _halves(group: Group) -> list[Group]:
     ]
 
 
-def make_simulation(scenario: Scenario, *, keep_journal: bool = False) -> Simulation:
-    """The scenario's run; make it on a loop in virtual time."""
+def make_simulation(scenario: Scenario, *, steps: int, start: Checkpoint, keep_journal: bool = False) -> Simulation:
+    """The scenario's run, or a part of it; make it on a loop in virtual time."""
     rates, seed = scenario.rates, scenario.seed
     return Simulation(
-        scenario.plan,
+        scenario.plan.model_copy(update={"steps": steps}),
+        start=start,
         disturbance=FaultyEnvironment(scenario),
         skips=[step for step in range(1, 1000) if uniform(seed, "skip", step) < rates.step_skipped],
         hiccup=lambda step: 300.0 * (uniform(seed, "restart", step) < rates.trainer_restarts),
@@ -243,22 +249,51 @@ def run_scenario(scenario: Scenario, *, keep_journal: bool = False) -> tuple[lis
     """What was broken, and the journal. Raises what the run raises, `Deadlock` among it."""
 
     async def main() -> tuple[list[str], list[str]]:
-        simulation = make_simulation(scenario, keep_journal=keep_journal)
-        disturbing = asyncio.create_task(_disturb(scenario, simulation), name="disturbance")
-        ended_by_data = False
-        try:
-            async with asyncio.timeout(_LONGEST_S):
-                await simulation.run()
-            ended_by_data = simulation.trainer.step < scenario.plan.steps
-        except TrainingError as error:
-            if "nothing to train on" not in str(error):
-                raise
-        finally:
-            disturbing.cancel()
-            await asyncio.gather(disturbing, return_exceptions=True)
-        return broken_laws(simulation, ended_by_data=ended_by_data), simulation.observer.journal
+        steps, killed_after = scenario.plan.steps, scenario.killed_after_step
+        if killed_after is None or killed_after >= steps:
+            simulation, broken = await _run_part(scenario, Checkpoint(), steps, keep_journal)
+            return broken, simulation.observer.journal
+        first, broken = await _run_part(scenario, Checkpoint(), killed_after, keep_journal)
+        if first.trainer.step < killed_after:
+            return broken, first.observer.journal
+        start = first.checkpoints[killed_after - 1]
+        second, more = await _run_part(scenario, start, steps, keep_journal)
+        broken += [*more, *_trained_again(scenario, first, second, start.step)]
+        return broken, [*first.observer.journal, *second.observer.journal]
 
     return run_in_virtual_time(main())
+
+
+async def _run_part(
+    scenario: Scenario, start: Checkpoint, steps: int, keep_journal: bool
+) -> tuple[Simulation, list[str]]:
+    """Up to `steps`, and what was broken then."""
+    simulation = make_simulation(scenario, steps=steps, start=start, keep_journal=keep_journal)
+    disturbing = asyncio.create_task(_disturb(scenario, simulation), name="disturbance")
+    ended_by_data = False
+    try:
+        async with asyncio.timeout(_LONGEST_S):
+            await simulation.run()
+        ended_by_data = simulation.trainer.step < steps
+    except TrainingError as error:
+        if "nothing to train on" not in str(error):
+            raise
+    finally:
+        disturbing.cancel()
+        await asyncio.gather(disturbing, return_exceptions=True)
+    return simulation, broken_laws(simulation, ended_by_data=ended_by_data)
+
+
+def _trained_again(scenario: Scenario, first: Simulation, second: Simulation, survived: int) -> list[str]:
+    """Tasks of the steps that survived the kill that were trained on once more.
+
+    Only of groups that are trained whole: those that are trained in parts are started over if a part was not.
+    """
+    if scenario.plan.scheduling.group_release == "early" or scenario.rates.judge_splits or scenario.tasks is None:
+        return []
+    before = {task for step, tasks in first.observer.trained_tasks.items() if step <= survived for task in tasks}
+    again = before & set[TaskId]().union(*second.observer.trained_tasks.values())
+    return [f"{len(again)} tasks were trained on again after the run was resumed"] if again else []
 
 
 def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:

@@ -26,6 +26,7 @@ from tailrace.records import (
     SamplingParams,
     StepSkipped,
     StepTrained,
+    TaskId,
     TerminalState,
 )
 from tailrace.simulation.lengths import LengthSource
@@ -123,6 +124,8 @@ class SimulationObserver:
         """Rollouts by terminal state and reason."""
         self.ended: dict[RolloutId, TerminalState] = {}
         self.ended_twice: list[RolloutId] = []
+        self.trained_tasks: dict[int, set[TaskId]] = {}
+        """By the step that trained on them."""
         self.journal: list[str] = []
         """Every event, where `keeps_journal`."""
         self.keeps_journal = False
@@ -171,6 +174,7 @@ class SimulationObserver:
 
     def _count(self, formed: FormedBatch, event: StepTrained) -> None:
         batch, totals = formed.batch, self.totals
+        self.trained_tasks[event.step] = {group.group.task.task_id for group in formed.groups}
         staleness = event.version - 1 - batch.policy_versions[batch.loss_mask]
         trained = sum(rollout.num_completion_tokens for group in formed.groups for rollout in group.trained)
         totals.trained_groups += len(formed.groups)

@@ -21,7 +21,7 @@ from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.metering import MeteredGenerate, SimulationObserver, Totals
 from tailrace.simulation.rendering import ModelledRenderer
 from tailrace.simulation.settings import SimulationPlan
-from tailrace.simulation.trainer import Hiccup, ModelledTrainer, StepEnded
+from tailrace.simulation.trainer import Checkpoint, Hiccup, ModelledTrainer, StepEnded
 from tailrace.simulation.virtual_time import run_in_virtual_time
 
 RUN_ENDED = "run_ended"
@@ -169,11 +169,13 @@ class Simulation:
         hiccup: Hiccup = lambda step: 0.0,
         restart_s: float = 60.0,
         tasks: int | None = None,
+        start: Checkpoint = Checkpoint(),  # noqa: B008  (frozen)
         watch: bool = True,
         keep_journal: bool = False,
     ) -> None:
         """`tasks` are handed out once each, and end the run where its steps don't; unset: more than enough.
 
+        `start` is where an earlier run left off; `plan.steps` counts from its beginning.
         `watch` draws the timeline: a timer that always runs, so that no `Deadlock` shows.
         """
         self.plan = plan
@@ -192,6 +194,7 @@ class Simulation:
             max_staleness=plan.max_staleness,
             publish=self._publish,
             on_step=self._step_trained,
+            start=start,
             skips=frozenset(skips).__contains__,
             hiccup=hiccup,
         )
@@ -207,8 +210,11 @@ class Simulation:
             renderer=ModelledRenderer(plan.load.prompt_tokens),
             generate=holding,
         )
+        stream = TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1)
+        if start.scheduler_state:
+            stream.restore(start.scheduler_state)
         self.scheduler = StreamScheduler(
-            TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1),
+            stream,
             ModelledRunner(self._rollouter, spec, plan.load),
             self.trainer.send,
             self.observer,
@@ -216,9 +222,13 @@ class Simulation:
             max_staleness=plan.max_staleness,
             max_running=plan.max_running,
             group_sizes={ENVIRONMENT: plan.load.group_size},
-            serving_version=0,
+            step=start.step,
+            version=start.version,
+            serving_version=start.version,
             holder=holding,
         )
+        self.checkpoints = {start.step: start}
+        """After each step."""
         self.requests_left = 0
         """That engines still held once every rollout had ended."""
         self._publishing: asyncio.TaskGroup | None = None
@@ -255,7 +265,7 @@ class Simulation:
             self._publishing = tasks
             tasks.create_task(self.fleet.run(), name="fleet")
             await asyncio.sleep(0)
-            await self.fleet.load(0)
+            await self.fleet.load(self.trainer.version)
             tasks.create_task(self.trainer.run(), name="trainer")
             if self._watches:
                 tasks.create_task(self._watch(), name="timeline")
@@ -273,6 +283,7 @@ class Simulation:
         self.scheduler.weights_installed(await self.fleet.load(version))
 
     def _step_trained(self, event: StepEnded) -> None:
+        self.checkpoints[event.step] = self.trainer.checkpoint
         self.scheduler.handle(event)
 
     def _step_retired(self, event: StepEnded) -> None:

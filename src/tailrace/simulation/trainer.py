@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from tailrace.errors import TrainingError
@@ -13,6 +14,15 @@ from tailrace.simulation.settings import ModelledTrainerSettings
 StepEnded: TypeAlias = StepTrained | StepSkipped
 Hiccup: TypeAlias = Callable[[int], float]
 """Seconds by which something delays a step, by its number: a restart, and the replay of what was not yet saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where a trainer and its scheduler can start again."""
+
+    step: int = 0
+    version: int = 0
+    scheduler_state: bytes = b""
 
 
 class ModelledTrainer:
@@ -25,12 +35,15 @@ class ModelledTrainer:
         max_staleness: int,
         publish: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepEnded], None],
+        start: Checkpoint = Checkpoint(),
         skips: Callable[[int], bool] = lambda step: False,
         hiccup: Hiccup = lambda step: 0.0,
     ) -> None:
         """`publish` is given each new version and returns once its weights are away."""
-        self.version = 0
-        self.step = 0
+        self.version = start.version
+        self.step = start.step
+        self.checkpoint = start
+        """After the last step."""
         self.idle_s = 0.0
         """Waited for a batch."""
         self.training_since_s: float | None = None
@@ -61,10 +74,11 @@ class ModelledTrainer:
         tokens = batch.summary.num_tokens
         await asyncio.sleep(settings.train_s + settings.train_s_per_token * tokens + self._hiccup(step))
         self.step = step
+        self.version += not self._skips(step)
+        self.checkpoint = Checkpoint(step, self.version, batch.scheduler_state)
         if self._skips(step):
             self._on_step(StepSkipped(epoch="", step=step, version=self.version, reason="not_finite"))
             return
-        self.version += 1
         await self._publish(self.version)
         self._on_step(StepTrained(epoch="", step=step, version=self.version, metrics={}))
         if settings.sync_holds_trainer:
