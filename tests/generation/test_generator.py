@@ -191,6 +191,7 @@ async def test_a_crash_fails_every_outstanding_and_every_later_call_from_the_ori
         await ask(generator, "later", [1])
     with pytest.raises(EngineFailed, match="the wheel came off"):
         await generator.load_model_state_dict(opener(make_model()), 1)
+    assert "the wheel came off" in str(await generator.failed())
     await generator.close()
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 FOLLOWER = "tailrace.run.ranks:follower"
+_LOOPBACK = Path("/sys/class/net/lo")
 _LAST_WORDS_S = 2.0
-"""Within which a follower that lost rank 0 may end by itself, and say why."""
+"""Within which a rank that lost another may end by itself, and say why."""
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -112,7 +114,8 @@ def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank |
 
     if torchrun is not None:
         return LockstepEngine(*_joined(build, torchrun, _store_of(torchrun)))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if _LOOPBACK.exists():  # else gloo looks for an interface by this machine's name, which need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     rank = Rank(number=0, size=settings.generator.tensor_parallel, host="127.0.0.1", port=store.port)
     followers = _Followers(settings, rank)
@@ -121,7 +124,7 @@ def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank |
     except BaseException:
         followers.end()
         raise
-    followers.is_built = True
+    followers.built()
     return LockstepEngine(*joined)
 
 
@@ -147,8 +150,8 @@ class _Followers:
     """The processes of all other ranks, in this one's process group. Their output is this process's."""
 
     def __init__(self, settings: EngineSettings, leader: Rank) -> None:
-        self.is_built = self._is_ending = False
-        """Whether all ranks are there: from then on the lifeline tells of one that dies."""
+        self._is_ending = False
+        self._settled = threading.Event()
         text = ServeSettings(model=settings.model, generator=settings.generator).model_dump_json()
         self._processes = [
             _start(_Follower(msgspec.structs.replace(leader, number=number, local=number), text))
@@ -159,9 +162,14 @@ class _Followers:
                 target=self._wait_for, args=(number, process), name=f"tailrace-rank-{number}-exit", daemon=True
             ).start()
 
+    def built(self) -> None:
+        """All ranks are there: from now on the lifeline tells of one that dies."""
+        self._settled.set()
+
     def end(self) -> None:
         """Rank 0 could not be built."""
         self._is_ending = True
+        self._settled.set()
         for process in self._processes:
             process.kill()
 
@@ -170,7 +178,7 @@ class _Followers:
         if status == 0 or self._is_ending:
             return
         _logger.error("rank %d of the engine left early, %s", number, describe_exit(status))
-        if not self.is_built:
+        if not self._settled.wait(_LAST_WORDS_S):  # rank 0 may fail like it, and tell its caller the error itself
             logging.shutdown()
             os._exit(ExitCode.FAILED)
 
