@@ -29,6 +29,7 @@ from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Wait, start_fleet
 from tailrace.run.parts import engine_factory
 from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
+from tailrace.training.memory import huge_pages
 from tailrace.transport.batch_queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.event_log import MemoryEventLog
 from tailrace.transport.event_log_rpc import EventLogServer
@@ -125,7 +126,15 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
             )
             role = RoleSettings.of(settings, paths, log.epoch, resources)
             router, fleet = start_fleet(settings, role, resources, supervisor)
-            supervisor.start(RoleSpec("trainer", TRAINER, role.encoded(), threads=settings.trainer.threads))
+            supervisor.start(
+                RoleSpec(
+                    "trainer",
+                    TRAINER,
+                    role.encoded(),
+                    threads=settings.trainer.threads,
+                    environment=huge_pages(os.environ),
+                )
+            )
             stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, fleet.close)
             batches = SharedMemoryBatchSender(
                 resources.address("batches"), resources.shared_memory, capacity=BATCH_QUEUE_CAPACITY
