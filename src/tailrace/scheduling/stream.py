@@ -389,9 +389,8 @@ class StreamScheduler:
 
         A group of which a part is in a batch is not started over, or that part would be trained on twice.
         """
-        running = (group.key for group in self._open if not group.is_taken)
-        keys = dict.fromkeys([*running, *(key for key, _ in self._again)])
-        return self._tasks.state(list(keys))
+        running = [group.key for group in self._open if not group.is_taken]
+        return self._tasks.state([*running, *(key for key, _ in self._again)])
 
     # --- the edge of a step, under over-sampling -----------------------------------------------------------------
 
