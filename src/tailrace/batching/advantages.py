@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
-
-import numpy as np
 
 from tailrace.batching.settings import AdvantageName
 from tailrace.records import Float32Array, Group
@@ -35,11 +34,15 @@ def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[floa
     >>> group_advantages([1.0, 0.0, 0.5, 0.5], "mean")
     [0.5, -0.5, 0.0, 0.0]
     """
-    values = np.asarray(rewards, np.float64)
-    centred = values - values.mean()
-    if name == "mean_std":
-        centred = centred / (values.std() + _EPSILON)
-    return [float(value) for value in centred]
+    if not rewards or min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    # a group is small: NumPy would take longer to be called than to compute
+    mean = math.fsum(reward / len(rewards) for reward in rewards)
+    centred = [reward - mean for reward in rewards]
+    if name == "mean":
+        return centred
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+    return [value / (deviation + _EPSILON) for value in centred]
 
 
 def compute_advantages(group: Group, name: AdvantageName) -> None:

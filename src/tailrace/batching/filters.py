@@ -13,4 +13,7 @@ def filter_reason(group: Group, *, filter_zero_spread: bool) -> str | None:
     """Why a group with advantages carries no gradient, or None where it does."""
     if not filter_zero_spread or group.advantages is None:
         return None
-    return None if any(np.any(advantage) for advantage in group.advantages) else ZERO_SPREAD
+    for advantage in group.advantages:
+        if advantage.any() if isinstance(advantage, np.ndarray) else advantage:
+            return None
+    return ZERO_SPREAD

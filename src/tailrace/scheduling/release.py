@@ -66,9 +66,10 @@ class EarlyRelease:
     def _release(self) -> list[tuple[int, float]]:
         if min(self._rewards) == max(self._rewards):
             return []
-        total, others = math.fsum(self._rewards), len(self._rewards) - 1
+        others = len(self._rewards) - 1
+        total = math.fsum(reward / others for reward in self._rewards)
         released = [
-            (number, self._rewards[number] - (total - self._rewards[number]) / others) for number in self._waiting
+            (number, self._rewards[number] - (total - self._rewards[number] / others)) for number in self._waiting
         ]
         self._waiting.clear()
         return released
