@@ -95,3 +95,10 @@ def test_staleness_is_within_the_bound_and_the_waits_have_causes(parent: Path, s
         ("scheduler/buffer_wait_s", summary.admission_waits_s.get("buffer_full", 0.0)),
     ):
         assert sum(line[name] for line in lines) == pytest.approx(told)
+
+
+async def test_stragglers_set_aside_go_on_in_the_next_step_of_a_real_run(tmp_path: Path) -> None:
+    edges = ("--scheduling.over_sampling", "2", "--scheduling.on_straggler", "resume_next_step")
+    summary = await run_inline(tmp_path, *edges, "--scheduling.max_staleness", "9", "--max_steps", "3")
+    assert (summary.exit_code, summary.steps) == (0, 3)
+    assert summary.ledger.by_state["trained"] == 12

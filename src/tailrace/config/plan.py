@@ -66,6 +66,7 @@ _SCHEDULES = {
     0: "Synchronous: generation and training take turns; every token is of the weights that train on it.",
     1: "One step off: the next batch is generated while the trainer works on this one.",
 }
+_STEPS = "In steps: what runs when a batch is full stops until the trainer has trained on it, and then goes on."
 _STREAM = "Streaming: generation never stops for the trainer while the budgets below have room."
 
 _GROUP_RELEASE = {
@@ -101,6 +102,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
     rollout_tokens = min(turn_tokens * turns, settings.rollouts.max_rollout_tokens or turn_tokens * turns)
     scheduling, max_staleness = settings.scheduling, settings.max_staleness
     over = scheduling.over_sampling
+    stops = over > 1 and scheduling.on_straggler == "resume_next_step"
     budget = int((max_staleness + over) * batch_size)
     return Plan(
         batch_size=batch_size,
@@ -109,7 +111,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         max_running=min(settings.max_running, budget if over == 1 else int(over * batch_size)),
         max_staleness=max_staleness,
         started_per_step=int(over * batch_size) if over > 1 else None,
-        schedule=_SCHEDULES.get(max_staleness, _STREAM),
+        schedule=_STEPS if stops else _SCHEDULES.get(max_staleness, _STREAM),
         on_stale=_ON_STALE[scheduling.on_stale].format(max_restarts=scheduling.max_restarts),
         group_release=_GROUP_RELEASE[scheduling.group_release],
         on_straggler=_ON_STRAGGLER[scheduling.on_straggler] if over > 1 else None,

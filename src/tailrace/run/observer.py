@@ -41,6 +41,7 @@ _WAITS = {
     Verdict.BUDGET_SPENT: "budget_wait_s",
     Verdict.BUFFER_FULL: "buffer_wait_s",
     Verdict.WEIGHTS_OLD: "weights_wait_s",
+    Verdict.STEP_STARTED: "edge_wait_s",
 }
 _TRAINER_PHASES = {"train": "training/step_s", "publish": "training/publish_s", "checkpoint": "training/checkpoint_s"}
 
@@ -230,6 +231,8 @@ class RunObserver:
         add("scheduler/admitted", statistics.admitted)
         add("scheduler/ready_groups", statistics.waiting_groups)
         add("scheduler/queued_batches", statistics.batches_ahead)
+        add("scheduler/restarted_groups", statistics.restarted_groups)
+        add("scheduler/set_aside", statistics.set_aside)
         for verdict, name in _WAITS.items():
             add(f"scheduler/{name}", statistics.waited_s[verdict] - self._waited_s[verdict])
         add("scheduler/trainer_wait_s", statistics.trainer_waited_s - self._trainer_waited_s)

@@ -8,12 +8,13 @@ import datetime
 import logging
 import os
 import uuid
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from itertools import zip_longest
 from pathlib import Path
 
-from tailrace.config import RunSettings
+from tailrace.config import RunSettings, plan_run
 from tailrace.errors import TailraceError
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
@@ -70,6 +71,8 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
+    for sentence in plan_run(settings, _training_tasks(environments)).describe():
+        _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if settings.placement == "local":  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
@@ -89,6 +92,11 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     if observability.report:
         await asyncio.to_thread(_write_report, paths)
     return summary
+
+
+def _training_tasks(environments: Mapping[str, LoadedEnvironment]) -> dict[str, int]:
+    """How many each has."""
+    return {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()}
 
 
 class _Training:
@@ -123,7 +131,8 @@ class _Training:
             placement = await stack.enter_async_context(open_placement(self._settings, self._paths, log))
             stack.push_async_callback(log.close)
             meter = ProcessMeter(placement.pids)
-            holding = HoldingGenerate(RecordedGenerate(placement.generate, self._count_completion), placement.interrupt)
+            recorded = RecordedGenerate(placement.generate, self._count_completion)
+            holding = self._holding = HoldingGenerate(recorded, placement.interrupt)
             rollouter = await stack.enter_async_context(
                 make_rollouter(
                     self._settings,
