@@ -43,7 +43,7 @@ class SchedulingSettings(BatchingSettings):
         " (max_staleness + 1) * batch_size, bounds it as well.",
     )
     buffer_batches: float = Field(
-        0.5,
+        0.75,
         ge=0,
         description="Batches' worth of finished groups that may wait behind the batch that is trained on before"
         " admission pauses: what waits only ages. More keeps the trainer fed over longer gaps, with older tokens.",
