@@ -146,7 +146,7 @@ max_tokens = {job.max_tokens_per_completion}
 [scheduling]
 batch_size = {job.batch_size}
 [generator]
-slots = {2 * job.batch_size}
+slots = {4 * job.batch_size}
 [trainer]
 dtype = "{job.precision}"
 learning_rate = {job.learning_rate}

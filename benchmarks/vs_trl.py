@@ -9,7 +9,7 @@ last one with the same probability (see `small_model.py`), mean 200, cut at 256.
 over user and system CPU of all processes, from the first rollout to the last step, start-up left out on both sides;
 `wall_ratio` compares tokens per second of wall time, with Tailrace on two cores and TRL, which takes turns, on one.
 TRL generates the 64 rollouts of a step together, with a cache, and trains on all of them in one pass, without a
-reference model; its bf16 is autocast over float32 weights. Tailrace decodes up to 128 rollouts at a time, two steps'
+reference model; its bf16 is autocast over float32 weights. Tailrace decodes up to 256 rollouts at a time, four steps'
 worth, which its asynchronous schedule allows (tokens are at most 4 versions old), and generates with bf16 weights.
 
 Learning. A smaller Qwen3, schooled a little to write texts backwards, is trained by both at the same rate, with the
