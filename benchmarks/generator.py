@@ -337,7 +337,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tailrace-benchmark-") as folder:
         if any(name.startswith("tokens-") for name in names):
             smollm2(layers=4 if options.quick else 30).to(getattr(torch, DTYPE)).save_pretrained(folder)
-        turns = 3 if options.quick else 5
+        turns = 1 if options.quick else 3
         rows += asyncio.run(throughput(names, Path(folder), turns=turns, with_http=not options.quick))
     if "occupancy" in names:
         rows.append(replace(asyncio.run(occupancy.run_case("torch")), case="occupancy"))
