@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from small_model import ModelSize, make_model
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from small_model import ModelSize, make_model, make_smollm2
+from transformers import PreTrainedModel
 
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.records import GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
@@ -76,23 +76,7 @@ def small() -> PreTrainedModel:
     return make_model(ModelSize())
 
 
-def smollm2() -> PreTrainedModel:
-    """135 million parameters."""
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
-
-
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {"small": small, "smollm2": smollm2}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"small": small, "smollm2": make_smollm2}
 
 
 def cases(quick: bool) -> list[Case]:

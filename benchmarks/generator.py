@@ -42,7 +42,7 @@ import occupancy
 import psutil
 import routing
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_model import SMOLLM2_VOCABULARY, make_smollm2
 
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
@@ -54,7 +54,6 @@ CONCURRENCY = (1, 8, 32, 64)
 SLOTS = 64
 TARGET_RATIO = 0.97
 DTYPE = "bfloat16"
-VOCABULARY = 49152
 MAX_MODEL_TOKENS = 256
 CACHE_BYTES = 1 << 30
 SERVER_DEADLINE_S = 180
@@ -84,27 +83,10 @@ class Throughput:
     met: bool
 
 
-def smollm2(layers: int) -> LlamaForCausalLM:
-    """135 million parameters with 30 layers."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config)
-
-
 def requests(count: int, seed: int) -> list[Asked]:
     rng = np.random.default_rng(seed)
     return [
-        Asked(rng.integers(1, VOCABULARY, rng.integers(16, 97)).astype(np.int32), int(rng.integers(16, 65)))
+        Asked(rng.integers(1, SMOLLM2_VOCABULARY, rng.integers(16, 97)).astype(np.int32), int(rng.integers(16, 65)))
         for _ in range(count)
     ]
 
@@ -336,7 +318,7 @@ def main() -> None:
     rows: list[Throughput | occupancy.Row | routing.Row] = []
     with tempfile.TemporaryDirectory(prefix="tailrace-benchmark-") as folder:
         if any(name.startswith("tokens-") for name in names):
-            smollm2(layers=4 if options.quick else 30).to(getattr(torch, DTYPE)).save_pretrained(folder)
+            make_smollm2(layers=4 if options.quick else 30).to(getattr(torch, DTYPE)).save_pretrained(folder)
         turns = 1 if options.quick else 3
         rows += asyncio.run(throughput(names, Path(folder), turns=turns, with_http=not options.quick))
     if "occupancy" in names:

@@ -1,10 +1,10 @@
-"""The benchmarks' models: a small Qwen3 with a tokenizer and a chat template of its own, in Hugging Face layout.
+"""The benchmarks' models: a small Qwen3 with a tokenizer and a chat template of its own, and a Llama like SmolLM2.
 
-Random weights, so that lengths are set by one number, the probability that a token is the last one. A constant is put
-into the first element of every embedding; after the last norm it still stands there, positive, and the embedding of
-the end token (the head's row, since they are tied) weighs it more or less than those of the other tokens do. So the
-end comes with nearly the same probability at every position, whatever the context, and lengths are geometric, cut at
-the cap.
+Random weights, so that the Qwen3's lengths are set by one number, the probability that a token is the last one. A
+constant is put into the first element of every embedding; after the last norm it still stands there, positive, and the
+embedding of the end token (the head's row, since they are tied) weighs it more or less than those of the other tokens
+do. So the end comes with nearly the same probability at every position, whatever the context, and lengths are
+geometric, cut at the cap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
 PAD_ID, END_ID = 0, 2
@@ -58,6 +65,26 @@ def make_model(size: ModelSize, seed: int = 0) -> Qwen3ForCausalLM:
         pad_token_id=PAD_ID,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+SMOLLM2_VOCABULARY = 49152
+
+
+def make_smollm2(layers: int = 30) -> LlamaForCausalLM:
+    """Random weights in SmolLM2's shape: 135 million parameters with all 30 layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=SMOLLM2_VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
 
 
 def set_end_probability(model: Qwen3ForCausalLM, probability: float) -> None:

@@ -34,7 +34,8 @@ from typing import Literal
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_model import make_smollm2
+from transformers import LlamaForCausalLM
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
 from tailrace.generation.engines.protocol import Engine, SampledTokens
@@ -103,19 +104,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def build(precision: str, layers: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).to(getattr(torch, precision)).eval()
+    return make_smollm2(layers).to(getattr(torch, precision))
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

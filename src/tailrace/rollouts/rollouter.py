@@ -117,6 +117,7 @@ class Rollouter:
         limit_s = timeout_s or self._settings.timeout_s
         policy = self._policy(rollout, max_turns or self._settings.max_turns)
         self._failures.started += 1
+        has_ended = False
         try:
             await self._attempts.run(
                 self._attempt(rollout, policy, spec, limit_s),
@@ -124,12 +125,14 @@ class Rollouter:
                 limit_s=limit_s,
                 stop=policy.stop,
             )
-        except BaseException as error:
-            if on_lost is not None:
-                on_lost(rollout)
-            if isinstance(error, (RolloutError, RequestRefused)) and not self._scorer.has_counted(error):
+            has_ended = True
+        except (RolloutError, RequestRefused) as error:
+            if not self._scorer.has_counted(error):
                 self._failures.fail(error)
             raise
+        finally:
+            if not has_ended and on_lost is not None:
+                on_lost(rollout)
         rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
         rollout.ended_s = clock.time()
         return rollout

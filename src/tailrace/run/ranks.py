@@ -8,6 +8,7 @@ engines are built leaves rank 0 waiting in the engine's own rendezvous, which no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -119,11 +120,10 @@ def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank |
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     rank = Rank(number=0, size=settings.generator.tensor_parallel, host="127.0.0.1", port=store.port)
     followers = _Followers(settings, rank)
-    try:
+    with contextlib.ExitStack() as unless_built:
+        unless_built.callback(followers.end)
         joined = _joined(build, rank, store)
-    except BaseException:
-        followers.end()
-        raise
+        unless_built.pop_all()
     followers.built()
     return LockstepEngine(*joined)
 
