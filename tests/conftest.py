@@ -6,8 +6,11 @@ counts other threads than the one that planned them.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings as _hypothesis
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -15,3 +18,21 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 _hypothesis.register_profile("untimed", deadline=None)  # a busy machine makes no property wrong
 _hypothesis.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands and runs set up the logging of their process; a test gives it back."""
+    root, ours = logging.getLogger(), logging.getLogger("tailrace")
+    handlers, level, our_level = list(root.handlers), root.level, ours.level
+    yield
+    for handler in [*root.handlers]:
+        if handler not in handlers:
+            root.removeHandler(handler)
+            handler.close()
+    for handler in handlers:
+        if handler not in root.handlers:
+            root.addHandler(handler)
+    root.setLevel(level)
+    ours.setLevel(our_level)
+    logging.captureWarnings(False)

@@ -176,17 +176,6 @@ def test_the_setting_decides_about_the_terminal() -> None:
     assert not wants_live_view("auto")  # pytest captures standard output: no terminal
 
 
-@pytest.fixture
-def _restored_logging() -> object:
-    root, ours = logging.getLogger(), logging.getLogger("tailrace")
-    handlers, level, our_level = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:], root.level = handlers, level
-    ours.setLevel(our_level)
-    logging.captureWarnings(False)
-
-
-@pytest.mark.usefixtures("_restored_logging")
 def test_each_process_logs_to_its_own_file_and_the_live_view_keeps_the_last_lines(tmp_path: Path) -> None:
     recent = setup_logging("trainer", tmp_path / "logs", Terminal.LIVE, level="debug")
     logger = logging.getLogger("tailrace.training")

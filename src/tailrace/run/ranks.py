@@ -43,6 +43,8 @@ FOLLOWER = "tailrace.run.ranks:follower"
 _LOOPBACK = Path("/sys/class/net/lo")
 _LAST_WORDS_S = 2.0
 """Within which a rank that lost another may end by itself, and say why."""
+_PARTING_S = 10.0
+"""How long closing waits for a rank's process to end."""
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -125,7 +127,7 @@ def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank |
         joined = _joined(build, rank, store)
         unless_built.pop_all()
     followers.built()
-    return LockstepEngine(*joined)
+    return LockstepEngine(*joined, on_closed=followers.end_in_order)
 
 
 def follow_rank(build: Callable[[], Engine], rank: Rank) -> None:
@@ -157,17 +159,27 @@ class _Followers:
             _start(_Follower(msgspec.structs.replace(leader, number=number, local=number), text))
             for number in range(1, leader.size)
         ]
-        for number, process in enumerate(self._processes, 1):
+        self._waits = [
             threading.Thread(
                 target=self._wait_for, args=(number, process), name=f"tailrace-rank-{number}-exit", daemon=True
-            ).start()
+            )
+            for number, process in enumerate(self._processes, 1)
+        ]
+        for wait in self._waits:
+            wait.start()
 
     def built(self) -> None:
         """All ranks are there: from now on the lifeline tells of one that dies."""
         self._settled.set()
 
+    def end_in_order(self) -> None:
+        """Rank 0 told them to close: wait until they are gone, and kill one that does not go."""
+        for wait in self._waits:
+            wait.join(_PARTING_S)
+        self.end()
+
     def end(self) -> None:
-        """Rank 0 could not be built."""
+        """Nobody needs them: rank 0 could not be built."""
         self._is_ending = True
         self._settled.set()
         for process in self._processes:

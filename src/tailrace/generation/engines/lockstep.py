@@ -173,12 +173,20 @@ class _Ranks:
 class LockstepEngine:
     """All ranks' engines as one, on rank 0. Implements `Engine`; every other rank runs `follow`."""
 
-    def __init__(self, engine: Engine, group: RankGroup, lifeline: Lifeline | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        group: RankGroup,
+        lifeline: Lifeline | None = None,
+        on_closed: Callable[[], object] = lambda: None,
+    ):
         """`engine` is this rank's own, built alike on every rank (the same seed, too).
 
-        With a `lifeline` a rank that dies is noticed at once, without one in the next exchange.
+        With a `lifeline` a rank that dies is noticed at once, without one in the next exchange. `on_closed` is called
+        at the end of `close`, when all ranks have closed their engines: their processes may be waited for there.
         """
         self._engine, self._ranks, self._lifeline = engine, _Ranks(group), lifeline
+        self._on_closed = on_closed
         self._arrivals: list[_Add | _Abort] = []
 
     @property
@@ -240,6 +248,7 @@ class LockstepEngine:
         self._engine.close()
         if self._lifeline is not None:
             self._lifeline.part()
+        self._on_closed()
 
 
 def follow(engine: Engine, group: RankGroup, lifeline: Lifeline | None = None) -> None:
