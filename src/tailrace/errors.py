@@ -21,6 +21,7 @@ Each message says what was found, what was expected and what to do about it, and
     │   └── EngineFailed            the engine is gone; every outstanding and later call fails with this
     ├── TransportError
     │   ├── CorruptData             bytes that are not what their header promises
+    │   ├── PayloadLost             a payload is gone: released, or its store was removed
     │   └── PeerGone                the process on the other side ended or stopped answering
     ├── TrainingError
     │   ├── Diverged                loss or gradients are not finite
@@ -139,6 +140,10 @@ class TransportError(TailraceError):
 
 class CorruptData(TransportError):
     """Bytes are not what their header promises."""
+
+
+class PayloadLost(TransportError):
+    """A payload that is referred to does not exist any more, or was never there."""
 
 
 class PeerGone(TransportError):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transport_builders import COLUMNS, assert_same_batch, make_batch
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
+from tailrace.records import PayloadTable
 from tailrace.transport.batch_codec import batch_metadata, batch_tensors, read_batch
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.segments import ALIGNMENT_BYTES, SegmentFile, TensorBuffers, map_segment, read_segment
@@ -171,6 +172,24 @@ def assert_refused(folder: Path, json: bytes) -> None:
     (folder / "hostile").write_bytes(header + bytes(512) + trailer)
     with pytest.raises(CorruptData):
         read(folder / "hostile")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [((0, 0), 1), ((0, 1), 3), ((0, 1), 2**31 - 1), ((0, 2), 3), ((0, 2), -2), ((0, 3), -1), ((2, 3), 1), ((5, 1), 14)],
+)
+def test_chunks_of_payloads_that_mean_what_is_not_there_are_corrupt_data(
+    tmp_path: Path, place: tuple[int, int], value: int
+) -> None:
+    sent = make_batch(1)
+    chunks = sent.payloads.chunks.copy()
+    chunks[place] = value
+    batch = dataclasses.replace(sent, payloads=PayloadTable(chunks, sent.payloads.payloads))
+    segment = SegmentFile(tmp_path / "batch")
+    segment.write(batch_tensors(batch), batch_metadata(batch, checksum_body=False), 1)
+    segment.close()
+    with pytest.raises(CorruptData, match="payload_chunks"):
+        read(tmp_path / "batch")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tailrace.records import Batch, BatchSummary
+from tailrace.records import Batch, BatchSummary, PayloadChunk, PayloadRef, PayloadTable, PayloadTableBuilder
 
 
 def make_batch(step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 5, state: bytes = b"{}") -> Batch:
@@ -26,8 +26,20 @@ def make_batch(step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 
         row_offsets=np.arange(num_samples + 1, dtype=np.int32),
         environment_ids=np.zeros(num_samples, np.int32),
         environments=("alphabet-sort",),
+        payloads=make_payloads(num_samples, tokens_per_sample),
         scheduler_state=state,
     )
+
+
+def make_payloads(num_samples: int, tokens_per_sample: int) -> PayloadTable:
+    """Every sample has a payload of its own, which lacks the last token."""
+    builder = PayloadTableBuilder()
+    for index in range(num_samples):
+        last = max(0, tokens_per_sample - 1)
+        ref = PayloadRef(f"memory:{index}", "uint8", (last, 2, 2))
+        chunks = [PayloadChunk(0, last, ref), PayloadChunk(last, tokens_per_sample)]
+        builder.add(tokens_per_sample, tuple(chunk for chunk in chunks if chunk.start < chunk.end))
+    return builder.table()
 
 
 def make_summary(step: int, *, num_samples: int, num_tokens: int, row_tokens: int) -> BatchSummary:
@@ -64,6 +76,8 @@ def assert_same_batch(received: Batch, sent: Batch) -> None:
     assert received.summary == sent.summary
     assert received.environments == sent.environments
     assert received.scheduler_state == sent.scheduler_state
+    assert received.payloads.payloads == sent.payloads.payloads
+    np.testing.assert_array_equal(received.payloads.chunks, sent.payloads.chunks)
     for column in COLUMNS:
         one, other = getattr(received, column), getattr(sent, column)
         assert one.dtype == other.dtype, column

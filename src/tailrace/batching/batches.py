@@ -10,7 +10,15 @@ import numpy as np
 from tailrace.batching.packing import RowPlan, plan_rows_in_slices
 from tailrace.batching.samples import SampledGroup
 from tailrace.batching.slices import drained
-from tailrace.records import Batch, BatchSummary, BoolArray, Float32Array, Int32Array, TrainingSample
+from tailrace.records import (
+    Batch,
+    BatchSummary,
+    BoolArray,
+    Float32Array,
+    Int32Array,
+    PayloadTableBuilder,
+    TrainingSample,
+)
 
 MEASURED_AT_ONCE = 2048
 """Samples whose lengths are read in one slice."""
@@ -81,6 +89,7 @@ def form_batch_in_slices(
         row_offsets=plan.row_offsets,
         environment_ids=columns.environment_ids,
         environments=environments,
+        payloads=columns.payloads.table(),
         scheduler_state=scheduler_state,
     )
     return FormedBatch(batch, list(groups))
@@ -101,6 +110,7 @@ class _Columns:
     advantages: Float32Array = field(init=False)
     temperatures: Float32Array = field(init=False)
     environment_ids: Int32Array = field(init=False)
+    payloads: PayloadTableBuilder = field(default_factory=PayloadTableBuilder)
     loss_tokens: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
@@ -119,6 +129,8 @@ class _Columns:
         self.environment_ids[first : first + len(samples)] = [ids[sample.environment] for sample in samples]
         where = slice(int(offsets[0]), int(offsets[-1]))
         branches = [sample.branch for sample in samples]
+        for branch in branches:
+            self.payloads.add(branch.num_tokens, branch.payload_chunks)
         np.concatenate([branch.token_ids for branch in branches], out=self.token_ids[where])
         np.concatenate([branch.logprobs for branch in branches], out=self.logprobs[where])
         np.concatenate([branch.policy_versions for branch in branches], out=self.policy_versions[where])

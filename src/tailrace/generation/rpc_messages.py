@@ -20,12 +20,12 @@ from tailrace.records import (
     FinishReason,
     Int32Array,
     ModelStateDictRef,
-    PayloadRef,
+    PayloadChunk,
     RequestId,
     SamplingParams,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -39,7 +39,7 @@ class CompletionHeader(msgspec.Struct, frozen=True):
 
     finish_reason: FinishReason
     metrics: dict[str, float]
-    routed_experts: PayloadRef | None = None
+    routed_experts: tuple[PayloadChunk, ...] = ()
     mixed_spans: tuple[tuple[int, int], ...] = ()
 
 

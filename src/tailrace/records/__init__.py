@@ -7,7 +7,7 @@ or imports another room of the house (but for `errors`).
 from tailrace.records.arrays import Array, BoolArray, Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import CONTEXT_VERSION, Branch, CompletionSpan
-from tailrace.records.completion import Completion, FinishReason, GenerationRequest, PayloadRef
+from tailrace.records.completion import Completion, FinishReason, GenerationRequest
 from tailrace.records.conversation import Json, Message, Reply, ToolCall, ToolCallFunction, ToolSpec
 from tailrace.records.events import (
     CheckpointWritten,
@@ -22,6 +22,15 @@ from tailrace.records.events import (
     TrainerStarted,
 )
 from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId
+from tailrace.records.payload import (
+    ExpertArray,
+    OpenPayload,
+    PayloadChunk,
+    PayloadChunks,
+    PayloadRef,
+    unrecorded,
+)
+from tailrace.records.payload_table import NOBODY, PayloadTable, PayloadTableBuilder
 from tailrace.records.protocols import Generate
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
@@ -29,6 +38,7 @@ from tailrace.records.task import Task
 
 __all__ = [
     "CONTEXT_VERSION",
+    "NOBODY",
     "Array",
     "Batch",
     "BatchRow",
@@ -39,6 +49,7 @@ __all__ = [
     "Completion",
     "CompletionSpan",
     "Event",
+    "ExpertArray",
     "FinishReason",
     "Float32Array",
     "Generate",
@@ -50,8 +61,13 @@ __all__ = [
     "Message",
     "ModelStateDictPublished",
     "ModelStateDictRef",
+    "OpenPayload",
     "Outcome",
+    "PayloadChunk",
+    "PayloadChunks",
     "PayloadRef",
+    "PayloadTable",
+    "PayloadTableBuilder",
     "Reply",
     "RequestId",
     "Reward",
@@ -73,4 +89,5 @@ __all__ = [
     "TrainerStarted",
     "TrainingSample",
     "as_token_ids",
+    "unrecorded",
 ]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from tailrace.errors import PayloadLost
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array
 from tailrace.records.branch import Branch
 from tailrace.records.ids import GroupId, RolloutId
+from tailrace.records.payload import ExpertArray, OpenPayload
+from tailrace.records.payload_table import PayloadTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +76,8 @@ class Batch:
     row_offsets: Int32Array  # [num_rows + 1], into the samples
     environment_ids: Int32Array  # [num_samples], into `environments`
     environments: tuple[str, ...]
+    payloads: PayloadTable = field(default_factory=PayloadTable.empty)
+    """Where the routed experts of the tokens lie."""
     scheduler_state: bytes = b""
     """The scheduler's state once this batch is trained, for exact resume; opaque to the trainer (JSON)."""
 
@@ -87,6 +94,7 @@ class Batch:
             advantages=self.advantages[start:end],
             temperatures=self.temperatures[first:last],
             sample_lengths=np.diff(self.sample_offsets[first : last + 1]),
+            payloads=self.payloads.between(start, end),
         )
 
     @property
@@ -107,3 +115,14 @@ class BatchRow:
     advantages: Float32Array  # [num_tokens]
     temperatures: Float32Array  # [num_samples]
     sample_lengths: Int32Array  # [num_samples]
+    payloads: PayloadTable = field(default_factory=PayloadTable.empty)
+
+    def routed_experts(
+        self,
+        open_payload: OpenPayload,
+        *,
+        out: NDArray[np.generic] | None = None,
+        on_lost: Callable[[PayloadLost], None] | None = None,
+    ) -> ExpertArray | None:
+        """[num_tokens, num_moe_layers, top_k]: what generation chose; see `PayloadTable.read`."""
+        return self.payloads.read(open_payload, out=out, on_lost=on_lost)

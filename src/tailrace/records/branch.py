@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, readonly
 from tailrace.records.completion import Completion
+from tailrace.records.payload import PayloadChunk, PayloadChunks
 
 CONTEXT_VERSION = -1
 """Policy version of a token that no policy sampled."""
@@ -47,6 +48,7 @@ class Branch:
         "_num_completion_tokens",
         "_num_tokens",
         "_oldest_version",
+        "_payload_chunks",
         "_policy_versions",
         "_spans",
         "_token_ids",
@@ -58,6 +60,7 @@ class Branch:
         self._oldest_version: int | None = None
         self._spans: list[CompletionSpan] = []
         self._mixed_spans: list[tuple[int, int]] = []
+        self._payload_chunks = PayloadChunks()
         self._allocate(_INITIAL_CAPACITY)
 
     def extend_context(self, token_ids: Int32Array | list[int]) -> None:
@@ -70,7 +73,13 @@ class Branch:
         self._loss_mask[where] = False
 
     def extend_completion(self, completion: Completion) -> None:
-        """Append what one turn sampled. Its loss mask is True."""
+        """Append what one turn sampled. Its loss mask is True.
+
+        The turn's prompt is all that the branch held before: a chunk of the completion's payload and a position of the
+        branch count alike.
+        """
+        for chunk in completion.routed_experts:
+            self._payload_chunks.add(chunk)
         where = self._grow(completion.num_tokens)
         if completion.num_tokens:
             versions = completion.policy_versions
@@ -108,6 +117,14 @@ class Branch:
     def mixed_spans(self) -> tuple[tuple[int, int], ...]:
         """Where the completions' `mixed_spans` lie, in order."""
         return tuple(self._mixed_spans)
+
+    @property
+    def payload_chunks(self) -> tuple[PayloadChunk, ...]:
+        """Where the routed experts of each position lie: all of the branch in order, or () where none were recorded.
+
+        What was recorded first is what counts. Positions that nobody recorded are chunks without a reference.
+        """
+        return tuple(self._payload_chunks.covering(self._num_tokens)) if self._payload_chunks else ()
 
     @property
     def token_ids(self) -> Int32Array:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from tailrace.records.arrays import Float32Array, Int32Array
 from tailrace.records.ids import GroupId, RequestId, SessionId
+from tailrace.records.payload import PayloadChunk
 from tailrace.records.sampling import SamplingParams
 
 
@@ -26,14 +26,6 @@ class FinishReason(enum.StrEnum):
     """The engine failed on this request alone."""
 
 
-class PayloadRef(msgspec.Struct, frozen=True):
-    """Where a big array lies, instead of the array."""
-
-    uri: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """What one turn sampled. Every array is [num_tokens]."""
@@ -44,7 +36,11 @@ class Completion:
     policy_versions: Int32Array
     """The version installed when the forward pass that sampled the token was launched."""
     finish_reason: FinishReason
-    routed_experts: PayloadRef | None = None
+    routed_experts: tuple[PayloadChunk, ...] = ()
+    """Where the experts that prompt and completion were routed to lie, positions counted from the prompt's first token:
+    one chunk for each request that had a part in it, so two for a completion that was interrupted once. Never with an
+    entry for the last token, which no forward pass has seen.
+    """
     mixed_spans: tuple[tuple[int, int], ...] = ()
     """First token and end of each stretch sampled over keys and values that older weights had a part in, in order."""
     metrics: dict[str, float] = field(default_factory=dict)

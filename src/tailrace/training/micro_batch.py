@@ -78,6 +78,7 @@ def split_samples(row: BatchRow) -> list[BatchRow]:
             advantages=row.advantages[end - length : end],
             temperatures=row.temperatures[index : index + 1],
             sample_lengths=row.sample_lengths[index : index + 1],
+            payloads=row.payloads.between(end - length, end),
         )
         for index, (end, length) in enumerate(zip(ends.tolist(), row.sample_lengths.tolist(), strict=True))
     ]

@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
-from tailrace.records import Batch, BatchSummary
+from tailrace.records import Batch, BatchSummary, PayloadRef, PayloadTable
 from tailrace.transport.segments import Segment, TensorBuffers
 
 _DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32), "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
@@ -31,13 +31,18 @@ _BODY = {
 }
 """The columns of [num_tokens]."""
 _PLAN = {"temperatures": "F32", "sample_offsets": "I32", "row_offsets": "I32", "environment_ids": "I32"}
+_PAYLOADS = {"payload_chunks": "I32", "payload_refs": "U8"}
+"""The table of payloads: its chunks, row after row, and the references (msgpack)."""
 _STATE = {"scheduler_state": "U8"}
+
+_COLUMNS = {**_BODY, **_PLAN, **_PAYLOADS, **_STATE}
 
 
 def batch_tensors(batch: Batch) -> dict[str, TensorBuffers]:
     """The batch's columns, ready to be written from where they lie."""
     arrays: dict[str, NDArray[np.generic]] = {name: getattr(batch, name) for name in (*_BODY, *_PLAN)}
     arrays["scheduler_state"] = np.frombuffer(batch.scheduler_state, np.uint8)
+    arrays |= _payload_columns(batch)
     return {name: _buffers(array) for name, array in arrays.items()}
 
 
@@ -46,7 +51,7 @@ def batch_metadata(batch: Batch, *, checksum_body: bool) -> dict[str, str]:
     metadata = {
         "summary": msgspec.json.encode(batch.summary).decode(),
         "environments": msgspec.json.encode(batch.environments).decode(),
-        "plan_xxh3": _checksum(getattr(batch, name) for name in _PLAN),
+        "plan_xxh3": _checksum([*(getattr(batch, name) for name in _PLAN), *_payload_columns(batch).values()]),
     }
     if checksum_body:
         metadata["body_xxh3"] = _checksum(getattr(batch, name) for name in _BODY)
@@ -55,8 +60,8 @@ def batch_metadata(batch: Batch, *, checksum_body: bool) -> dict[str, str]:
 
 def read_batch(path: Path, segment: Segment) -> Batch:
     """The batch that lies in a mapped segment: views of it. Raises `CorruptData`."""
-    columns = {name: _view(path, segment, name, dtype) for name, dtype in {**_BODY, **_PLAN, **_STATE}.items()}
-    for part, names in (("plan_xxh3", _PLAN), ("body_xxh3", _BODY)):
+    columns = {name: _view(path, segment, name, dtype) for name, dtype in _COLUMNS.items()}
+    for part, names in (("plan_xxh3", (*_PLAN, *_PAYLOADS)), ("body_xxh3", _BODY)):
         expected = segment.metadata.get(part)
         if expected is None and part == "body_xxh3":
             continue
@@ -65,7 +70,20 @@ def read_batch(path: Path, segment: Segment) -> Batch:
     summary, environments = _read_metadata(path, segment)
     _require_consistent(path, summary, environments, columns)
     state = columns.pop("scheduler_state").tobytes()
-    return Batch(summary=summary, environments=environments, scheduler_state=state, **columns)  # type: ignore[arg-type]
+    payloads = _read_payloads(path, columns)
+    return Batch(
+        summary=summary,
+        environments=environments,
+        scheduler_state=state,
+        payloads=payloads,
+        **columns,  # type: ignore[arg-type]
+    )
+
+
+def _payload_columns(batch: Batch) -> dict[str, NDArray[np.generic]]:
+    table = batch.payloads
+    refs = np.frombuffer(msgspec.msgpack.encode(table.payloads), np.uint8)
+    return {"payload_chunks": table.chunks.reshape(-1), "payload_refs": refs}
 
 
 def _buffers(array: NDArray[np.generic]) -> TensorBuffers:
@@ -112,6 +130,21 @@ def _require_consistent(
     wrong = [name for name, is_right in fits.items() if not is_right]
     if wrong:
         raise CorruptData(f"the batch in {path} contradicts itself in: {', '.join(wrong)}")
+
+
+def _read_payloads(path: Path, columns: dict[str, NDArray[np.generic]]) -> PayloadTable:
+    """The table of payloads, out of `columns`. Raises `CorruptData` for one that means what is not there."""
+    flat, encoded = columns.pop("payload_chunks"), columns.pop("payload_refs")
+    try:
+        refs = msgspec.msgpack.decode(encoded.data, type=tuple[PayloadRef, ...])
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"the batch in {path} has no table of payloads: {error}") from error
+    if len(flat) % 4:
+        raise CorruptData(f"the chunks of payloads in {path} are cut off")
+    table = PayloadTable(flat.reshape(-1, 4).astype(np.int32, copy=False), refs)
+    if not table.is_sound(columns["sample_offsets"].astype(np.int32, copy=False)):
+        raise CorruptData(f"the batch in {path} contradicts itself in: payload_chunks")
+    return table
 
 
 def _climbs(offsets: NDArray[np.generic], end: int) -> bool:
