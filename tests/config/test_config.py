@@ -89,6 +89,8 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
             ["--scheduling.on_stale", "wait", "--scheduling.on_straggler", "drop", "--scheduling.over_sampling", "2"],
             "leave one of them out",
         ),
+        (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
+        (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),
     ],
 )
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:

@@ -41,6 +41,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         *_of_groups(settings),
         *_of_lengths(settings),
         *_of_the_replicas(settings),
+        *_of_router_replay(settings),
     ]
 
 
@@ -187,3 +188,21 @@ def _of_the_replicas(settings: RunSettings) -> list[Contradiction]:
     if twice := sorted({one for one in generator.connect if generator.connect.count(one) > 1}):
         problems.append(Contradiction(f"generator.connect names {twice[0]} twice", "generator.connect"))
     return problems
+
+
+def _of_router_replay(settings: RunSettings) -> list[Contradiction]:
+    keys = ("trainer.router_replay", "generator.return_routed_experts")
+    replay, returned = settings.trainer.router_replay, settings.generator.return_routed_experts
+    if replay == "on" and not returned:
+        message = (
+            "trainer.router_replay = 'on' replays the experts that generation chose, and "
+            "generator.return_routed_experts = false leaves them unknown: write generator.return_routed_experts = true"
+        )
+        return [Contradiction(message, *keys)]
+    if replay == "off" and returned:
+        message = (
+            "generator.return_routed_experts = true sends experts for every token and layer to a trainer that "
+            "trainer.router_replay = 'off' keeps from using them: leave one of them out"
+        )
+        return [Contradiction(message, *keys)]
+    return []

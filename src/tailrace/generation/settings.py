@@ -79,6 +79,11 @@ class GeneratorSettings(BaseModel):
     batch_invariant: bool = Field(
         default=False, description="The same tokens whatever runs beside a request, to the last bit; vLLM on GPUs only"
     )
+    return_routed_experts: bool = Field(
+        default=False,
+        description="Return the experts that every token was routed to, for trainer.router_replay: mixture-of-experts "
+        "models only, and with vLLM on GPUs only",
+    )
     load_attempts: int = Field(default=4, ge=1, description="Times that a failing load of new weights is tried")
     load_backoff_s: float = Field(
         default=0.1, ge=0, description="Pause before its second attempt; every further one is twice as long"

@@ -205,6 +205,18 @@ _TRAINING = (
         _MEAN,
         "The same over tokens that it sampled over keys and values of older versions: what a kept cache costs.",
     ),
+    (
+        "training/replayed_share",
+        "1",
+        _MEAN,
+        "Share of routings (a token in a layer with experts) that follow what generation recorded.",
+    ),
+    (
+        "training/router_agreement",
+        "1",
+        _MEAN,
+        "Share of the replayed experts that the trainer's own router would have chosen; 1 where nothing differs.",
+    ),
     ("training/tokens_per_s", "tokens/s", _LAST, "Tokens trained per second of the step's compute."),
     ("training/step_s", "s", _LAST, "Compute of the optimizer step: forward, backward, update."),
     ("training/publish_s", "s", _LAST, "Time to publish the new model state dict."),

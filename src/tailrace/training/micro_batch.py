@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.errors import TrainingError
-from tailrace.records import BatchRow
+from tailrace.records import BatchRow, ExpertArray
 from tailrace.training.attention import Segments
 from tailrace.training.losses import LossTokens
 from tailrace.training.shared_prefixes import share_prefixes
@@ -31,11 +31,21 @@ class MicroBatch:
     """[num_loss_tokens]: True where the token was sampled by the version that trains on it, over its own cache."""
     mixed: Tensor
     """[num_loss_tokens]: the same, where older versions had a part in the cache."""
+    routed_experts: Tensor | None = None
+    """[num_tokens of `input_ids`, layers, top_k], uint8 or uint16: what generation chose, for `RouterReplay`."""
 
     @classmethod
-    def of(cls, row: BatchRow, version: int, device: torch.device | str = "cpu") -> MicroBatch:
+    def of(
+        cls,
+        row: BatchRow,
+        version: int,
+        device: torch.device | str = "cpu",
+        routed_experts: ExpertArray | None = None,  # [num_tokens, layers, top_k], for every token of the row
+    ) -> MicroBatch:
         """Prepare a row for a trainer that holds policy `version`. On a CPU samples share the beginnings they share;
         elsewhere attention's own packing leaves no room for that.
+
+        Nothing of `routed_experts` is kept; its unknown entries may be filled in.
 
         Raises `TrainingError` for a sample whose first token bears loss: nothing predicts it.
         """
@@ -52,7 +62,10 @@ class MicroBatch:
             inverse_temperatures=_tensor((1.0 / temperatures).astype(np.float32), device),
         )
         own, mixed = row.policy_versions[positions] == version, row.mixed_cache[positions]
-        shared = share_prefixes(row.token_ids, lengths.tolist()) if torch.device(device).type == "cpu" else None
+        on_cpu = torch.device(device).type == "cpu"
+        shared = share_prefixes(row.token_ids, lengths.tolist(), routed_experts) if on_cpu else None
+        if shared is not None and routed_experts is not None:
+            routed_experts = shared.gather_experts(routed_experts)
         token_ids = row.token_ids if shared is None else row.token_ids[shared.computed]
         predictors = positions - 1 if shared is None else shared.place[positions - 1]
         return cls(
@@ -62,6 +75,7 @@ class MicroBatch:
             tokens=tokens,
             fresh=_tensor(own & ~mixed, device),
             mixed=_tensor(own & mixed, device),
+            routed_experts=None if routed_experts is None else _tensor(routed_experts, device),
         )
 
 

@@ -8,7 +8,7 @@ way is taken instead, which is slower and right.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.onednn_linear import speed_up_linears
+from tailrace.training.router_replay import ReplayCounts, RouterReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ class PolicyModel:
     """Wraps a model whose weights are float32, for training.
 
     `packs` says whether rows of several samples may be given to it, `has_plain_head` whether logits are hidden states
-    times one matrix.
+    times one matrix. `replay` holds the hooks on this model's routers.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PolicyModel:
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         head_dtype: Literal["float32", "bfloat16"] = "float32",
+        replay: RouterReplay | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
         self._autocast = dtype == "bfloat16"
@@ -54,6 +56,15 @@ class PolicyModel:
         if not self._autocast:
             speed_up_linears(self.model)
         self.packs, self.has_plain_head = self._probe()
+        self._replay = replay
+
+    def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Around `loss` and its backward: layers use the experts that generation recorded, if the model replays any."""
+        return nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts)
+
+    def take_replay_counts(self) -> ReplayCounts:
+        """What was replayed since the last call; see `RouterReplay.take_counts`."""
+        return ReplayCounts() if self._replay is None else self._replay.take_counts()
 
     def loss(self, micro_batch: MicroBatch, pointwise_loss: PointwiseLoss) -> HeadOutput:
         """Loss of a micro-batch. Raises `ModelError` for several samples in one when `packs` is False."""

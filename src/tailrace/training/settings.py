@@ -73,6 +73,11 @@ class TrainerSettings(BaseModel):
         default=False,
         description="Compute activations twice instead of keeping them: less memory, about a third more time.",
     )
+    router_replay: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Train mixture-of-experts models with the experts that generation chose, which needs"
+        " generator.return_routed_experts; auto: wherever they are returned.",
+    )
     loss: LossSettings = Field(default=LossSettings(), description="The loss.")
     max_nonfinite_steps: int = Field(
         default=3,

@@ -4,6 +4,10 @@ The rollouts of a group begin with the same prompt, branches of a rollout with t
 equal beginnings have equal hidden states, so all samples can point at one copy of them: whatever treats tokens one by
 one (nearly all of a model) computes it once, and attention gathers it into every segment that starts with it. The
 gradient of a shared token is the sum over its segments, exactly as if each had its own.
+
+In a mixture of experts that replays recorded routings, tokens are equal only where their records are: a beginning is
+shared up to the first token whose samples recorded different experts. Where one of them recorded nothing (its cache
+was copied, say), the other's record stands for both.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.records import Int32Array
+from tailrace.records import ExpertArray, Int32Array, unrecorded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,11 +30,24 @@ class SharedPrefixes:
     place: NDArray[np.int64]
     """Among the computed tokens, in row order."""
 
+    def gather_experts(self, routed_experts: ExpertArray) -> ExpertArray:
+        """Of [num_tokens of the plain row, layers, top_k] those of the computed tokens; a copy."""
+        gathered: ExpertArray = routed_experts[self.computed]
+        lacking = _is_unknown(gathered)
+        others = np.flatnonzero(~self.computed)
+        others = others[lacking[self.place[others]]]
+        others = others[~_is_unknown(routed_experts[others])]
+        gathered[self.place[others]] = routed_experts[others]
+        return gathered
 
-def share_prefixes(token_ids: Int32Array, lengths: Sequence[int]) -> SharedPrefixes:
+
+def share_prefixes(
+    token_ids: Int32Array, lengths: Sequence[int], routed_experts: ExpertArray | None = None
+) -> SharedPrefixes:
     """Find the longest beginning that each sample shares with another, for samples of `lengths` side by side.
 
     In lexicographic order no two samples share more than neighbours do, so comparing neighbours finds everything.
+    Unknown entries of `routed_experts` [num_tokens, layers, top_k] are filled in from the sample shared with.
 
     >>> shared = share_prefixes(np.array([5, 6, 1, 5, 6, 2, 3], np.int32), [3, 4])
     >>> shared.computed.tolist(), shared.place.tolist()
@@ -42,6 +59,10 @@ def share_prefixes(token_ids: Int32Array, lengths: Sequence[int]) -> SharedPrefi
     order = sorted(range(len(samples)), key=keys.__getitem__)
     common = [0, *(_common_prefix(samples[one], samples[other]) for one, other in itertools.pairwise(order))]
     starts = (ends - np.asarray(lengths)).tolist()
+    if routed_experts is not None:
+        for index, (before, sample) in enumerate(itertools.pairwise(order), start=1):
+            first, second = (routed_experts[starts[one] :][: common[index]] for one in (before, sample))
+            common[index] = _merge_experts(first, second)
     computed = np.ones(len(token_ids), np.bool_)
     for sample, count in zip(order, common, strict=True):
         computed[starts[sample] : starts[sample] + count] = False
@@ -55,3 +76,19 @@ def _common_prefix(first: Int32Array, second: Int32Array) -> int:
     length = min(len(first), len(second))
     different = first[:length] != second[:length]
     return int(different.argmax()) if different.any() else length
+
+
+def _merge_experts(first: ExpertArray, second: ExpertArray) -> int:
+    """Number of leading tokens whose routings do not contradict each other; what `second` lacks there is filled in."""
+    is_known, is_lacking = ~_is_unknown(first), _is_unknown(second)
+    contradicts = (first != second).any(axis=(1, 2)) & is_known & ~is_lacking
+    agreed = int(contradicts.argmax()) if contradicts.any() else len(first)
+    filled = np.flatnonzero((is_known & is_lacking)[:agreed])
+    second[filled] = first[filled]
+    return agreed
+
+
+def _is_unknown(routed_experts: ExpertArray) -> NDArray[np.bool_]:
+    """[num_tokens]: where nothing was recorded. A record is whole, so the first layer tells."""
+    unknown: NDArray[np.bool_] = (routed_experts[:, 0] == unrecorded(routed_experts.dtype)).all(axis=1)
+    return unknown

@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailrace.errors import Diverged, TrainingError
+from tailrace.errors import Diverged, ModelError, PayloadLost, TrainingError
 from tailrace.generation.engines.loading import load_causal_lm
-from tailrace.records import Batch
+from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
 from tailrace.training import checkpoints
 from tailrace.training.losses import LossSums, policy_loss
 from tailrace.training.memory import keep_freed_memory
 from tailrace.training.micro_batch import MicroBatch, split_samples
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
+from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class Trainer:
     """Holds the model, the optimizer and the numbers of step and version.
 
     Build it in the thread that will call it: the number of CPU threads is a property of the calling thread. Raises
-    `ModelError` when the model cannot be loaded.
+    `ModelError` when the model cannot be loaded, or cannot replay routed experts and must (`router_replay = "on"`).
+    `open_payload` opens the routed experts that batches refer to; without it none are replayed.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Trainer:
         max_steps: int,
         max_staleness: int,
         seed: int = 0,
+        open_payload: OpenPayload | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads)
         keep_freed_memory()
@@ -80,7 +83,14 @@ class Trainer:
         self._model = load_causal_lm(model_name, dtype="float32", device=settings.device)
         if settings.gradient_checkpointing:
             self._model.activation_checkpointing_enable()
-        self._policy = PolicyModel(self._model, dtype=settings.dtype, head_dtype=settings.head_dtype)
+        self._open_payload = None if settings.router_replay == "off" else open_payload
+        self._policy = PolicyModel(
+            self._model,
+            dtype=settings.dtype,
+            head_dtype=settings.head_dtype,
+            replay=self._make_replay(),
+        )
+        self._experts: ExpertArray | None = None
         self._optimizer = make_optimizer(self._model, settings)
 
     @property
@@ -102,7 +112,7 @@ class Trainer:
             return self._skip(NOTHING_TRAINABLE, {})
         sums = self._accumulate_gradients(batch)
         grad_norm = self._clip_gradients()
-        metrics = sums.metrics() | {"training/grad_norm": grad_norm}
+        metrics = sums.metrics() | self._policy.take_replay_counts().metrics() | {"training/grad_norm": grad_norm}
         if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
             return self._skip_not_finite(metrics)
         metrics["training/learning_rate"] = self._update()
@@ -177,9 +187,30 @@ class Trainer:
             row = batch.row(index)
             for piece in [row] if self._policy.packs else split_samples(row):
                 if piece.loss_mask.any():
-                    micro_batch = MicroBatch.of(piece, self.version, self.settings.device)
+                    experts = self._read_experts(piece)
+                    micro_batch = MicroBatch.of(piece, self.version, self.settings.device, experts)
                     self._train_on(micro_batch, denominator, sums)
         return sums
+
+    def _make_replay(self) -> RouterReplay | None:
+        if self.settings.router_replay == "on":
+            return RouterReplay(self._model)
+        if self._open_payload is None:
+            return None
+        try:
+            return RouterReplay(self._model)
+        except ModelError as error:
+            _log.warning("trainer.router_replay: generation returns routed experts that are of no use, since %s", error)
+            return None
+
+    def _read_experts(self, row: BatchRow) -> ExpertArray | None:
+        """What generation recorded for a row, in memory that the next row's will take."""
+        if self._open_payload is None:
+            return None
+        experts = row.routed_experts(self._open_payload, out=self._experts, on_lost=_tell_of_lost_payload)
+        if experts is not None and (self._experts is None or len(experts) > len(self._experts)):
+            self._experts = experts
+        return experts
 
     def _train_on(self, micro_batch: MicroBatch, denominator: float, sums: LossSums) -> None:
         tokens, settings = micro_batch.tokens, self.settings.loss
@@ -187,8 +218,9 @@ class Trainer:
         def pointwise(logprobs: Tensor, where: slice) -> tuple[Tensor, Tensor]:
             return policy_loss(logprobs, tokens.part(where), settings, denominator)
 
-        output = self._policy.loss(micro_batch, pointwise)
-        torch.autograd.backward(output.loss)
+        with self._policy.replaying(micro_batch):
+            output = self._policy.loss(micro_batch, pointwise)
+            torch.autograd.backward(output.loss)
         sums.add(output, tokens, fresh=micro_batch.fresh, mixed=micro_batch.mixed, settings=settings)
 
     def _clip_gradients(self) -> float:
@@ -221,6 +253,10 @@ class Trainer:
                 f"loss {loss}, gradient norm {norm}); lower trainer.learning_rate, or resume from an earlier checkpoint"
             )
         return self._skip(NOT_FINITE, metrics)
+
+
+def _tell_of_lost_payload(lost: PayloadLost) -> None:
+    _log.warning("tokens route themselves, since their recorded experts are gone: %s", lost)
 
 
 def _seed_everything(seed: int) -> None:

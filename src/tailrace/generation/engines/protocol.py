@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import msgspec
 
 from tailrace.errors import EngineFailed
-from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array, RequestId
+from tailrace.records import ExpertArray, FinishReason, Float32Array, GenerationRequest, Int32Array, RequestId
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,12 @@ class SampledTokens:
     """How many of these tokens, the last ones, were sampled over keys and values that older weights had a part in."""
     finish_reason: FinishReason | None = None
     """Set on the request's last chunk."""
+    routed_experts: ExpertArray | None = None
+    """On the last chunk, where the engine was asked for it: [positions, layers with experts, top_k], for positions of
+    prompt and completion from `routed_experts_start` on, all that the request's session was not handed before. Never
+    with the last token, which no forward pass has seen.
+    """
+    routed_experts_start: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """On the last chunk: `queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, `preemptions` and
     `nonfinite_logprobs` (of tokens that the engine left out).

@@ -19,6 +19,7 @@ from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
 from tailrace.generation.engines.torch.attention import Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
+from tailrace.generation.engines.torch.experts import ExpertStore, RouterTap
 from tailrace.generation.engines.torch.lanes import ordering_exchanges, plan_lanes
 from tailrace.generation.engines.torch.model import SlotModel
 from tailrace.generation.engines.torch.sampler import sample, uniforms
@@ -62,6 +63,7 @@ def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> 
             seed=generator.seed,
             kv_cache=generator.kv_cache,
             share_prefix_across_versions=generator.share_prefix_across_versions,
+            return_routed_experts=generator.return_routed_experts,
         )
 
     return build
@@ -85,6 +87,7 @@ class TorchEngine:
         version: int = 0,
         kv_cache: KvCache = "keep",
         share_prefix_across_versions: bool = False,
+        return_routed_experts: bool = False,
     ):
         self._model = SlotModel(model)
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
@@ -93,6 +96,8 @@ class TorchEngine:
         self._cache = SlotCache(
             self._model.layers, slots=slots, capacity=capacity, dtype=self._model.dtype, device=self._model.device
         )
+        self._tap = RouterTap(model, self._model.device) if return_routed_experts else None
+        self._experts = ExpertStore.of(self._tap, slots=slots, capacity=capacity) if self._tap else None
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._reuse = Reuse(version, kv_cache, share_prefix_across_versions)
         self._seeds = np.random.default_rng(seed)
@@ -155,8 +160,11 @@ class TorchEngine:
                 if start == 0:
                     self._table.cache_version[row] = self._version
             self._prefilled += sum(end - start for _, start, end in shares)
-            if count:
-                chunks += self._record(*self._sample(logits, count))
+            sampled = self._sample(logits, count) if count else None
+            if self._tap and self._experts:
+                self._experts.note(self._tap.take(), shares, self._table.cached[:count])
+            if sampled:
+                chunks += self._record(*sampled)
         self._steps += 1
         self._step_s += time.perf_counter() - started_s
         return chunks
@@ -243,6 +251,8 @@ class TorchEngine:
             table.cache_version[row] = table.cache_version[placement.donor]
         elif placement.kept_tokens == 0:
             table.cache_version[row] = self._version
+        if self._experts:
+            self._experts.occupy(placement, continues=request.prefix is not None)
         table.mixed[row] = table.preempted[row] = 0
         prompt = len(request.prompt_token_ids)
         sampled = 0 if request.prefix is None else request.prefix.num_tokens
@@ -286,6 +296,8 @@ class TorchEngine:
         else:
             self._cache.copy_row(move.source, move.target, held)
         self._table.move(move)
+        if self._experts:
+            self._experts.exchange(move.source, move.target)
 
     def _forward(self, shares: list[tuple[int, int, int]], count: int) -> torch.Tensor:
         """Run the chunks `shares` and one token of each of the rows `[0, count)`; logits of the latter."""
@@ -309,6 +321,8 @@ class TorchEngine:
         self._cache.reserve(int(packed[2].max()) + 1)
         lanes = plan_lanes(positions + 1, self._cache.room)
         step = SlotStep(self._cache, token_rows, token_positions, segments, count, lanes, dtype=self._model.dtype)
+        if self._tap:
+            self._tap.begin(begin + count)
         return self._model.logits(token_ids, token_positions, step, keep=count)
 
     def _sample(self, logits: torch.Tensor, count: int) -> tuple[NDArray[np.int64], Float32Array]:
@@ -363,6 +377,9 @@ class TorchEngine:
             table.pending[row] -= 1
             self._nonfinite += 1
         pending, total = int(table.pending[row]), int(table.total[row])
+        experts, experts_start = None, 0
+        if self._experts and reason is not None:
+            experts, experts_start = self._experts.report(row, aborted=reason is FinishReason.ABORTED)
         chunk = SampledTokens(
             request_id=request.request_id,
             token_ids=table.tokens[row, total - pending : total].copy(),
@@ -370,6 +387,8 @@ class TorchEngine:
             policy_versions=table.versions[row, :pending].copy(),
             mixed_cache_tokens=min(pending, int(table.mixed[row])),
             finish_reason=reason,
+            routed_experts=experts,
+            routed_experts_start=experts_start,
             metrics={} if reason is None else self._metrics(row, now_s, broken=reason is FinishReason.ERROR),
         )
         table.pending[row] = table.mixed[row] = 0
