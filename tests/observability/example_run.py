@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tailrace.observability.background import BackgroundWriter
 from tailrace.observability.rollout_records import RolloutEntry
-from tailrace.observability.sinks import BackgroundWriter, JsonlSink, RolloutWriter
+from tailrace.observability.sinks import JsonlSink, RolloutWriter
 from tailrace.observability.summary import LedgerSummary, RunSummary, write_summary
 from tailrace.records import (
     Branch,
@@ -122,11 +123,18 @@ def _row(step: int, reward: float, draw: random.Random) -> dict[str, float]:
         "staleness/mean": min(step, 1.2) + draw.gauss(0, 0.1),
         "staleness/max": min(step, 2 + (draw.random() > 0.8)),
         "policy/version": step,
-        "phase/generate_s": 1.5 + draw.gauss(0, 0.1),
-        "phase/train_s": 0.9 + draw.gauss(0, 0.05),
-        "phase/score_s": 0.02,
-        "phase/pack_s": 0.004,
-        "phase/publish_s": 0.05,
+        "phase/generate/wall_s": 1.5 + draw.gauss(0, 0.1),
+        "phase/generate/cpu_s": 0.02,
+        "phase/train/wall_s": 0.9 + draw.gauss(0, 0.05),
+        "phase/train/cpu_s": 0.8,
+        "phase/train/moved_bytes": 9_437_184.0,
+        "phase/score/wall_s": 0.02,
+        "phase/score/cpu_s": 0.01,
+        "phase/score/held_s": 0.011,
+        "phase/score/lag_p50_s": 1e-3,
+        "phase/score/lag_p99_s": 4e-3,
+        "phase/score/lag_max_s": 0.012,
+        "phase/publish/wall_s": 0.05,
         "lag/p50_s": 2e-4,
         "lag/p99_s": 4e-3 + 2e-3 * draw.random(),
         "lag/max_s": 0.01 + 0.05 * draw.random() ** 4,

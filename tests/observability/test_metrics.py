@@ -31,7 +31,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     [
         ("reward/mean", "reward/mean"),
         ("reward/alphabet-sort/mean", "reward/{environment}/mean"),
-        ("phase/score_s", "phase/{name}_s"),
+        ("phase/score/wall_s", "phase/{name}/wall_s"),
         ("rollout/failed/timeout", "rollout/failed/{reason}"),
         ("memory/trainer_rss_bytes", "memory/{role}_rss_bytes"),
         ("reward/my/own:sort/mean", "reward/{environment}/mean"),

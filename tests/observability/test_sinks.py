@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tailrace.observability.background import BackgroundWriter
 from tailrace.observability.rollout_records import RolloutEntry
-from tailrace.observability.sinks import BackgroundWriter, JsonlSink, RolloutWriter, read_jsonl, read_rollouts
+from tailrace.observability.sinks import JsonlSink, RolloutWriter, read_jsonl, read_rollouts
 from tailrace.records import (
     Completion,
     FinishReason,

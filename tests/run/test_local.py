@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.run.runs import IMPORTS, Command, command, records, rollouts, run_inline
+from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
@@ -26,6 +27,18 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def assert_the_trace_shows_every_process(path: Path) -> None:
+    events = read_trace(path)
+    shown = tracks(events)
+    assert shown.keys() == {"orchestrator", "trainer", "generator"}
+    assert shown["orchestrator"] >= {"rollouts", "batches", "weights"}
+    assert shown["trainer"] >= {"optimizer steps", "weights"}
+    assert shown["generator"] >= {"requests", "weights"}
+    for name in ("rollout", "generate", "score", "form_batch", "send_batch", "train", "publish", "request"):
+        assert spans(events, name), name
+    assert crossings(events) == []
+
+
 async def test_a_run_finishes_and_the_orchestrator_never_imports_torch(tmp_path: Path) -> None:
     with command(tmp_path, "--max_steps", "3") as run:
         run.wait_for_steps(1)
@@ -35,8 +48,9 @@ async def test_a_run_finishes_and_the_orchestrator_never_imports_torch(tmp_path:
     assert "finished: max_steps = 3 reached" in printed
     assert {path.name for path in run.folder.iterdir()} == {
         *("config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "reward.png"),
-        *("rollouts", "checkpoints", "logs"),
+        *("rollouts", "checkpoints", "logs", "trace.json"),
     }
+    assert_the_trace_shows_every_process(run.folder / "trace.json")
     assert {path.name for path in (run.folder / "logs").iterdir()} == {
         *("orchestrator.log", "trainer.log", "generator.log"),
     }

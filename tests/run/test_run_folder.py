@@ -15,6 +15,7 @@ from tailrace.observability.summary import RunSummary, read_summary
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.transport.event_log import read_events
 from tests.run.runs import records, rollouts, run_inline, tiny_settings
+from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 
 STEPS = 4
 CHOSEN = ("--max_steps", str(STEPS), "--schedule", "one-step-off")
@@ -43,10 +44,23 @@ def test_a_run_finishes_after_max_steps(summary: RunSummary) -> None:
 def test_the_folder_holds_what_the_map_says(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "reward.png"),
+        "trace.json",
         *("rollouts", "checkpoints", "logs"),
     }
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "report.html").read_text()
+
+
+def test_the_trace_is_valid_and_the_report_shows_the_lag_of_each_phase(folder: Path) -> None:
+    events = read_trace(folder / "trace.json")
+    assert len(spans(events, "train")) == STEPS
+    assert {"rollouts", "batches", "optimizer steps", "weights"} <= tracks(events)["orchestrator"]
+    assert crossings(events) == []
+    page = (folder / "report.html").read_text()
+    for phase in ("generate", "score", "advantages", "train", "optimizer", "record"):
+        assert f"<td>{phase}</td>" in page
+    assert f"tailrace.phases: step {STEPS}: " in (folder / "logs" / "orchestrator.log").read_text()
+    assert any(line.get("phase/advantages/lag_max_s") for line in records(folder / "metrics.jsonl"))
 
 
 def test_the_settings_can_be_run_again(folder: Path) -> None:

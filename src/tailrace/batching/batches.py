@@ -10,6 +10,7 @@ import numpy as np
 from tailrace.batching.packing import RowPlan, plan_rows_in_slices
 from tailrace.batching.samples import SampledGroup
 from tailrace.batching.slices import drained
+from tailrace.observability.phases import phase
 from tailrace.records import (
     Batch,
     BatchSummary,
@@ -67,15 +68,18 @@ def form_batch_in_slices(
     """See `form_batch`; yields now and then."""
     samples = [sample for group in groups for sample in group.samples]
     environments = tuple(sorted({group.group.task.environment for group in groups if group.samples}))
-    lengths = yield from _lengths(samples)
-    plan = yield from plan_rows_in_slices(lengths, row_tokens)
+    with phase("plan_rows"):
+        lengths = yield from _lengths(samples)
+        plan = yield from plan_rows_in_slices(lengths, row_tokens)
     order = plan.order.tolist()
     offsets = np.zeros(len(order) + 1, np.int32)
     np.cumsum(lengths[plan.order], out=offsets[1:])
     columns = _Columns(len(order), int(offsets[-1]), environments)
-    for first, last in _slices(offsets):
-        columns.fill(first, [samples[index] for index in order[first:last]], offsets[first : last + 1], judged_version)
-        yield
+    with phase("fill_columns"):
+        for first, last in _slices(offsets):
+            taken = [samples[index] for index in order[first:last]]
+            columns.fill(first, taken, offsets[first : last + 1], judged_version)
+            yield
     batch = Batch(
         summary=_summary(groups, plan, columns, step=step, judged_version=judged_version, row_tokens=row_tokens),
         token_ids=columns.token_ids,

@@ -31,6 +31,7 @@ from tailrace.generation.decisions import (
 )
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
 from tailrace.generation.inbox import Call, Inbox, Release, post, set_error, set_result
+from tailrace.observability.phases import phase
 from tailrace.records import Completion, FinishReason
 
 
@@ -185,7 +186,8 @@ class EngineLoop:
         """One of the two actions before new weights serve. A failure is the load's: the old weights go on."""
         began_s = time.perf_counter()
         try:
-            change()
+            with phase("change_weights", track="weights"):
+                change()
         except EngineFailed:
             raise
         except Exception as error:  # noqa: BLE001 - told to whoever asked for the weights, who tries again

@@ -13,6 +13,7 @@ What it does next is decided in `decisions`, and done in `engine_loop`.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -63,7 +64,10 @@ class Generator:
         self._inbox = Inbox()
         self._stager = Stager(self._inbox, weights)
         self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
-        self._thread = threading.Thread(target=self._worker.run, name="tailrace-engine", daemon=True)
+        context = contextvars.copy_context()  # so that what it takes is measured
+        self._thread = threading.Thread(
+            target=context.run, args=(self._worker.run,), name="tailrace-engine", daemon=True
+        )
         self._thread.start()
 
     async def __aenter__(self) -> Generator:

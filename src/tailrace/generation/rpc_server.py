@@ -55,6 +55,7 @@ from tailrace.generation.rpc_messages import (
     unpack_prompt,
 )
 from tailrace.generation.rpc_uploads import UploadedModelStateDicts
+from tailrace.observability.phases import phase
 from tailrace.records import Completion, ModelStateDictRef
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
 
@@ -210,7 +211,8 @@ class GeneratorServer:
             case HelloCall():
                 return await self._welcome(client, call), []
             case GenerateCall():
-                header, arrays = pack_completion(await self._generate(client, call, frames))
+                with phase("request", track="requests", about={"request": call.request_id}):
+                    header, arrays = pack_completion(await self._generate(client, call, frames))
                 return CompletionReply(call_id=call.call_id, completion=header), arrays
             case LoadCall():
                 ref = call.ref

@@ -14,10 +14,14 @@ from types import TracebackType
 
 import numpy as np
 
+from tailrace.observability.phases import PhaseRecorder
+
 _logger = logging.getLogger(__name__)
 
 _MAX_BEATS = 6_000
 """Heartbeats kept between two flushes: ten minutes at 10 Hz; the maximum is exact beyond that too."""
+_DRAWN_S = 0.001
+"""Lags below are not worth a point in the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +44,20 @@ class LoopLagMonitor:
     """Measures the lag of the loop it is started on. `async with LoopLagMonitor() as lag: ... lag.flush()`.
 
     A thread beside the loop watches the heartbeat, because a held loop can't report on itself: it logs the stack of the
-    loop's thread while the stall lasts, so that the log names the function.
+    loop's thread while the stall lasts, so that the log names the function. With `phases` (recorded on the same loop)
+    warnings name the phase as well, and stalls are in the trace.
     """
 
-    def __init__(self, interval_s: float = 0.1, *, stall_s: float = 1.0) -> None:
+    def __init__(self, interval_s: float = 0.1, *, stall_s: float = 1.0, phases: PhaseRecorder | None = None) -> None:
         self._interval_s = interval_s
         self._stall_s = stall_s
+        self._phases = phases
+        self._held_ns: dict[str, int] = {}
+        """By phase, up to the last heartbeat."""
         self._lags: deque[float] = deque(maxlen=_MAX_BEATS)
         self._max_s = 0.0
         self._stalls = 0
-        self._last_beat_s = 0.0
+        self._last_beat_s = self._drawn_s = 0.0
         self._loop_thread_id = 0
         self._stopping = threading.Event()
         self._task: asyncio.Task[None] | None = None
@@ -112,9 +120,32 @@ class LoopLagMonitor:
             self._last_beat_s = time.monotonic()
             self._lags.append(lag_s)
             self._max_s = max(self._max_s, lag_s)
+            blamed = self._blame()
             if lag_s > self._stall_s:
                 self._stalls += 1
-                _logger.warning("the event loop was held for %.1f s", lag_s)
+                _logger.warning("the event loop was held for %.1f s%s", lag_s, blamed)
+            self._draw(lag_s, blamed)
+
+    def _blame(self) -> str:
+        """Which phase held the loop most since the last heartbeat, for people."""
+        if self._phases is None:
+            return ""
+        before, self._held_ns = self._held_ns, self._phases.held_ns()
+        held_s = {name: (held_ns - before.get(name, 0)) / 1e9 for name, held_ns in self._held_ns.items()}
+        worst = max(held_s, key=held_s.__getitem__, default=None)
+        return "" if worst is None else f", {held_s[worst]:.1f} s of it in phase {worst!r}"
+
+    def _draw(self, lag_s: float, blamed: str) -> None:
+        """In the trace: a curve of the lag, and a span for each stall."""
+        trace = None if self._phases is None else self._phases.trace
+        if trace is None:
+            return
+        now_ns, lag_ns = time.monotonic_ns(), int(lag_s * 1e9)
+        if max(lag_s, self._drawn_s) > _DRAWN_S:
+            trace.add_value("event-loop lag", "ms", now_ns, lag_s * 1e3)
+            self._drawn_s = lag_s
+        if lag_s > self._stall_s:
+            trace.add_span("stall" + blamed, "event loop", 0, began_ns=now_ns - lag_ns, duration_ns=lag_ns)
 
     def _watch(self) -> None:
         reported_beat_s = -1.0
@@ -129,4 +160,5 @@ class LoopLagMonitor:
         if frame is None:
             return
         stack = "".join(traceback.format_stack(frame))
-        _logger.warning("the event loop has been held for over %.1f s, by:\n%s", self._stall_s, stack)
+        phase = "" if self._phases is None else f" in phase {self._phases.in_force!r}"
+        _logger.warning("the event loop has been held for over %.1f s%s, by:\n%s", self._stall_s, phase, stack)

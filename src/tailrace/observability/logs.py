@@ -12,6 +12,8 @@ from pathlib import Path
 _FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 _LINE_FORMAT = "%(asctime)s  %(message)s"
 _OURS = "tailrace"
+FILE_ONLY = "tailrace.phases"
+"""Logger of what would crowd a terminal: a line per step."""
 
 
 class Terminal(enum.StrEnum):
@@ -75,6 +77,7 @@ def setup_logging(
     shown = logging.StreamHandler(sys.stderr) if terminal is Terminal.LINES else recent
     if shown is not None:
         shown.setLevel(logging.INFO)
+        shown.addFilter(lambda record: record.name != FILE_ONLY)
         shown.setFormatter(logging.Formatter(_LINE_FORMAT, "%H:%M:%S"))
         handlers.append(shown)
     logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)

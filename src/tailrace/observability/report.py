@@ -18,6 +18,7 @@ from tailrace.observability.charts import Chart, Line, line_chart, reward_chart,
 from tailrace.observability.conversations import conversation, pretty, readable
 from tailrace.observability.formats import NOTHING, clock, compact, num_bytes, seconds, share
 from tailrace.observability.metrics import metric_spec
+from tailrace.observability.phase_report import ROW_HEADINGS, total_costs
 from tailrace.observability.run_folder import RunFolder, read_run_folder
 from tailrace.observability.summary import RunSummary, summary_lines
 
@@ -73,6 +74,8 @@ def _page(run: RunFolder, reward: Chart | None) -> str:
         conversations=[conversation(chosen) for chosen in run.rollouts],
         lines=[] if run.summary is None else summary_lines(run.summary),
         metrics=_metric_rows(run),
+        phase_headings=ROW_HEADINGS,
+        phases=[cost.row() for cost in total_costs(run.steps)],
     )
 
 
@@ -211,8 +214,8 @@ def _held_out_lines(run: RunFolder) -> list[Line]:
 
 def _phase_lines(run: RunFolder) -> list[Line]:
     """The longest phases first."""
-    names = run.names("phase/", "_s")
-    lines = [Line(name.removeprefix("phase/").removesuffix("_s"), run.series(name)) for name in names]
+    names = run.names("phase/", "/wall_s")
+    lines = [Line(name.removeprefix("phase/").removesuffix("/wall_s"), run.series(name)) for name in names]
     return sorted(lines, key=lambda line: -sum(line.series.values))[:_PHASES]
 
 

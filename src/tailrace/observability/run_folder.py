@@ -58,6 +58,11 @@ class RunFolder:
         ]
         return Series([step for step, _ in points], [value for _, value in points])
 
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """The metrics of each line, without what is no number."""
+        return [{name: float(value) for name, value in row.items() if _is_number(value)} for row in self.rows]
+
     def names(self, prefix: str, suffix: str) -> list[str]:
         """Metric names of a family that occur, in order of appearance."""
         found = {name: None for row in self.rows for name in row if name.startswith(prefix) and name.endswith(suffix)}

@@ -32,4 +32,9 @@ class ObservabilitySettings(BaseModel):
     queue_records: int = Field(
         256, ge=1, description="Writes that may wait for the disk; more are dropped and counted, never waited for."
     )
+    trace_mb: float = Field(
+        16.0,
+        ge=0,
+        description="Megabytes that each process may add to trace.json, from its start on; 0 writes no trace.",
+    )
     report: bool = Field(True, description="Write report.html and reward.png at the end of the run.")

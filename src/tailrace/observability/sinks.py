@@ -8,17 +8,14 @@ sink's first failure is logged, all are counted, and the next record is tried ag
 
 from __future__ import annotations
 
-import logging
 import os
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tailrace.observability.background import BackgroundWriter
+from tailrace.observability.phases import phase
 from tailrace.observability.rollout_records import (
     RolloutEntry,
     RolloutRecord,
@@ -27,72 +24,6 @@ from tailrace.observability.rollout_records import (
     rollout_record,
 )
 from tailrace.records import Json
-
-_logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SinkStatistics:
-    """What became of the writes so far."""
-
-    written: int
-    dropped: int
-    """The queue was full, or closed."""
-    failed: int
-    """The disk or the record refused."""
-    waiting: int
-
-
-class BackgroundWriter:
-    """Runs jobs (each writes one record or one file) in order, in one thread, behind a bounded queue."""
-
-    def __init__(self, *, queue_records: int = 256) -> None:
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_records)
-        self._written = 0
-        self._dropped = 0
-        self._failed = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="observability-writer", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Run `job` in the writer thread. Never waits: False, and counted, without room or once closed."""
-        if not self._closed:
-            try:
-                self._jobs.put_nowait(job)
-                return True
-            except queue.Full:
-                pass
-        self._dropped += 1
-        if self._dropped == 1:
-            _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
-        return False
-
-    def statistics(self) -> SinkStatistics:
-        """Counts so far."""
-        return SinkStatistics(self._written, self._dropped, self._failed, self._jobs.qsize())
-
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Take no more jobs, finish those that wait. Blocks: call it off the loop. True when all was done."""
-        if not self._closed:
-            self._closed = True
-            deadline_s = time.monotonic() + timeout_s
-            try:
-                self._jobs.put(None, timeout=timeout_s)
-            except queue.Full:
-                return False
-            self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-                self._written += 1
-            except Exception as error:  # noqa: BLE001 - whatever a sink raises is counted; the run goes on without it
-                self._failed += 1
-                if self._failed == 1:
-                    _logger.warning("a record could not be written, and the run goes on without it: %s", error)
 
 
 class JsonlSink:
@@ -114,7 +45,8 @@ class JsonlSink:
         return self._writer.submit(lambda: self._append(line))
 
     def _append(self, record: dict[str, Json]) -> None:
-        _append_bytes(self._path, msgspec.json.encode(record) + b"\n")
+        with phase("write_metrics"):
+            _append_bytes(self._path, msgspec.json.encode(record) + b"\n")
 
 
 class RolloutWriter:
@@ -144,7 +76,10 @@ class RolloutWriter:
         return self._writer.submit(lambda: self._append(path, step, kept))
 
     def _append(self, path: Path, step: int, entries: tuple[RolloutEntry, ...]) -> None:
-        _append_bytes(path, b"".join(encode_line(rollout_record(entry, step)) for entry in entries))
+        with phase("write_rollouts") as writing:
+            data = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
+            writing.add_bytes(len(data))
+            _append_bytes(path, data)
 
 
 def rollouts_path(folder: Path, step: int) -> Path:

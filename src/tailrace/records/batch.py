@@ -102,6 +102,12 @@ class Batch:
         """Rows in the plan."""
         return len(self.row_offsets) - 1
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the columns of the tokens."""
+        columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask, self.mixed_cache)
+        return sum(column.nbytes for column in columns) + self.advantages.nbytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchRow:

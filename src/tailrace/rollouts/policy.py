@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from tailrace.errors import BudgetExceeded, RolloutError
+from tailrace.observability.phases import phase
 from tailrace.records import (
     Branch,
     Completion,
@@ -85,11 +86,13 @@ class RolloutPolicy:
         await self._require_open()
         messages = self._with_system_prompt(messages)
         self._require_turn()
-        conversation, context = self._place(messages, tools)
-        limit = self._completion_limit(conversation, len(context), max_tokens)
-        self._begin_turn(conversation, context, messages)
+        with phase("render"):
+            conversation, context = self._place(messages, tools)
+            limit = self._completion_limit(conversation, len(context), max_tokens)
+            self._begin_turn(conversation, context, messages)
         completion = await self._sample(conversation, limit)
-        return self._record(conversation, completion)
+        with phase("parse"):
+            return self._record(conversation, completion)
 
     def keep(self, messages: Sequence[Message]) -> None:
         """Add what follows the last reply to the conversation kept for people; the policy never answers it."""
@@ -204,13 +207,14 @@ class RolloutPolicy:
         assert task is not None  # coroutines run in tasks
         self._turns.add(task)
         try:
-            completion = await self._generate(
-                conversation.branch.token_ids,
-                sampling=self._sampling(limit, turn),
-                request_id=f"{self._rollout.rollout_id}/{conversation.index}/{turn}",
-                session_id=f"{self._rollout.rollout_id}/{conversation.index}",
-                group_id=self._rollout.group_id,
-            )
+            with phase("generate", about={"turn": turn}):
+                completion = await self._generate(
+                    conversation.branch.token_ids,
+                    sampling=self._sampling(limit, turn),
+                    request_id=f"{self._rollout.rollout_id}/{conversation.index}/{turn}",
+                    session_id=f"{self._rollout.rollout_id}/{conversation.index}",
+                    group_id=self._rollout.group_id,
+                )
         finally:
             conversation.is_waiting = False
             self._turns.discard(task)

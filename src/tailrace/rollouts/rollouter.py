@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tailrace.environments import Agent, EnvironmentSettings, EnvironmentSpec
 from tailrace.errors import BudgetExceeded, RequestRefused, RolloutError, ScoringFailed
+from tailrace.observability.phases import phase
 from tailrace.records import Generate, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agents import environment_agent, hosted_agent
 from tailrace.rollouts.attempts import Attempts
@@ -119,12 +120,13 @@ class Rollouter:
         self._failures.started += 1
         has_ended = False
         try:
-            await self._attempts.run(
-                self._attempt(rollout, policy, spec, limit_s),
-                what=f"task {task.task_id}: rollout {rollout_id}",
-                limit_s=limit_s,
-                stop=policy.stop,
-            )
+            with phase("rollout", track="rollouts", about={"rollout": rollout_id, "attempt": attempt}):
+                await self._attempts.run(
+                    self._attempt(rollout, policy, spec, limit_s),
+                    what=f"task {task.task_id}: rollout {rollout_id}",
+                    limit_s=limit_s,
+                    stop=policy.stop,
+                )
             has_ended = True
         except (RolloutError, RequestRefused) as error:
             if not self._scorer.has_counted(error):
@@ -152,7 +154,8 @@ class Rollouter:
             work = self._score_group(group, spec, limit_s)
             return await self._attempts.run(work, what=what, limit_s=limit_s, stop=_nothing)
 
-        return await self._scorer.score(group, score_group)
+        with phase("score_group", track="groups", about={"group": group.group_id}):
+            return await self._scorer.score(group, score_group)
 
     async def _score_group(self, group: Group, spec: EnvironmentSpec, limit_s: float) -> Group | list[Group] | None:
         """Named functions that see the whole group first; then `score_group` or the judge, which see their rewards."""
@@ -188,7 +191,8 @@ class Rollouter:
             async with blamed_on(task), within(limit_s, task, ends_s=ends_s):
                 return await self._rewards.score(rollout, spec, returned)
 
-        await self._scorer.reward(rollout, reward)
+        with phase("score"):
+            await self._scorer.reward(rollout, reward)
 
     def _policy(self, rollout: Rollout, max_turns: int) -> RolloutPolicy:
         return RolloutPolicy(
@@ -208,7 +212,8 @@ class Rollouter:
         clock = asyncio.get_running_loop()
         started_s = clock.time()
         try:
-            return await self._agent(spec)(rollout.task, policy)
+            with phase("environment"):
+                return await self._agent(spec)(rollout.task, policy)
         except BudgetExceeded:
             if not spec.scores_rollouts or not rollout.messages:
                 raise

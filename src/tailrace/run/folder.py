@@ -55,6 +55,16 @@ class RunPaths:
         return self.root / "logs"
 
     @property
+    def trace(self) -> Path:
+        """A Chrome trace of all processes, written when the run ends."""
+        return self.root / "trace.json"
+
+    @property
+    def trace_parts(self) -> Path:
+        """What each process has written of it so far."""
+        return self.root / "trace"
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer's files, where the model's own folder is not a local one."""
         return self.root / "tokenizer"

@@ -13,8 +13,10 @@ import numpy as np
 from tailrace.batching import FormedBatch
 from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.observability.lag import LoopLagMonitor
+from tailrace.observability.logs import FILE_ONLY
 from tailrace.observability.metrics import MetricsAccumulator
-from tailrace.observability.phases import PhaseTimer
+from tailrace.observability.phase_report import phase_line
+from tailrace.observability.phases import PhaseRecorder, phase
 from tailrace.observability.recording import RunRecorder
 from tailrace.observability.rollout_records import RolloutEntry
 from tailrace.observability.sinks import JsonlSink, RolloutWriter
@@ -36,14 +38,14 @@ from tailrace.scheduling import EnvironmentFigures, Evaluation, SchedulerStatist
 
 _logger = logging.getLogger(__name__)
 
-_ROLLOUT_PHASES = ("generate", "environment", "score")
+_phase_logger = logging.getLogger(FILE_ONLY)
+
 _WAITS = {
     Verdict.BUDGET_SPENT: "budget_wait_s",
     Verdict.BUFFER_FULL: "buffer_wait_s",
     Verdict.WEIGHTS_OLD: "weights_wait_s",
     Verdict.STEP_STARTED: "edge_wait_s",
 }
-_TRAINER_PHASES = {"train": "training/step_s", "publish": "training/publish_s", "checkpoint": "training/checkpoint_s"}
 
 
 @dataclass(slots=True)
@@ -81,6 +83,7 @@ class RunObserver:
         metrics: JsonlSink,
         rollouts: RolloutWriter,
         lag: LoopLagMonitor,
+        phases: PhaseRecorder,
         meter: ProcessMeter,
         statistics: Callable[[], SchedulerStatistics],
         replicas: Callable[[], list[ReplicaFigures]],
@@ -91,11 +94,11 @@ class RunObserver:
         self.latest: dict[str, float] = {}
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
-        self.phases = PhaseTimer()
         self._metrics = MetricsAccumulator()
         self._recorder = RunRecorder(self._metrics)
         self.bias = self._recorder.bias
         self._sink, self._rollouts = metrics, rollouts
+        self._phases = phases
         self._lag, self._meter, self._statistics, self._replicas = lag, meter, statistics, replicas
         self._environments = environments
         self._judge_usage, self._judged = judge_usage, JudgeUsage()
@@ -138,8 +141,6 @@ class RunObserver:
         """See `SchedulerObserver`."""
         self.totals.tokens_generated += rollout.num_completion_tokens
         self._recorder.rollout_finished(rollout)
-        for phase in _ROLLOUT_PHASES:
-            self.phases.add(phase, rollout.metrics.get(f"{phase}_s", 0.0))
 
     def rollout_lost(self, rollout: Rollout) -> None:
         """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it."""
@@ -172,13 +173,15 @@ class RunObserver:
 
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
         """See `SchedulerObserver`."""
+        with phase("record"):
+            self._record_step(event, formed)
+
+    def _record_step(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
         now, summary, totals = self._clock(), formed.batch.summary, self.totals
         elapsed_s = max(now - self.last_step_s, 1e-9)
         self._recorder.batch_sent(summary)
         if isinstance(event, StepTrained):
             self._metrics.update(event.metrics)
-            for phase, name in _TRAINER_PHASES.items():
-                self.phases.add(phase, event.metrics.get(name, 0.0))
             totals.tokens_trained += summary.loss_tokens
             totals.staleness_sum += summary.staleness_mean * summary.loss_tokens
             totals.staleness_max = max(totals.staleness_max, summary.staleness_max)
@@ -195,11 +198,11 @@ class RunObserver:
         self._rollouts.write(event.step, self._entries)
         self._entries = []
         self.last_step_s = now
+        _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
 
     def weights_installed(self, duration_s: float) -> None:
         """The generator serves newer weights, `duration_s` after it was told of them."""
         self._metrics.add("generation/load_model_state_dict_s", duration_s)
-        self.phases.add("load_model_state_dict", duration_s)
 
     def weights_not_installed(self) -> None:
         """The generator could not take newer weights, and goes on with the old ones."""
@@ -253,10 +256,11 @@ class RunObserver:
         lag = self._lag.flush()
         self.totals.lag_max_s = max(self.totals.lag_max_s, lag.max_s)
         self._metrics.update(lag.metrics())
-        self._metrics.update(self.phases.flush())
+        for name, used in self._phases.flush().items():
+            self._metrics.update(used.metrics(name))
         usage = self._meter.read()
-        for role, used in usage.items():
-            add(f"memory/{role}_rss_bytes", used.rss_bytes)
-            add(f"cpu/{role}_s", used.cpu_s - (self._usage[role].cpu_s if role in self._usage else 0.0))
+        for role, process in usage.items():
+            add(f"memory/{role}_rss_bytes", process.rss_bytes)
+            add(f"cpu/{role}_s", process.cpu_s - (self._usage[role].cpu_s if role in self._usage else 0.0))
         self._usage = usage
         add("sinks/dropped_records", self._sink.lost_records)

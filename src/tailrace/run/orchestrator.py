@@ -19,6 +19,7 @@ from typing import Any
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TailraceError, TransportError
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
+from tailrace.observability.phases import phase
 from tailrace.records import (
     CheckpointWritten,
     ModelStateDictPublished,
@@ -263,7 +264,8 @@ class Orchestrator:
         clock = asyncio.get_running_loop().time
         since = clock()
         try:
-            version = await self._placement.load_model_state_dict(ref)
+            with phase("load_model_state_dict", track="weights", about={"version": ref.version}):
+                version = await self._placement.load_model_state_dict(ref)
             self.installed_version = max(self.installed_version, version)
             self._changed.set()
             if self.scheduler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -12,9 +13,11 @@ from tailrace.generation.generator import Generator
 from tailrace.generation.rpc_server import GeneratorServer
 from tailrace.lifecycle.resources import RunResources
 from tailrace.observability.logs import setup_logging
+from tailrace.observability.phases import PhaseRecorder
 from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
 from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory, make_trainer
+from tailrace.run.phases import recording_phases
 from tailrace.transport.batch_queue import BatchReceiver
 from tailrace.transport.event_log import EventLog
 from tailrace.transport.event_log_rpc import EventLogClient
@@ -77,11 +80,16 @@ async def trainer(encoded: bytes) -> None:
     """The trainer's process. Leaves when the event log ends: by then its terminal record was read."""
     role = msgspec.json.decode(encoded, type=RoleSettings)
     setup_logging("trainer", role.paths.logs, level=role.run.observability.log_level)
+    async with recording_phases("trainer", role.paths, role.run.observability) as phases:
+        await asyncio.create_task(_serve_trainer(role, phases), name="trainer")
+
+
+async def _serve_trainer(role: RoleSettings, phases: PhaseRecorder) -> None:
     log = EventLogClient(role.address("events"), role.epoch)
     batches = SharedMemoryBatchReceiver(role.address("batches"), Path(role.shared_memory))
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
     try:
-        await run_trainer_role(role, batches, store, log)
+        await run_trainer_role(role, batches, store, log, phases)
         async for _ in log.follow():
             pass
     finally:
@@ -91,9 +99,16 @@ async def trainer(encoded: bytes) -> None:
 
 
 async def run_trainer_role(
-    role: RoleSettings, batches: BatchReceiver, store: ModelStateDictStore, log: EventLog
+    role: RoleSettings,
+    batches: BatchReceiver,
+    store: ModelStateDictStore,
+    log: EventLog,
+    phases: PhaseRecorder | None = None,
 ) -> None:
-    """Train until the terminal record, which this writes on every way out."""
+    """Train until the terminal record, which this writes on every way out.
+
+    `phases` of a process of its own are told with each step.
+    """
     from tailrace.training.checkpoints import latest_checkpoint
     from tailrace.training.loop import TrainerPlan, run_trainer
 
@@ -108,6 +123,7 @@ async def run_trainer_role(
         checkpoints=role.paths.checkpoints,
         resume_from=newest,
         publish_dtype=settings.model.dtype,
+        phases=phases,
     )
     await run_trainer(lambda: make_trainer(settings), batches, store, log, plan)
 
@@ -117,6 +133,11 @@ async def generator(encoded: bytes) -> None:
     role = msgspec.json.decode(encoded, type=RoleSettings)
     settings = role.run
     setup_logging(role.name, role.paths.logs, level=settings.observability.log_level)
+    async with recording_phases(role.name, role.paths, settings.observability):
+        await asyncio.create_task(_serve_generator(role, settings), name=role.name)
+
+
+async def _serve_generator(role: RoleSettings, settings: RunSettings) -> None:
     seeded = settings.model_copy(update={"generator": settings.generator.model_copy(update={"seed": role.seed})})
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
     engine = Generator(engine_factory(seeded), settings.generator.weights)

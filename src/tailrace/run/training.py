@@ -20,17 +20,20 @@ from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.signals import StopSignals
+from tailrace.observability.background import BackgroundWriter
 from tailrace.observability.lag import LoopLagMonitor
 from tailrace.observability.live import LiveView, wants_live_view
 from tailrace.observability.logs import Terminal, setup_logging
+from tailrace.observability.phases import PhaseRecorder
 from tailrace.observability.report import write_report
 from tailrace.observability.run_view import RunView
-from tailrace.observability.sinks import BackgroundWriter, JsonlSink, RolloutWriter
+from tailrace.observability.sinks import JsonlSink, RolloutWriter
 from tailrace.observability.summary import RunSummary, write_summary
 from tailrace.records import Completion, RunStatus, Task, TrainerEnded, TrainerStarted
 from tailrace.rollouts import ChatRenderer, Rollouter
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
+from tailrace.run.orchestrator import ROLE as ORCHESTRATOR
 from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
 from tailrace.run.parts import (
     EnvironmentRunner,
@@ -43,6 +46,7 @@ from tailrace.run.parts import (
     require_held_out_tasks,
     task_stream,
 )
+from tailrace.run.phases import recording_phases, traced_run
 from tailrace.run.placement import Placement, open_placement
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.summary import Figures, figures
@@ -76,10 +80,12 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     async with contextlib.AsyncExitStack() as stack:
         if settings.placement == "local":  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
+        await stack.enter_async_context(traced_run(paths, observability))
+        phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
         lag = await stack.enter_async_context(
-            LoopLagMonitor(observability.lag_interval_s, stall_s=observability.stall_s)
+            LoopLagMonitor(observability.lag_interval_s, stall_s=observability.stall_s, phases=phases)
         )
-        run = _Training(settings, paths, environments, renderer, lag)
+        run = _Training(settings, paths, environments, renderer, lag=lag, phases=phases)
         live = LiveView(
             run.view,
             terminal=terminal is Terminal.LIVE,
@@ -108,9 +114,12 @@ class _Training:
         paths: RunPaths,
         environments: dict[str, LoadedEnvironment],
         renderer: ChatRenderer,
+        *,
         lag: LoopLagMonitor,
+        phases: PhaseRecorder,
     ) -> None:
         self._settings, self._paths, self._environments, self._lag = settings, paths, environments, lag
+        self._phases = phases
         self._renderer = renderer
         self._orchestrator: Orchestrator | None = None
         self._holding: HoldingGenerate | None = None
@@ -185,6 +194,7 @@ class _Training:
             metrics=JsonlSink(self._paths.metrics, self._writer),
             rollouts=RolloutWriter(self._paths.rollouts, self._writer, every_steps=observability.rollouts_every_steps),
             lag=self._lag,
+            phases=self._phases,
             meter=meter,
             statistics=lambda: scheduler.statistics,
             replicas=placement.replicas,

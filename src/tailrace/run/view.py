@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tailrace.config import RunSettings
 from tailrace.observability.lag import LoopLagMonitor
+from tailrace.observability.phase_report import phase_costs
 from tailrace.observability.run_view import RunView
 from tailrace.records import TerminalState
 from tailrace.run.orchestrator import Orchestrator
@@ -62,11 +63,7 @@ def run_view(
         groups_per_batch=_groups_per_batch(settings),
         queued_batches=statistics.batches_ahead,
         running_rollouts=statistics.running,
-        phases_s={
-            name.removeprefix("phase/").removesuffix("_s"): value
-            for name, value in latest.items()
-            if name.startswith("phase/")
-        },
+        phases_s={cost.name: cost.values.get("wall_s", 0.0) for cost in phase_costs(latest)},
         lag=lag.snapshot(),
         failures=dict(observer.totals.failures),
         rollouts_trained=ledger.total(TerminalState.TRAINED),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from tailrace.batching import FormedBatch, SampledGroup, form_batch_in_slices, sample_group
+from tailrace.observability.phases import phase
 from tailrace.records import Outcome
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.ready import ReadyGroup, ReadyQueue
@@ -76,12 +77,13 @@ class BatchFormer:
         """One group's samples; None where it is started again instead."""
         on_stale = self._settings.on_stale
         self._on_taken(ready)
-        taken = sample_group(
-            ready.group,
-            judged_version=judged_version,
-            max_staleness=self._max_staleness,
-            drop_stale=on_stale == "drop",
-        )
+        with phase("sample"):
+            taken = sample_group(
+                ready.group,
+                judged_version=judged_version,
+                max_staleness=self._max_staleness,
+                drop_stale=on_stale == "drop",
+            )
         if on_stale == "restart" and taken.masked_tokens and ready.opened.restarts < self._settings.max_restarts:
             self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
             self._on_restart(ready)

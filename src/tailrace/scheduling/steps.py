@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from tailrace.batching import FormedBatch
 from tailrace.batching.slices import drained
+from tailrace.observability.phases import phase
 from tailrace.records import Outcome, StepSkipped, StepTrained
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.observer import SchedulerObserver
@@ -39,13 +40,15 @@ class EndedSteps:
 
     async def end_next(self) -> None:
         """Write the next one down, the event loop's other tasks in between."""
-        await in_turns(self._waiting[0])
+        with phase("retire"):
+            await in_turns(self._waiting[0])
         self._waiting.popleft()
 
     def drain(self) -> None:
         """Write all of them down at once."""
-        while self._waiting:
-            drained(self._waiting.popleft())
+        with phase("retire"):
+            while self._waiting:
+                drained(self._waiting.popleft())
 
     def _end(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> Generator[None, None, None]:
         outcome = Outcome.trained(event.step) if isinstance(event, StepTrained) else Outcome.filtered(event.reason)

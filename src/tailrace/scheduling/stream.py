@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from tailrace.batching import FormedBatch, compute_advantages, filter_reason
+from tailrace.observability.phases import phase
 from tailrace.records import Batch, Group, GroupId, Outcome, Rollout, StepSkipped, StepTrained, Task
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
@@ -296,8 +297,9 @@ class StreamScheduler:
         return [one for one in scored if self._is_trainable(one)]
 
     def _is_trainable(self, group: Group) -> bool:
-        compute_advantages(group, self._settings.advantage)
-        reason = filter_reason(group, filter_zero_spread=self._settings.filter_zero_spread)
+        with phase("advantages"):
+            compute_advantages(group, self._settings.advantage)
+            reason = filter_reason(group, filter_zero_spread=self._settings.filter_zero_spread)
         self._observer.group_scored(group, reason)
         if reason is not None:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
@@ -349,14 +351,18 @@ class StreamScheduler:
         progress = self._progress
         step, judged_version = progress.step + progress.ahead + 1, progress.judged_version
         progress.is_forming = True
-        return await in_turns(self._former.form(step=step, judged_version=judged_version, scheduler_state=self._state))
+        with phase("form_batch", track="batches", about={"step": step}):
+            forming = self._former.form(step=step, judged_version=judged_version, scheduler_state=self._state)
+            return await in_turns(forming)
 
     async def _send_batch(self, formed: FormedBatch) -> None:
         self._progress.sent.append(formed)
         self._progress.is_forming = False
         self._judged.fruitful()
         self._trainer_waits.set(False)
-        await self._send(formed.batch)
+        summary = formed.batch.summary
+        with phase("send_batch", track="batches", num_bytes=formed.batch.num_bytes, about={"step": summary.step}):
+            await self._send(formed.batch)
         self._observer.batch_sent(formed)
 
     def _may_form(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from tailrace.errors import PeerGone, TransportError
+from tailrace.observability.phases import PhaseRecorder, phase
 from tailrace.records import (
     Batch,
     CheckpointWritten,
@@ -56,6 +58,8 @@ class TrainerPlan:
     """Checkpoint to continue from."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of published weights: what the generators compute in."""
+    phases: PhaseRecorder | None = None
+    """Of this process, told with each step; None where the trainer shares a process whose recorder others read."""
 
 
 async def run_trainer(
@@ -142,7 +146,9 @@ class _TrainerLoop:
 
     async def _train(self, trainer: Trainer, batch: Batch) -> None:
         """One batch, from compute to acknowledgement."""
-        result = await self._in_thread(lambda: trainer.train_step(batch))
+        about = {"step": batch.summary.step}
+        with phase("train", track="optimizer steps", num_bytes=batch.num_bytes, about=about):
+            result = await self._in_thread(lambda: trainer.train_step(batch))
         self._step, self._scheduler_state = result.step, batch.scheduler_state
         if result.skipped is not None:
             await self._events.append(
@@ -153,6 +159,7 @@ class _TrainerLoop:
             if self._checkpoint_s is not None:
                 metrics["training/checkpoint_s"] = self._checkpoint_s
                 self._checkpoint_s = None
+            metrics |= self._phase_metrics()
             await self._events.append(
                 StepTrained(epoch=self._plan.epoch, step=result.step, version=result.version, metrics=metrics)
             )
@@ -164,9 +171,11 @@ class _TrainerLoop:
     async def _publish(self, trainer: Trainer) -> float:
         """Leave the weights in the store and say so; returns the seconds it took."""
         started_s = time.perf_counter()
-        ref = await self._in_thread(
-            lambda: self._store.publish(trainer.model_state_dict(self._plan.publish_dtype), trainer.version)
-        )
+        with phase("publish", track="weights", about={"version": trainer.version}) as publishing:
+            ref = await self._in_thread(
+                lambda: self._store.publish(trainer.model_state_dict(self._plan.publish_dtype), trainer.version)
+            )
+            publishing.add_bytes(ref.num_bytes)
         await self._events.append(ModelStateDictPublished(epoch=self._plan.epoch, ref=ref))
         return time.perf_counter() - started_s
 
@@ -175,7 +184,8 @@ class _TrainerLoop:
         if self._saved_step == trainer.step:
             return
         started_s = time.perf_counter()
-        path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints, self._scheduler_state))
+        with phase("checkpoint", track="checkpoints", about={"step": trainer.step}):
+            path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints, self._scheduler_state))
         self._checkpoint_s = time.perf_counter() - started_s
         self._saved_step = trainer.step
         await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=trainer.step, path=str(path)))
@@ -186,7 +196,8 @@ class _TrainerLoop:
             return self._stop.result()
         receiving = asyncio.create_task(self._batches.receive(), name="trainer: next batch")
         try:
-            await asyncio.wait({receiving, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+            with phase("wait_for_batch", track="optimizer steps"):
+                await asyncio.wait({receiving, self._stop}, return_when=asyncio.FIRST_COMPLETED)
             return self._stop.result() if self._stop.done() else receiving.result()
         finally:
             receiving.cancel()
@@ -201,12 +212,17 @@ class _TrainerLoop:
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
         """Run `work` in the trainer's thread. When cancelled, waits for it to finish first: nothing runs on unseen."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        context = contextvars.copy_context()  # phases inside are those of the phase around
+        future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait({future})
             raise
+
+    def _phase_metrics(self) -> dict[str, float]:
+        used = self._plan.phases.flush() if self._plan.phases is not None else {}
+        return {name: value for role, usage in used.items() for name, value in usage.metrics(role).items()}
 
     async def _end(self, status: RunStatus, reason: str) -> TrainerEnded:
         ended = TrainerEnded(epoch=self._plan.epoch, status=status, step=self._step, reason=reason)

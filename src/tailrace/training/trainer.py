@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tailrace.errors import Diverged, ModelError, PayloadLost, TrainingError
 from tailrace.generation.engines.loading import load_causal_lm
+from tailrace.observability.phases import phase
 from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
 from tailrace.training import checkpoints
 from tailrace.training.losses import LossSums, policy_loss
@@ -110,12 +111,14 @@ class Trainer:
         self.step = batch.summary.step
         if batch.summary.loss_tokens == 0:
             return self._skip(NOTHING_TRAINABLE, {})
-        sums = self._accumulate_gradients(batch)
-        grad_norm = self._clip_gradients()
+        with phase("gradients"):
+            sums = self._accumulate_gradients(batch)
+            grad_norm = self._clip_gradients()
         metrics = sums.metrics() | self._policy.take_replay_counts().metrics() | {"training/grad_norm": grad_norm}
         if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
             return self._skip_not_finite(metrics)
-        metrics["training/learning_rate"] = self._update()
+        with phase("optimizer"):
+            metrics["training/learning_rate"] = self._update()
         step_s = time.perf_counter() - started_s
         metrics["training/step_s"] = step_s
         metrics["training/tokens_per_s"] = batch.summary.num_tokens / step_s

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
+from tailrace.observability.phases import phase
 from tailrace.records import Batch
 from tailrace.transport.batch_codec import batch_metadata, batch_tensors, read_batch
 from tailrace.transport.batch_queue import require_capacity
@@ -101,8 +102,9 @@ class SharedMemoryBatchSender:
             self._changed.set()
 
     def _write(self, segment: SegmentFile, batch: Batch, sequence: int) -> int:
-        metadata = batch_metadata(batch, checksum_body=self._checksum_bodies)
-        return segment.write(batch_tensors(batch), metadata, sequence)
+        with phase("write_batch", num_bytes=batch.num_bytes):
+            metadata = batch_metadata(batch, checksum_body=self._checksum_bodies)
+            return segment.write(batch_tensors(batch), metadata, sequence)
 
     def _create_segment(self) -> SegmentFile:
         segment = SegmentFile(self._folder / f"batch-{os.getpid()}-{len(self._segments)}.safetensors")

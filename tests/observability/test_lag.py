@@ -7,25 +7,34 @@ import time
 import pytest
 
 from tailrace.observability.lag import LoopLagMonitor
-from tailrace.observability.phases import PhaseTimer
+from tailrace.observability.phases import PhaseRecorder, phase
+
+PATIENCE_S = 60.0
 
 
 def hold_the_loop(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def hold_until_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Until the thread beside the loop has had the time to write its stack down."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while "has been held" not in caplog.text:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 async def test_a_held_loop_is_measured_and_the_log_names_the_function(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         async with LoopLagMonitor(0.01, stall_s=0.1) as lag:
             await asyncio.sleep(0.03)
-            hold_the_loop(0.4)
+            hold_until_it_is_told(caplog)
             await asyncio.sleep(0.05)
             statistics = lag.flush()
-    assert statistics.max_s > 0.3
-    assert statistics.stalls == 1
+    assert statistics.max_s > 0.1
+    assert statistics.stalls >= 1
     assert statistics.p50_s <= statistics.p90_s <= statistics.p99_s <= statistics.max_s
-    assert caplog.text.count("hold_the_loop") >= 1
-    assert caplog.text.count("has been held") == 1
+    assert "hold_until_it_is_told" in caplog.text
 
 
 async def test_a_snapshot_taken_right_after_a_stall_shows_it() -> None:
@@ -54,10 +63,15 @@ async def test_stopping_leaves_no_task_behind_and_starting_twice_is_refused() ->
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_phases_add_up_and_start_over() -> None:
-    timer = PhaseTimer()
-    timer.add("score", 0.5)
-    timer.add("score", 0.25)
-    timer.add("pack", 2.0)
-    assert timer.flush() == {"phase/score_s": 0.75, "phase/pack_s": 2.0}
-    assert timer.flush() == {}
+async def test_a_warning_names_the_phase_that_held_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        with phase("score"):
+            hold_until_it_is_told(caplog)
+
+    with caplog.at_level(logging.WARNING), PhaseRecorder().recording() as phases:
+        async with LoopLagMonitor(0.01, stall_s=0.1, phases=phases):
+            await asyncio.sleep(0.03)
+            await asyncio.create_task(work())
+            await asyncio.sleep(0.05)  # the heartbeat is overdue, so it comes first
+    assert "has been held for over 0.1 s in phase 'score'" in caplog.text
+    assert "s of it in phase 'score'" in caplog.text

@@ -1,0 +1,78 @@
+"""One thread that writes, behind a bounded queue: nobody waits for a disk."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SinkStatistics:
+    """What became of the writes so far."""
+
+    written: int
+    dropped: int
+    """The queue was full, or closed."""
+    failed: int
+    """The disk or the record refused."""
+    waiting: int
+
+
+class BackgroundWriter:
+    """Runs jobs (each writes one record or one file) in order, in one thread, behind a bounded queue."""
+
+    def __init__(self, *, queue_records: int = 256) -> None:
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_records)
+        self._written = 0
+        self._dropped = 0
+        self._failed = 0
+        self._closed = False
+        context = contextvars.copy_context()  # so that what it takes is measured
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="observability-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run `job` in the writer thread. Never waits: False, and counted, without room or once closed."""
+        if not self._closed:
+            try:
+                self._jobs.put_nowait(job)
+                return True
+            except queue.Full:
+                pass
+        self._dropped += 1
+        if self._dropped == 1:
+            _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
+        return False
+
+    def statistics(self) -> SinkStatistics:
+        """Counts so far."""
+        return SinkStatistics(self._written, self._dropped, self._failed, self._jobs.qsize())
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Take no more jobs, finish those that wait. Blocks: call it off the loop. True when all was done."""
+        if not self._closed:
+            self._closed = True
+            deadline_s = time.monotonic() + timeout_s
+            try:
+                self._jobs.put(None, timeout=timeout_s)
+            except queue.Full:
+                return False
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+                self._written += 1
+            except Exception as error:  # noqa: BLE001 - whatever a sink raises is counted; the run goes on without it
+                self._failed += 1
+                if self._failed == 1:
+                    _logger.warning("a record could not be written, and the run goes on without it: %s", error)

@@ -1,0 +1,47 @@
+"""What every process of a run measures of itself: its phases, for the metrics, and its part of the trace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tailrace.observability.phases import PhaseRecorder
+from tailrace.observability.settings import ObservabilitySettings
+from tailrace.observability.traces import TraceWriter, join_trace, remove_parts
+from tailrace.run.folder import RunPaths
+
+_logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def recording_phases(role: str, paths: RunPaths, settings: ObservabilitySettings) -> AsyncIterator[PhaseRecorder]:
+    """Measure everything that is started in here. The trace is what can be done without: a failing disk costs it."""
+    trace = None
+    if settings.trace_mb:
+        try:
+            trace = TraceWriter(paths.trace_parts, role, max_bytes=int(settings.trace_mb * 1e6))
+        except OSError as error:
+            _logger.warning("there will be no trace of this process: %s", error.strerror)
+    try:
+        with PhaseRecorder(trace).recording() as recorder:
+            yield recorder
+    finally:
+        if trace is not None:
+            await asyncio.to_thread(trace.close)
+
+
+@asynccontextmanager
+async def traced_run(paths: RunPaths, settings: ObservabilitySettings) -> AsyncIterator[None]:
+    """Joins what the run's processes wrote into `trace.json`, once all have ended."""
+    try:
+        if settings.trace_mb:
+            await asyncio.to_thread(remove_parts, paths.trace_parts)
+        yield
+    finally:
+        if settings.trace_mb:
+            try:
+                await asyncio.to_thread(join_trace, paths.trace_parts, paths.trace)
+            except OSError as error:
+                _logger.warning("the trace could not be written: %s", error.strerror)
