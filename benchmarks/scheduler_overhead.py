@@ -12,7 +12,7 @@ burst of admissions included.
 stand-in for the engine costs is counted with it. `loop_lag_max_s` is how much later than asked a sleeping task went on,
 neighbours on the machine included; `loop_turn_max_s` is the most CPU time that one turn of the event loop took. Rewards
 differ inside every group, so that everything is trained on. A batch is a quarter of what is in flight, or 256 rollouts
-where that is less. Old objects are held from the garbage collector, as in a run.
+where that is less. Old objects are held from the garbage collector and memory is reserved, as in a run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tailrace.batching import FormedBatch
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.generation.engines.loading import tokenizer_folder
 from tailrace.lifecycle.garbage import hold_old_objects
+from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
 from tailrace.records import (
     Batch,
     Completion,
@@ -238,6 +239,7 @@ async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: 
     batches: asyncio.Queue[Batch] = asyncio.Queue()
     observer, beat = Silent(), Beat()
     max_staleness = -(-2 * in_flight // batch_size)
+    reserve_memory(in_flight * RESERVED_BYTES_PER_ROLLOUT)
     async with Rollouter(RolloutSettings(), renderer=renderer, generate=generate) as rollouter:
         scheduler = StreamScheduler(
             TaskStream([TaskSource(environment)], seed=0),

@@ -13,6 +13,7 @@ from tailrace.environments.rows import LazyRows, Row
 from tailrace.errors import AccountingError, DataError
 from tailrace.records import Outcome, RolloutId, TerminalState
 from tailrace.scheduling import Ledger, StalenessBudget, TaskSource, TaskStream
+from tailrace.scheduling.tasks import ENCODED_AT_ONCE
 from tests.scheduling.world import environment
 
 
@@ -79,6 +80,23 @@ def test_a_resumed_stream_goes_on_where_it_was(drawn: int, outstanding: set[int]
     resumed.restore(stream.state(again))
     for expected in [*again, *(stream.draw() or pytest.fail("endless") for _ in range(10))]:
         assert resumed.draw() == expected
+
+
+def test_a_state_encoded_in_slices_is_that_of_the_first_one_whatever_is_drawn_between_them() -> None:
+    rows = 4 * ENCODED_AT_ONCE
+    stream, resumed = (TaskStream([TaskSource(environment(rows=rows))], seed=3) for _ in range(2))
+    keys = [stream.draw() or pytest.fail("endless") for _ in range(3 * ENCODED_AT_ONCE)]
+    encoding, drawn_meanwhile, state = stream.state_in_slices(keys[5:]), [], b""
+    while not state:
+        try:
+            next(encoding)
+        except StopIteration as end:
+            state = end.value
+        else:
+            drawn_meanwhile.append(stream.draw())
+    assert len(drawn_meanwhile) >= 3
+    resumed.restore(state)
+    assert [resumed.draw() for _ in range(len(keys) - 5 + len(drawn_meanwhile))] == [*keys[5:], *drawn_meanwhile]
 
 
 @given(st.integers(0, 40), st.integers(0, 5))

@@ -25,6 +25,11 @@ def test_no_fault_breaks_ledger_bound_or_progress(part: int) -> None:
     assert not again, "\n".join(again)
 
 
+@pytest.mark.parametrize("seed", [2949, 8518])
+def test_a_resumed_run_that_has_nothing_left_to_do_ends(seed: int) -> None:
+    assert check_seed(seed) is None
+
+
 def test_a_seed_replays_event_for_event() -> None:
     first, second = (run_scenario(draw_scenario(11), keep_journal=True) for _ in range(2))
     assert first == second

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NoReturn
 
 from tailrace.errors import (
     EngineFailed,
@@ -23,23 +24,33 @@ _OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefus
 """Errors that already say what was lost; the first of them tell of more than one rollout."""
 
 
-@asynccontextmanager
-async def within(limit_s: float, task: Task, *, ends_s: float | None = None) -> AsyncIterator[None]:
+class within:
     """Raise `RolloutTimeout` after `limit_s`, or at `ends_s` where that limit began earlier.
 
     A timeout of the user's own code stays what it is.
     """
-    when = asyncio.get_running_loop().time() + limit_s if ends_s is None else ends_s
-    try:
-        async with asyncio.timeout_at(when) as deadline:
-            yield
-    except TimeoutError as error:
-        if not deadline.expired():
-            raise
-        raise RolloutTimeout(
-            f"task {task.task_id}: not finished after {limit_s:g} s (rollouts.timeout_s); it was waiting in "
-            f"{_innermost(error)}"
-        ) from error
+
+    __slots__ = ("_deadline", "_limit_s", "_task")
+
+    def __init__(self, limit_s: float, task: Task, *, ends_s: float | None = None) -> None:
+        self._limit_s, self._task = limit_s, task
+        self._deadline = asyncio.timeout_at(asyncio.get_running_loop().time() + limit_s if ends_s is None else ends_s)
+
+    async def __aenter__(self) -> None:
+        await self._deadline.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._deadline.__aexit__(kind, error, trace)
+        except TimeoutError as expired:
+            error = expired
+        if isinstance(error, TimeoutError) and self._deadline.expired():
+            raise RolloutTimeout(
+                f"task {self._task.task_id}: not finished after {self._limit_s:g} s (rollouts.timeout_s); it was "
+                f"waiting in {_innermost(error)}"
+            ) from error
 
 
 def _innermost(error: BaseException) -> str:
@@ -49,27 +60,37 @@ def _innermost(error: BaseException) -> str:
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "an unknown place"
 
 
-@asynccontextmanager
-async def blamed_on(task: Task, failure: type[RolloutError] = EnvironmentFailed) -> AsyncIterator[None]:
+class blamed_on:
     """Turn what users' code raises into `failure` naming the task; let our own errors pass."""
-    try:
-        yield
-    except RolloutError as error:
-        if task.task_id in str(error):
-            raise
-        named = type(error)(f"task {task.task_id}: {error}")
-        named.reason = error.reason
-        raise named from error
-    except (*_OURS, ErrorBudgetSpent):
-        raise
-    except Exception as error:
+
+    __slots__ = ("_failure", "_task")
+
+    def __init__(self, task: Task, failure: type[RolloutError] = EnvironmentFailed) -> None:
+        self._task, self._failure = task, failure
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RolloutError):
+            if self._task.task_id in str(error):
+                return
+            named = type(error)(f"task {self._task.task_id}: {error}")
+            named.reason = error.reason
+            raise named from error
+        if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
+            self._blame(error)
+
+    def _blame(self, error: Exception) -> NoReturn:
         if isinstance(error, ExceptionGroup) and (ours := _first_of_ours(error)) is not None:
             raise ours from error
         told: BaseException = error
         while isinstance(told, BaseExceptionGroup) and len(told.exceptions) == 1:
             told = told.exceptions[0]
         where = "".join(traceback.format_exception(error)).rstrip()
-        raise failure(f"task {task.task_id}: {type(told).__name__}: {told}\n{where}") from error
+        raise self._failure(f"task {self._task.task_id}: {type(told).__name__}: {told}\n{where}") from error
 
 
 def _first_of_ours(group: ExceptionGroup[Exception]) -> Exception | None:

@@ -19,6 +19,7 @@ from tailrace.errors import TailraceError
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
+from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.observability.background import BackgroundWriter
 from tailrace.observability.lag import LoopLagMonitor
@@ -75,11 +76,13 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
-    for sentence in plan_run(settings, _training_tasks(environments)).describe():
+    plan = plan_run(settings, _training_tasks(environments))
+    for sentence in plan.describe():
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if settings.placement == "local":  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
+            reserve_memory(plan.max_running * RESERVED_BYTES_PER_ROLLOUT)
         await stack.enter_async_context(traced_run(paths, observability))
         phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
         lag = await stack.enter_async_context(

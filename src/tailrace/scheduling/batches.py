@@ -47,7 +47,7 @@ class BatchFormer:
         )
 
     def form(
-        self, *, step: int, judged_version: int, scheduler_state: Callable[[], bytes]
+        self, *, step: int, judged_version: int, scheduler_state: Callable[[], Generator[None, None, bytes]]
     ) -> Generator[None, None, FormedBatch | None]:
         """The batch of `step`, for a trainer of at most `judged_version`; None where nothing in it would bear loss."""
         sampled: list[SampledGroup] = []
@@ -64,12 +64,13 @@ class BatchFormer:
                 yield
         if not sampled:
             return None
+        state = yield from scheduler_state()
         formed = yield from form_batch_in_slices(
             sampled,
             step=step,
             judged_version=judged_version,
             row_tokens=self._settings.row_tokens,
-            scheduler_state=scheduler_state(),
+            scheduler_state=state,
         )
         return formed
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from itertools import chain
 from typing import Protocol
 
 from tailrace.batching import FormedBatch, compute_advantages, filter_reason
@@ -390,13 +391,15 @@ class StreamScheduler:
         self._tasks.end(ready.opened.key, trained=False)
         self._judged.barren(ready.size, self.ledger)
 
-    def _state(self) -> bytes:
-        """Where a run resumed after the batch that is being formed goes on.
+    def _state(self) -> Generator[None, None, bytes]:
+        """Where a run resumed after the batch that is being formed goes on; in slices, of what is outstanding now.
 
-        A group of which a part is in a batch is not started over, or that part would be trained on twice.
+        A group of which a part is in a batch is not started over, or that part would be trained on twice. None is taken
+        between two slices: only batches take.
         """
-        running = [group.key for group in self._open if not group.is_taken]
-        return self._tasks.state([*running, *(key for key, _ in self._again)])
+        groups, again = list(self._open), [key for key, _ in self._again]
+        running = (group.key for group in groups if not group.is_taken)
+        return (yield from self._tasks.state_in_slices(chain(running, again)))
 
     # --- the edge of a step, under over-sampling -----------------------------------------------------------------
 

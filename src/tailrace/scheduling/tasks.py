@@ -8,17 +8,22 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import msgspec
 import numpy as np
 
+from tailrace.batching.slices import drained
 from tailrace.environments import EnvironmentSpec
 from tailrace.environments.rows import is_in_memory
 from tailrace.errors import DataError
 from tailrace.records import Task, TaskId
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix, MixState
+
+ENCODED_AT_ONCE = 1024
+"""Outstanding tasks encoded in one slice: half a millisecond."""
 
 
 class TaskKey(msgspec.Struct, frozen=True, array_like=True):
@@ -144,10 +149,24 @@ class TaskStream:
         """What the task of `key` is called."""
         return self._sources[key.environment].spec.train_task_id(key.index)
 
-    def state(self, outstanding: Sequence[TaskKey]) -> bytes:
+    def state(self, outstanding: Iterable[TaskKey]) -> bytes:
         """Encode the position; `outstanding` names the tasks handed out and not trained, to be started over."""
+        return drained(self.state_in_slices(outstanding))
+
+    def state_in_slices(self, outstanding: Iterable[TaskKey]) -> Generator[None, None, bytes]:
+        """See `state`; yields now and then. The position is the one at the first slice.
+
+        So `outstanding` may be walked slice by slice, as long as it gives what was outstanding then.
+        """
         positions = {name: Position(source.epoch, source.drawn) for name, source in self._sources.items()}
-        return msgspec.json.encode(TaskStreamState(positions, [*outstanding, *self._again], self._mix.state()))
+        mix = msgspec.Raw(msgspec.json.encode(self._mix.state()))
+        keys = chain(outstanding, list(self._again))
+        parts = []
+        while part := list(islice(keys, ENCODED_AT_ONCE)):
+            parts.append(msgspec.json.encode(part)[1:-1])
+            yield
+        listed = msgspec.Raw(b"[" + b",".join(parts) + b"]")
+        return msgspec.json.encode({"positions": positions, "outstanding": listed, "mix": mix})
 
     def restore(self, state: bytes) -> None:
         """Go on where `state` was taken. Raises `DataError` when it belongs to other environments."""

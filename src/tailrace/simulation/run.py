@@ -324,9 +324,9 @@ class Simulation:
     def _result(self, totals: Totals) -> SimulatedRun:
         assert self._warm is not None
         measured = totals.since(self._warm)
-        per_rollout = self.plan.load.turns * totals.asked_tokens / totals.asked_completions
-        if measured.asked_completions:
-            per_rollout = self.plan.load.turns * measured.asked_tokens / measured.asked_completions
+        begun = next((each for each in (measured, totals) if each.asked_completions), None)
+        length = self._length_mean if begun is None else begun.asked_tokens / begun.asked_completions
+        per_rollout = self.plan.load.turns * length
         trained = max(1, measured.trained_rollouts)
         return SimulatedRun(
             plan=self.plan,
