@@ -80,6 +80,11 @@ def make_config(source: ModelSource, model: ModelSettings, generator: GeneratorS
         if not current_platform.is_cuda_alike():
             raise SettingsError("generator.batch_invariant: vLLM keeps this promise on GPUs only; leave it off")
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if generator.return_routed_experts and current_platform.is_cpu():
+        raise SettingsError(
+            "generator.return_routed_experts: vLLM returns them on GPUs only; leave it off, or choose "
+            "generator.engine = 'torch'"
+        )
     options = _options(source, model, generator)
     on_cpu = current_platform.is_cpu()
     if on_cpu:
@@ -154,6 +159,7 @@ def _options(source: ModelSource, model: ModelSettings, generator: GeneratorSett
         "tensor_parallel_size": generator.tensor_parallel,
         **({"distributed_executor_backend": "external_launcher"} if generator.lockstep else {}),
         "seed": generator.seed,
+        **({"enable_return_routed_experts": True} if generator.return_routed_experts else {}),
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",

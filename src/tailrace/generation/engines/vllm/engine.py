@@ -12,8 +12,9 @@ from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics,
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
+from tailrace.generation.engines.vllm.routed_experts import HandedOut, ReturnedExperts
 from tailrace.generation.engines.vllm.weights import WeightInstaller
-from tailrace.generation.requests import require_acceptable
+from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import FinishReason, GenerationRequest
 
@@ -41,6 +42,7 @@ def vllm_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> C
             chunk_tokens=generator.chunk_tokens,
             kv_cache=generator.kv_cache,
             share_prefix_across_versions=generator.share_prefix_across_versions,
+            return_routed_experts=generator.return_routed_experts,
         )
 
     return build
@@ -61,6 +63,7 @@ class VllmEngine:
         version: int = 0,
         kv_cache: KvCache = "keep",
         share_prefix_across_versions: bool = False,
+        return_routed_experts: bool = False,
     ) -> None:
         config = core.engine_core.vllm_config
         self._client = core
@@ -77,6 +80,7 @@ class VllmEngine:
         self._installed_s = 0.0
         self._kv_cache = kv_cache
         self._salts = PrefixSalts(kv_cache, share_across_versions=share_prefix_across_versions)
+        self._handed_out = HandedOut() if return_routed_experts else None
         self._running: dict[str, Progress] = {}
         self._core_ids: dict[str, str] = {}
         self._outbox: list[SampledTokens] = []
@@ -112,6 +116,8 @@ class VllmEngine:
         core_id = f"{request.request_id}#{self._accepted}"
         opens_session = not self._salts.knows(request.session_id)
         salt = self._salts.salt(request.session_id, self._version)
+        experts_start = self._handed_out.start(request) if self._handed_out else 0
+        experts = ReturnedExperts(context_of(request), experts_start) if self._handed_out else None
         progress = Progress(
             request,
             core_id,
@@ -119,8 +125,9 @@ class VllmEngine:
             opens_session=opens_session,
             chunk_tokens=self._chunk_tokens,
             added_s=time.monotonic(),
+            experts=experts,
         )
-        self._client.add_request(core_request(request, core_id=core_id, salt=salt))
+        self._client.add_request(core_request(request, core_id=core_id, salt=salt, experts_start=experts_start))
         self._core_ids[request.request_id] = core_id
         self._running[core_id] = progress
 
@@ -236,6 +243,8 @@ class VllmEngine:
 
     def _end(self, progress: Progress, reason: FinishReason, now_s: float) -> SampledTokens:
         del self._running[progress.core_id], self._core_ids[progress.request.request_id]
+        if self._handed_out and progress.experts:
+            self._handed_out.note(progress.request, progress.experts, aborted=reason is FinishReason.ABORTED)
         return progress.report(reason, now_s)
 
     def _salt_waiting_again(self) -> None:

@@ -17,6 +17,7 @@ _SAID_BY_OURS = {
     "max_model_len": "model.max_model_tokens",
     "tensor_parallel_size": "generator.tensor_parallel",
     "seed": "generator.seed",
+    "enable_return_routed_experts": "generator.return_routed_experts",
 }
 """Options that a setting of ours stands for, by that setting's name."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.vllm.routed_experts import ReturnedExperts
 from tailrace.records import FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class Progress:
         "cache_s",
         "cached_prompt_tokens",
         "core_id",
+        "experts",
         "first_token_s",
         "mixed_cache_tokens",
         "nonfinite_logprobs",
@@ -46,6 +48,7 @@ class Progress:
         opens_session: bool,
         chunk_tokens: int,
         added_s: float,
+        experts: ReturnedExperts | None = None,
     ) -> None:
         self.request = request
         self.core_id = core_id
@@ -55,6 +58,8 @@ class Progress:
         self.opens_session = opens_session
         """Whether no earlier request of its session left a prefix."""
         self.added_s = added_s
+        self.experts = experts
+        """Where they are asked for."""
         self.started_s = self.first_token_s = 0.0
         self.cache_s = 0.0
         """When the oldest of the keys and values that it stands on were computed; 0 before any were."""
@@ -76,6 +81,8 @@ class Progress:
             return 0
         if self.first_token_s == 0.0:
             self.first_token_s = now_s
+        if self.experts is not None and output.routed_experts is not None:
+            self.experts.take(output.routed_experts, sampled)
         logprobs = output.new_logprobs.logprobs[:sampled, 0]
         finite = np.isfinite(logprobs)
         if not finite.all():
@@ -88,6 +95,8 @@ class Progress:
         self._logprobs[self.pending : end] = logprobs[:sampled]
         self._versions[self.pending : end] = version
         self.pending = end
+        if self.experts is not None:
+            self.experts.sampled(self._token_ids[end - sampled : end])
         return sampled
 
     def found_older_prefix(self) -> None:
@@ -102,6 +111,7 @@ class Progress:
         """The unreported tokens, which are reported by this."""
         end, self.pending = self.pending, 0
         mixed, self.mixed_cache_tokens = self.mixed_cache_tokens, 0
+        experts = self.experts if reason is not None else None
         return SampledTokens(
             request_id=self.request.request_id,
             token_ids=self._token_ids[:end].copy(),
@@ -109,6 +119,8 @@ class Progress:
             policy_versions=self._versions[:end].copy(),
             mixed_cache_tokens=mixed,
             finish_reason=reason,
+            routed_experts=experts.whole() if experts else None,
+            routed_experts_start=experts.start if experts else 0,
             metrics={} if reason is None else self._metrics(now_s),
         )
 

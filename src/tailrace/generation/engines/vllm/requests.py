@@ -65,15 +65,18 @@ class PrefixSalts:
         self._sessions.clear()
 
 
-def core_request(request: GenerationRequest, *, core_id: str, salt: str) -> EngineCoreRequest:
-    """What vLLM's engine core takes; an acceptable request is one that it accepts."""
+def core_request(request: GenerationRequest, *, core_id: str, salt: str, experts_start: int = 0) -> EngineCoreRequest:
+    """What vLLM's engine core takes; an acceptable request is one that it accepts.
+
+    Where routed experts are returned, they are those from position `experts_start` on.
+    """
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
         request_id=core_id,
         prompt_token_ids=context_of(request).tolist(),
         mm_features=None,
-        sampling_params=sampling_params(request),
+        sampling_params=sampling_params(request, experts_start),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
@@ -82,7 +85,7 @@ def core_request(request: GenerationRequest, *, core_id: str, salt: str) -> Engi
     )
 
 
-def sampling_params(request: GenerationRequest) -> VllmSamplingParams:
+def sampling_params(request: GenerationRequest, experts_start: int = 0) -> VllmSamplingParams:
     """vLLM's sampling settings: the tokens that remain, the log-probability of the sampled token alone, no text."""
     from vllm import SamplingParams as VllmSamplingParams
 
@@ -98,6 +101,7 @@ def sampling_params(request: GenerationRequest) -> VllmSamplingParams:
         logprobs=0,
         ignore_eos=True,
         detokenize=False,
+        routed_experts_prompt_start=experts_start,
     )
 
 
