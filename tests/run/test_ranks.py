@@ -108,10 +108,14 @@ async def test_two_ranks_serve_as_one_and_an_idle_one_that_dies_ends_both_at_onc
             await asyncio.to_thread(rank_of(process, 1).kill)
             async with asyncio.timeout(PATIENCE_S):
                 failure = await client.failed()  # nothing is asked of it, and it tells all the same
-            assert "rank 1 of the engine died or was ended" in str(failure)
         status, printed = await asyncio.to_thread(refusal, process)
         assert status == 1
-        assert re.search("error the engine failed: .*rank 1 of the engine died or was ended", printed)
+        if launcher is ALONE:
+            assert "rank 1 of the engine died or was ended" in str(failure)
+            assert re.search("error the engine failed: .*rank 1 of the engine died or was ended", printed)
+        else:  # torchrun ends rank 0 too, and tells why; it may be faster than rank 0
+            assert isinstance(failure, EngineFailed)
+            assert re.search(r"rank *: 1 .*exitcode *: -9 ", printed)
 
 
 @pytest.mark.long
