@@ -23,7 +23,15 @@ from tailrace.generation.engines.ranks import RankGroup, join_ranks
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.generator import Generator
 from tailrace.records import Completion, SamplingParams
-from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
+from tests.generation.engine_support import (
+    Driver,
+    forward_logprobs,
+    greedy_reference,
+    make_engine,
+    make_model,
+    request,
+)
+from tests.support.expert_models import expert_model, plain_routing
 
 FAILING_STEP = 6
 
@@ -137,3 +145,13 @@ async def test_ranks_that_do_not_sample_the_same_are_found_out(tmp_path: Path) -
             await ask(generator, "r", [1, 2], temperature=0, max_tokens=20)
         await generator.close()
     assert process.exitcode == 3
+
+
+def test_rank_0_hands_out_what_its_engine_routed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    model = expert_model("mixtral")
+    alone = join_ranks(dist.HashStore(), 0, 1)
+    driver = Driver(LockstepEngine(make_engine(model, return_routed_experts=True), alone))
+    [done] = driver.run(request("r", [1, 2, 3], max_tokens=5))
+    handed_out = driver.chunks["r"][-1].routed_experts
+    np.testing.assert_array_equal(handed_out, plain_routing(model, [1, 2, 3, *done.token_ids.tolist()])[:-1].numpy())
