@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tailrace.errors import ModelError
 from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from tailrace.training.autocast_experts import cast_experts_under_autocast
 from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
 from tailrace.training.micro_batch import MicroBatch
@@ -53,7 +54,9 @@ class PolicyModel:
         self._head_dtype = torch.bfloat16 if self._autocast and head_dtype == "bfloat16" else torch.float32
         self._device = next(model.parameters()).device
         fuse_norms(self.model)
-        if not self._autocast:
+        if self._autocast:
+            cast_experts_under_autocast(self.model)
+        else:
             speed_up_linears(self.model)
         self.packs, self.has_plain_head = self._probe()
         self._replay = replay
