@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tailrace.errors import ModelError
+from tailrace.training.materialized import MATERIALIZE_UP_TO, Rule, causal_bias, materialized_attention
 from tailrace.training.shared_prefixes import SharedPrefixes
 
 PACKED_ATTENTION = "tailrace_packed"
@@ -33,15 +33,6 @@ MIN_FILL = 0.8
 
 _ALWAYS_TOGETHER = 32
 """Segments up to this many tokens share a group whatever their lengths: calls cost more than padding."""
-
-_MATERIALIZE_UP_TO = 512
-"""Longest segments whose scores are held at once; longer ones go through torch's blockwise kernel."""
-
-_QUERY_BLOCK = 96
-"""Queries whose scores are computed together: smaller blocks skip more of what causality forbids, in more calls."""
-
-_KEEP_BYTES = 16 << 20
-"""Probabilities of one group in one layer that are kept at most; more are computed twice."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout", "attention_mask")
 
@@ -144,7 +135,7 @@ def packed_attention(
     sinks, position biases, dropout) or that does not hand `segments` down to its layers.
     """
     segments = _require_plain(module, segments, others | {"dropout": dropout or None, "attention_mask": attention_mask})
-    rule = _Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window)
+    rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window)
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     rows = tuple(tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))  # [tokens, heads, head_size]
@@ -152,7 +143,7 @@ def packed_attention(
         return _attend_row(rows, segments, rule)[None], None
 
 
-def _attend_row(rows: tuple[Tensor, ...], segments: Segments, rule: _Rule) -> Tensor:
+def _attend_row(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> Tensor:
     """[num_tokens, heads, head_size] of all segments."""
     query = rows[0]
     if query.is_cuda and _varlen_attention is not None and query.dtype in (torch.float16, torch.bfloat16):
@@ -161,16 +152,7 @@ def _attend_row(rows: tuple[Tensor, ...], segments: Segments, rule: _Rule) -> Te
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[segments.restore]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What a query sees besides its own segment's past: nothing, with these two numbers."""
-
-    scale: float
-    window: int | None
-    """Tokens that a query sees at most, itself included; None is all."""
-
-
-def _attend_group(rows: tuple[Tensor, ...], group: SegmentGroup, rule: _Rule) -> Tensor:
+def _attend_group(rows: tuple[Tensor, ...], group: SegmentGroup, rule: Rule) -> Tensor:
     """Attention of one group; `rows` are [num_tokens, heads, head_size] of the row, the output of the group alone."""
     query, key, value = (
         torch.unflatten(_gather(tensor, group), 0, (group.num_segments, group.max_len)).transpose(1, 2)
@@ -180,23 +162,15 @@ def _attend_group(rows: tuple[Tensor, ...], group: SegmentGroup, rule: _Rule) ->
     return output[group.scatter]
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     """[segments, heads, max_len, head_size], grouped-query aware; the best kernel for this length and dtype."""
     length = query.shape[2]
-    if query.device.type == "cpu" and length <= _MATERIALIZE_UP_TO:
-        return _materialized_attention(query, key, value, rule)
-    bias = _causal_bias(length, rule, query) if rule.window is not None and length > rule.window else None
+    if query.device.type == "cpu" and length <= MATERIALIZE_UP_TO:
+        return materialized_attention(query, key, value, rule)
+    bias = causal_bias(length, rule.window, query) if rule.window is not None and length > rule.window else None
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, is_causal=bias is None, scale=rule.scale, enable_gqa=True
     )
-
-
-def _causal_bias(length: int, rule: _Rule, like: Tensor) -> Tensor:
-    """[length, length]: 0 where a query may look, -inf elsewhere."""
-    forbidden = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
-    if rule.window is not None and length > rule.window:
-        forbidden |= torch.ones_like(forbidden).tril(-rule.window)
-    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(forbidden, float("-inf"))
 
 
 class _Gather(torch.autograd.Function):
@@ -219,66 +193,7 @@ class _Gather(torch.autograd.Function):
         return gradient, None
 
 
-class _MaterializedAttention(torch.autograd.Function):
-    """Softmax attention with the scores of a block of queries at once: on CPU faster than torch's kernel when short.
-
-    A block of queries meets only keys up to its own end, so most of what causality forbids is never computed. Queries
-    that share a key head are stacked, so that keys and values are never repeated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
-        segments, heads, length, size = query.shape
-        batch = segments * key.shape[1]
-        queries = (query * rule.scale).reshape(batch, heads // key.shape[1], length, size)
-        keys, values = (tensor.reshape(batch, length, size) for tensor in (key, value))
-        output = torch.empty_like(queries)
-        kept = []
-        for start, end in _blocks(length):
-            stacked = queries[:, :, start:end].flatten(1, 2)
-            probabilities = _probabilities(stacked, keys[:, :end], start, rule)
-            output[:, :, start:end] = torch.bmm(probabilities, values[:, :end]).view(batch, -1, end - start, size)
-            kept.append(probabilities)
-        if sum(probabilities.nbytes for probabilities in kept) > _KEEP_BYTES:
-            kept = []
-        ctx.save_for_backward(queries, keys, values, *kept)
-        ctx.rule, ctx.shape, ctx.key_shape = rule, query.shape, key.shape
-        return output.view(query.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, values, *kept = ctx.saved_tensors
-        grad = grads[0].reshape(queries.shape)
-        grad_query, grad_keys, grad_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-        for index, (start, end) in enumerate(_blocks(queries.shape[2])):
-            stacked, grad_block = (tensor[:, :, start:end].flatten(1, 2) for tensor in (queries, grad))
-            own_keys = keys[:, :end]
-            probabilities = kept[index] if kept else _probabilities(stacked, own_keys, start, ctx.rule)
-            grad_values[:, :end] += torch.bmm(probabilities.mT, grad_block)
-            grad_scores = torch._softmax_backward_data(
-                torch.bmm(grad_block, values[:, :end].mT), probabilities, -1, probabilities.dtype
-            )
-            grad_keys[:, :end] += torch.bmm(grad_scores.mT, stacked)
-            scaled = torch.bmm(grad_scores, own_keys).mul_(ctx.rule.scale)
-            grad_query[:, :, start:end] = scaled.view(grad_query[:, :, start:end].shape)
-        return grad_query.view(ctx.shape), grad_keys.view(ctx.key_shape), grad_values.view(ctx.key_shape), None
-
-
-def _blocks(length: int) -> list[tuple[int, int]]:
-    """Query blocks of nearly equal size, about `_QUERY_BLOCK` each."""
-    count = max(1, round(length / _QUERY_BLOCK))
-    edges = [length * index // count for index in range(count + 1)]
-    return list(pairwise(edges))
-
-
-def _probabilities(stacked: Tensor, keys: Tensor, start: int, rule: _Rule) -> Tensor:
-    """[batch, queries per key head * block, keys]; queries are scaled already, the first stands at `start`."""
-    length = keys.shape[1]
-    bias = _causal_bias(length, rule, stacked)[start:].repeat(stacked.shape[1] // (length - start), 1)
-    return torch.softmax(torch.bmm(stacked, keys.mT).add_(bias), dim=-1)
-
-
-def _attend_varlen(rows: tuple[Tensor, ...], segments: Segments, rule: _Rule) -> Tensor:
+def _attend_varlen(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> Tensor:
     """Torch's own variable-length flash attention: no padding at all. CUDA, 16-bit."""
     query, key, value = (tensor.contiguous() for tensor in rows)
     longest = max(segments.lengths)
@@ -342,4 +257,3 @@ def _find_varlen_attention() -> Any:
 
 _varlen_attention = _find_varlen_attention()
 _gather: Callable[[Tensor, SegmentGroup], Tensor] = _Gather.apply
-_materialized_attention: Callable[[Tensor, Tensor, Tensor, _Rule], Tensor] = _MaterializedAttention.apply

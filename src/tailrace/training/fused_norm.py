@@ -17,40 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_EPSILON_NAMES = ("variance_epsilon", "eps")
+from tailrace.generation.engines.native.layers import rms_norm
 
 
 def fuse_norms(model: nn.Module) -> int:
     """Give every norm that computes just this its fused forward; returns how many there were."""
     fused = 0
     for module in model.modules():
-        epsilon = _epsilon(module)
-        if epsilon is not None and _agrees(module, epsilon):
-            module.forward = partial(_forward, module, epsilon)
+        norm = rms_norm(module)
+        if norm is not None:
+            module.forward = partial(_forward, module, norm.epsilon)
             fused += 1
     return fused
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    """The norm's ε; None for a module that does not look like one."""
-    if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
-        return None
-    found = (getattr(module, name, None) for name in _EPSILON_NAMES)
-    return next((float(value) for value in found if isinstance(value, float)), None)
-
-
-@torch.no_grad()
-def _agrees(module: nn.Module, epsilon: float) -> bool:
-    weight = module.weight
-    if not isinstance(weight, Tensor) or weight.dim() != 1:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(4, weight.shape[0], generator=generator).to(weight.device)
-    try:
-        own: object = module(probe)
-    except (RuntimeError, TypeError):
-        return False
-    return isinstance(own, Tensor) and torch.allclose(own, _norm(probe, weight, epsilon), rtol=1e-5, atol=1e-6)
 
 
 def _forward(module: nn.Module, epsilon: float, hidden_states: Tensor) -> Tensor:

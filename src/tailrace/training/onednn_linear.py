@@ -7,7 +7,7 @@ nothing and stay with torch. Which processors gain says `generation.engines.oned
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -55,9 +55,19 @@ def _forward(module: nn.Linear, inputs: Tensor) -> Tensor:
     return _linear(inputs.flatten(0, -2), module.weight).view(*inputs.shape[:-1], module.out_features)
 
 
-def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+def fast_product(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs], by whichever is faster here."""
+    if rows.dtype is torch.float32 and rows.device.type == "cpu" and _gains():
+        return _product(rows, matrix, bias)
+    return F.linear(rows, matrix, bias)
+
+
+_gains = cache(gains_in_float32)
+
+
+def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs]."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix, None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
     return product
 
 

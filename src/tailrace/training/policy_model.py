@@ -17,6 +17,7 @@ from torch import Tensor
 from tailrace.errors import ModelError
 from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
+from tailrace.training.fused_layer import fuse_layers, restore_layers
 from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
 from tailrace.training.micro_batch import MicroBatch
@@ -38,7 +39,8 @@ class PolicyModel:
     """Wraps a model whose weights are float32, for training.
 
     `packs` says whether rows of several samples may be given to it, `has_plain_head` whether logits are hidden states
-    times one matrix. `replay` holds the hooks on this model's routers.
+    times one matrix, `num_fused_layers` how many layers native passes compute (see `fused_layer`). `replay` holds the
+    hooks on this model's routers.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PolicyModel:
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
         head_dtype: Literal["float32", "bfloat16"] = "float32",
+        native_kernels: bool = True,
         replay: RouterReplay | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
@@ -58,6 +61,7 @@ class PolicyModel:
             cast_experts_under_autocast(self.model)
         else:
             speed_up_linears(self.model)
+        self._fused_layers = fuse_layers(self.model) if native_kernels else []
         self.packs, self.has_plain_head = self._probe()
         self._replay = replay
 
@@ -68,6 +72,11 @@ class PolicyModel:
     def take_replay_counts(self) -> ReplayCounts:
         """What was replayed since the last call; see `RouterReplay.take_counts`."""
         return ReplayCounts() if self._replay is None else self._replay.take_counts()
+
+    @property
+    def num_fused_layers(self) -> int:
+        """Layers that native passes compute."""
+        return len(self._fused_layers)
 
     def loss(self, micro_batch: MicroBatch, pointwise_loss: PointwiseLoss) -> HeadOutput:
         """Loss of a micro-batch. Raises `ModelError` for several samples in one when `packs` is False."""
@@ -110,7 +119,12 @@ class PolicyModel:
         row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self._device)
         pieces = torch.split(row, _PROBE_LENGTHS, dim=1)
         own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
-        self.packs = self._packs(row, torch.cat(own, dim=1))
+        expected = torch.cat(own, dim=1)
+        self.packs = self._packs(row, expected)
+        if self._fused_layers and not self.packs:
+            restore_layers(self._fused_layers)
+            self._fused_layers = []
+            self.packs = self._packs(row, expected)
         return self.packs, self._has_plain_head(pieces[-1])
 
     def _packs(self, row: Tensor, expected: Tensor) -> bool:
@@ -126,7 +140,8 @@ class PolicyModel:
             ).logits
             _require_equal(packed, expected, _PACKING_TOLERANCE)
         except (ModelError, TypeError, ValueError) as error:
-            _log.warning("%s trains one sample at a time: %s", type(self.model).__name__, error)
+            if not self._fused_layers:
+                _log.warning("%s trains one sample at a time: %s", type(self.model).__name__, error)
             self.model.set_attn_implementation(own_attention)
             return False
         return True

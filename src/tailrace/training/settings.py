@@ -69,6 +69,11 @@ class TrainerSettings(BaseModel):
     )
     device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
     threads: int = Field(default=1, ge=1, description="CPU threads of the trainer's compute.")
+    native_kernels: bool = Field(
+        default=True,
+        description="On a CPU with one thread and a C++ compiler: compile passes over activations for this processor,"
+        " once, and use them in layers of the common kind (Llama, Qwen, ...); torch's own operations otherwise.",
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="Compute activations twice instead of keeping them: less memory, about a third more time.",

@@ -89,6 +89,7 @@ class Trainer:
             self._model,
             dtype=settings.dtype,
             head_dtype=settings.head_dtype,
+            native_kernels=settings.native_kernels,
             replay=self._make_replay(),
         )
         self._experts: ExpertArray | None = None

@@ -1,0 +1,410 @@
+// Passes over activations, each over memory once. Built on the user's machine by `build.py`, called by `kernels.py`.
+//
+// All arrays are contiguous. A `bfloat` is the upper half of a float; arithmetic is in float throughout, and results
+// are rounded to the nearest, ties to even, once, where they are stored. One thread: the caller's.
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <cmath>
+
+namespace {
+
+struct bfloat {
+  uint16_t bits;
+};
+
+inline float load(float value) { return value; }
+inline float load(bfloat value) {
+  uint32_t bits = uint32_t(value.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+inline void store(float *where, float value) { *where = value; }
+inline void store(bfloat *where, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  where->bits = uint16_t(value != value ? 0x7fc0 : rounded);
+}
+
+// exp(x) = 2^n e^r with r = x - n ln 2, |r| <= ln 2 / 2; Taylor to degree 7 leaves 5e-9 of it. Clamped to floats.
+inline float exponential(float x) {
+  x = x > 88.0f ? 88.0f : x;
+  x = x < -87.0f ? -87.0f : x;
+  float n = __builtin_rintf(x * 1.44269504f);
+  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.0f / 5040;
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  int32_t bits = (int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+constexpr int64_t kBlockRows = 64;  // rows whose gradient of a weight is added up before it joins the total's rounding
+
+// sum = stream + delta;  y = sum / rms(sum) * w, and 1 / rms(sum) for the gradient. `delta` and `inverse` may be null.
+template <class T>
+void add_norm(const float *stream, const T *delta, const float *weight, float epsilon, int64_t rows, int64_t size,
+              float *sum, T *normed, float *inverse) {
+  for (int64_t row = 0; row < rows; ++row, stream += size, sum += size, normed += size) {
+    float squares = 0;
+    if (delta) {
+#pragma omp simd reduction(+ : squares)
+      for (int64_t i = 0; i < size; ++i) {
+        float x = stream[i] + load(delta[i]);
+        sum[i] = x;
+        squares += x * x;
+      }
+      delta += size;
+    } else {
+#pragma omp simd reduction(+ : squares)
+      for (int64_t i = 0; i < size; ++i) squares += stream[i] * stream[i];
+    }
+    const float *x = delta ? sum : stream;
+    float scale = 1.0f / std::sqrt(squares / float(size) + epsilon);
+    if (inverse) inverse[row] = scale;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) store(normed + i, x[i] * scale * weight[i]);
+  }
+}
+
+// dx = d_sum + (g w - x mean(g w x) / rms^2) / rms;  dw += sum over rows of g x / rms. `rounded` is dx as a T, or null.
+template <class T>
+void add_norm_backward(const float *sum, const float *inverse, const float *weight, const float *grad_sum,
+                       const T *grad_normed, int64_t rows, int64_t size, float *grad, T *rounded, float *grad_weight) {
+  std::vector<float> block(size);
+  for (int64_t row = 0; row < rows; ++row) {
+    const float *x = sum + row * size, *outer = grad_sum + row * size;
+    const T *g = grad_normed + row * size;
+    float *out = grad + row * size, *part = block.data(), scale = inverse[row], product = 0;
+#pragma omp simd reduction(+ : product)
+    for (int64_t i = 0; i < size; ++i) {
+      float gx = load(g[i]) * x[i];
+      part[i] += gx * scale;
+      product += gx * weight[i];
+    }
+    float back = product * scale * scale * scale / float(size);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) out[i] = outer[i] + load(g[i]) * weight[i] * scale - x[i] * back;
+    if (rounded) {
+#pragma omp simd
+      for (int64_t i = 0; i < size; ++i) store(rounded + row * size + i, out[i]);
+    }
+    if (row % kBlockRows == kBlockRows - 1 || row == rows - 1) {
+      for (int64_t i = 0; i < size; ++i) grad_weight[i] += part[i], part[i] = 0;
+    }
+  }
+}
+
+// [gate | up] -> silu(gate) up, silu(x) = x sigmoid(x).
+template <class T>
+void swiglu(const T *gate_up, int64_t rows, int64_t size, T *out) {
+  for (int64_t row = 0; row < rows; ++row, gate_up += 2 * size, out += size) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      float gate = load(gate_up[i]);
+      store(out + i, gate * sigmoid(gate) * load(gate_up[size + i]));
+    }
+  }
+}
+
+// d_gate = g up s (1 + gate (1 - s)),  d_up = g gate s,  s = sigmoid(gate).
+template <class T>
+void swiglu_backward(const T *gate_up, const T *grad_out, int64_t rows, int64_t size, T *grad) {
+  for (int64_t row = 0; row < rows; ++row, gate_up += 2 * size, grad += 2 * size, grad_out += size) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      float gate = load(gate_up[i]), up = load(gate_up[size + i]), g = load(grad_out[i]);
+      float s = sigmoid(gate);
+      store(grad + i, g * up * s * (1.0f + gate * (1.0f - s)));
+      store(grad + size + i, g * gate * s);
+    }
+  }
+}
+
+// One head of one token: x / rms(x) * w where there is a weight, then rotated: (a, b) -> (a cos - b sin, b cos + a sin)
+// with a and b the halves of the head, all times `factor`.
+template <class T>
+inline void rotate_head(const T *x, const float *weight, float epsilon, const float *cosine, const float *sine,
+                        int64_t size, float factor, T *out) {
+  int64_t half = size / 2;
+  float scale = factor;
+  if (weight) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < size; ++i) squares += load(x[i]) * load(x[i]);
+    scale = factor / std::sqrt(squares / float(size) + epsilon);
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < half; ++i) {
+    float a = load(x[i]) * scale * (weight ? weight[i] : 1.0f);
+    float b = load(x[half + i]) * scale * (weight ? weight[half + i] : 1.0f);
+    store(out + i, a * cosine[i] - b * sine[i]);
+    store(out + half + i, b * cosine[half + i] + a * sine[half + i]);
+  }
+}
+
+// The gradient of it, added to `grad` where `adds`, else written; that of the weight is added to `grad_weight`.
+template <class T>
+inline void rotate_head_backward(const T *x, const float *weight, float epsilon, const float *cosine,
+                                 const float *sine, int64_t size, float factor, const T *grad_out, bool adds, T *grad,
+                                 float *grad_weight, float *turned) {
+  int64_t half = size / 2;
+#pragma omp simd
+  for (int64_t i = 0; i < half; ++i) {
+    float a = load(grad_out[i]), b = load(grad_out[half + i]);
+    turned[i] = (a * cosine[i] + b * sine[half + i]) * factor;
+    turned[half + i] = (b * cosine[half + i] - a * sine[i]) * factor;
+  }
+  float scale = 1.0f, back = 0.0f;
+  if (weight) {
+    float squares = 0, product = 0;
+#pragma omp simd reduction(+ : squares, product)
+    for (int64_t i = 0; i < size; ++i) {
+      squares += load(x[i]) * load(x[i]);
+      product += turned[i] * weight[i] * load(x[i]);
+    }
+    scale = 1.0f / std::sqrt(squares / float(size) + epsilon);
+    back = product * scale * scale * scale / float(size);
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) {
+      grad_weight[i] += turned[i] * load(x[i]) * scale;
+      turned[i] = turned[i] * weight[i] * scale - load(x[i]) * back;
+    }
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) store(grad + i, turned[i] + (adds ? load(grad[i]) : 0.0f));
+}
+
+struct Heads {
+  int64_t queries, keys, size;
+  int64_t row() const { return (queries + 2 * keys) * size; }
+};
+
+// Packed [tokens, queries | keys | values] into padded groups [segments, heads, length, size], queries and keys rotated,
+// queries scaled. `gather` [segments * length] names each place's token; -1 is padding and becomes 0.
+template <class T>
+void rotate_gather(const T *packed, const float *query_weight, const float *key_weight, float epsilon,
+                   const float *cosine, const float *sine, Heads heads, float factor, const int64_t *gather,
+                   int64_t segments, int64_t length, T *query, T *key, T *value) {
+  int64_t size = heads.size;
+  for (int64_t segment = 0; segment < segments; ++segment) {
+    for (int64_t place = 0; place < length; ++place) {
+      int64_t token = gather[segment * length + place];
+      const T *x = packed + token * heads.row();
+      for (int64_t head = 0; head < heads.queries + 2 * heads.keys; ++head, x += size) {
+        bool is_query = head < heads.queries, is_key = !is_query && head < heads.queries + heads.keys;
+        int64_t own = is_query ? head : is_key ? head - heads.queries : head - heads.queries - heads.keys;
+        int64_t count = is_query ? heads.queries : heads.keys;
+        T *out = (is_query ? query : is_key ? key : value) + ((segment * count + own) * length + place) * size;
+        if (token < 0) {
+          std::memset(out, 0, size * sizeof(T));
+        } else if (is_query || is_key) {
+          rotate_head(x, is_query ? query_weight : key_weight, epsilon, cosine + token * size, sine + token * size,
+                      size, is_query ? factor : 1.0f, out);
+        } else {
+          std::memcpy(out, x, size * sizeof(T));
+        }
+      }
+    }
+  }
+}
+
+// Gradients of padded groups back to packed tokens, at the listed places only. A place's own token is written (`adds`
+// is false), one that it borrows is added to; borrowed queries have none.
+template <class T>
+void rotate_gather_backward(const T *packed, const float *query_weight, const float *key_weight, float epsilon,
+                            const float *cosine, const float *sine, Heads heads, float factor, const int64_t *places,
+                            const int64_t *tokens, int64_t count, int64_t length, const T *grad_query,
+                            const T *grad_key, const T *grad_value, bool adds, T *grad, float *grad_query_weight,
+                            float *grad_key_weight) {
+  int64_t size = heads.size;
+  std::vector<float> turned(size);
+  for (int64_t index = 0; index < count; ++index) {
+    int64_t segment = places[index] / length, place = places[index] % length, token = tokens[index];
+    const float *cos = cosine + token * size, *sin = sine + token * size;
+    for (int64_t head = adds ? heads.queries : 0; head < heads.queries + 2 * heads.keys; ++head) {
+      bool is_query = head < heads.queries, is_key = !is_query && head < heads.queries + heads.keys;
+      int64_t own = is_query ? head : is_key ? head - heads.queries : head - heads.queries - heads.keys;
+      int64_t same = is_query ? heads.queries : heads.keys;
+      const T *g = (is_query ? grad_query : is_key ? grad_key : grad_value) +
+                   ((segment * same + own) * length + place) * size;
+      const T *x = packed + token * heads.row() + head * size;
+      T *out = grad + token * heads.row() + head * size;
+      if (is_query || is_key) {
+        rotate_head_backward(x, is_query ? query_weight : key_weight, epsilon, cos, sin, size,
+                             is_query ? factor : 1.0f, g, adds, out, is_query ? grad_query_weight : grad_key_weight,
+                             turned.data());
+      } else if (adds) {
+        for (int64_t i = 0; i < size; ++i) store(out + i, load(out[i]) + load(g[i]));
+      } else {
+        std::memcpy(out, g, size * sizeof(T));
+      }
+    }
+  }
+}
+
+// Padded [segments, heads, length, size] to rows [tokens, heads * size] at the listed places, and back (`inward`).
+template <class T>
+void move_places(T *padded, T *rows, int64_t heads, int64_t size, const int64_t *places, const int64_t *tokens,
+                 int64_t count, int64_t length, bool inward) {
+  for (int64_t index = 0; index < count; ++index) {
+    int64_t segment = places[index] / length, place = places[index] % length;
+    for (int64_t head = 0; head < heads; ++head) {
+      T *one = padded + ((segment * heads + head) * length + place) * size;
+      T *other = rows + (tokens[index] * heads + head) * size;
+      std::memcpy(inward ? one : other, inward ? other : one, size * sizeof(T));
+    }
+  }
+}
+
+// Packed tokens of a decoding engine: queries rotated and scaled to [tokens, queries, size]; keys, rotated, and values
+// to their slot's place in a cache [slots, keys, room, size].
+template <class T>
+void rotate_store(const T *packed, const float *query_weight, const float *key_weight, float epsilon,
+                  const float *cosine, const float *sine, Heads heads, float factor, const int64_t *slots,
+                  const int64_t *positions, int64_t tokens, int64_t room, T *query, T *key_cache, T *value_cache) {
+  int64_t size = heads.size;
+  for (int64_t token = 0; token < tokens; ++token, cosine += size, sine += size) {
+    const T *x = packed + token * heads.row();
+    for (int64_t head = 0; head < heads.queries; ++head, x += size, query += size)
+      rotate_head(x, query_weight, epsilon, cosine, sine, size, factor, query);
+    for (int64_t head = 0; head < heads.keys; ++head, x += size) {
+      int64_t place = ((slots[token] * heads.keys + head) * room + positions[token]) * size;
+      rotate_head(x, key_weight, epsilon, cosine, sine, size, 1.0f, key_cache + place);
+      std::memcpy(value_cache + place, x + heads.keys * size, size * sizeof(T));
+    }
+  }
+}
+
+// The largest number, and the numbers replaced by exp(x - largest); returns their sum.
+inline float exponentials(float *x, int64_t count) {
+  float largest = x[0], sum = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) {
+    x[i] = exponential(x[i] - largest);
+    sum += x[i];
+  }
+  return sum;
+}
+
+// One query per row over the row's own cache: [rows, queries, size]. A row sees its last `window` positions.
+template <class T, int64_t kSize, int64_t kShared>
+void decode_heads(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
+                  Heads heads, int64_t room, int64_t window, T *out) {
+  int64_t size = kSize ? kSize : heads.size, shared = kShared ? kShared : heads.queries / heads.keys;
+  std::vector<float> scores(shared * room), wide(shared * size), sums(shared * size);
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t first = lengths[row] > window ? lengths[row] - window : 0, count = lengths[row] - first;
+    for (int64_t head = 0; head < heads.keys; ++head) {
+      const T *keys = key_cache + ((row * heads.keys + head) * room + first) * size;
+      const T *values = value_cache + ((row * heads.keys + head) * room + first) * size;
+      const T *own = query + (row * heads.queries + head * shared) * size;
+      T *result = out + (row * heads.queries + head * shared) * size;
+      for (int64_t i = 0; i < shared * size; ++i) wide[i] = load(own[i]), sums[i] = 0;
+      for (int64_t past = 0; past < count; ++past) {
+        const T *key = keys + past * size;
+        for (int64_t q = 0; q < shared; ++q) {
+          float product = 0;
+#pragma omp simd reduction(+ : product)
+          for (int64_t i = 0; i < size; ++i) product += wide[q * size + i] * load(key[i]);
+          scores[q * room + past] = product;
+        }
+      }
+      for (int64_t q = 0; q < shared; ++q) {
+        float total = 1.0f / exponentials(&scores[q * room], count);
+        for (int64_t past = 0; past < count; ++past) scores[q * room + past] *= total;
+      }
+      for (int64_t past = 0; past < count; ++past) {
+        const T *value = values + past * size;
+        for (int64_t q = 0; q < shared; ++q) {
+          float weight = scores[q * room + past];
+#pragma omp simd
+          for (int64_t i = 0; i < size; ++i) sums[q * size + i] += weight * load(value[i]);
+        }
+      }
+      for (int64_t i = 0; i < shared * size; ++i) store(result + i, sums[i]);
+    }
+  }
+}
+
+template <class T>
+void decode(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
+            Heads heads, int64_t room, int64_t window, T *out) {
+  int64_t shared = heads.queries / heads.keys;
+  auto run = decode_heads<T, 0, 0>;
+  if (heads.size == 64) run = shared == 1 ? decode_heads<T, 64, 1> : shared == 2 ? decode_heads<T, 64, 2>
+                            : shared == 3 ? decode_heads<T, 64, 3> : decode_heads<T, 64, 0>;
+  if (heads.size == 128) run = decode_heads<T, 128, 0>;
+  run(query, key_cache, value_cache, lengths, rows, heads, room, window, out);
+}
+
+}  // namespace
+
+#define EXPORT(T, NAME)                                                                                                \
+  extern "C" void add_norm_##NAME(const float *stream, const T *delta, const float *weight, float epsilon,            \
+                                  int64_t rows, int64_t size, float *sum, T *normed, float *inverse) {                \
+    add_norm(stream, delta, weight, epsilon, rows, size, sum, normed, inverse);                                       \
+  }                                                                                                                    \
+  extern "C" void add_norm_backward_##NAME(const float *sum, const float *inverse, const float *weight,               \
+                                           const float *grad_sum, const T *grad_normed, int64_t rows, int64_t size,   \
+                                           float *grad, T *rounded, float *grad_weight) {                             \
+    add_norm_backward(sum, inverse, weight, grad_sum, grad_normed, rows, size, grad, rounded, grad_weight);           \
+  }                                                                                                                    \
+  extern "C" void swiglu_##NAME(const T *gate_up, int64_t rows, int64_t size, T *out) {                               \
+    swiglu(gate_up, rows, size, out);                                                                                  \
+  }                                                                                                                    \
+  extern "C" void swiglu_backward_##NAME(const T *gate_up, const T *grad_out, int64_t rows, int64_t size, T *grad) {  \
+    swiglu_backward(gate_up, grad_out, rows, size, grad);                                                              \
+  }                                                                                                                    \
+  extern "C" void rotate_gather_##NAME(const T *packed, const float *query_weight, const float *key_weight,           \
+                                       float epsilon, const float *cosine, const float *sine, int64_t queries,        \
+                                       int64_t keys, int64_t size, float factor, const int64_t *gather,               \
+                                       int64_t segments, int64_t length, T *query, T *key, T *value) {                \
+    rotate_gather(packed, query_weight, key_weight, epsilon, cosine, sine, {queries, keys, size}, factor, gather,     \
+                  segments, length, query, key, value);                                                                \
+  }                                                                                                                    \
+  extern "C" void rotate_gather_backward_##NAME(                                                                       \
+      const T *packed, const float *query_weight, const float *key_weight, float epsilon, const float *cosine,        \
+      const float *sine, int64_t queries, int64_t keys, int64_t size, float factor, const int64_t *places,            \
+      const int64_t *tokens, int64_t count, int64_t length, const T *grad_query, const T *grad_key,                   \
+      const T *grad_value, int64_t adds, T *grad, float *grad_query_weight, float *grad_key_weight) {                 \
+    rotate_gather_backward(packed, query_weight, key_weight, epsilon, cosine, sine, {queries, keys, size}, factor,    \
+                           places, tokens, count, length, grad_query, grad_key, grad_value, adds != 0, grad,          \
+                           grad_query_weight, grad_key_weight);                                                        \
+  }                                                                                                                    \
+  extern "C" void move_places_##NAME(T *padded, T *rows, int64_t heads, int64_t size, const int64_t *places,          \
+                                     const int64_t *tokens, int64_t count, int64_t length, int64_t inward) {          \
+    move_places(padded, rows, heads, size, places, tokens, count, length, inward != 0);                               \
+  }                                                                                                                    \
+  extern "C" void rotate_store_##NAME(const T *packed, const float *query_weight, const float *key_weight,            \
+                                      float epsilon, const float *cosine, const float *sine, int64_t queries,         \
+                                      int64_t keys, int64_t size, float factor, const int64_t *slots,                 \
+                                      const int64_t *positions, int64_t tokens, int64_t room, T *query, T *key_cache, \
+                                      T *value_cache) {                                                                \
+    rotate_store(packed, query_weight, key_weight, epsilon, cosine, sine, {queries, keys, size}, factor, slots,       \
+                 positions, tokens, room, query, key_cache, value_cache);                                              \
+  }                                                                                                                    \
+  extern "C" void decode_##NAME(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths,     \
+                                int64_t rows, int64_t queries, int64_t keys, int64_t size, int64_t room,              \
+                                int64_t window, T *out) {                                                              \
+    decode(query, key_cache, value_cache, lengths, rows, {queries, keys, size}, room, window, out);                   \
+  }
+
+EXPORT(float, float32)
+EXPORT(bfloat, bfloat16)

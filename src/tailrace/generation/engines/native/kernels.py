@@ -1,0 +1,210 @@
+"""The native kernels as functions of tensors. Every tensor is contiguous, on the CPU, and of the dtype that is named.
+
+`T` is the dtype of compute, float32 or bfloat16; norms' weights, angles and the residual stream are float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tailrace.generation.engines.native.build import load_library
+
+UNLIMITED = 2**62
+"""A window that reaches back to every position."""
+
+Argument: TypeAlias = Tensor | int | float | None
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Heads(NamedTuple):
+    """Shape of an attention layer; a packed token is [queries | keys | values], `(queries + 2 keys) * size` long."""
+
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def packed(self) -> int:
+        """Length of a packed token."""
+        return (self.queries + 2 * self.keys) * self.size
+
+
+class Rotation(NamedTuple):
+    """What happens to queries and keys: a norm per head where there are weights [size], then the rotary embedding.
+
+    The embedding: Su et al. 2021, "RoFormer", arXiv:2104.09864, eq. 34, with the halves of a head as its pairs.
+    """
+
+    query_weight: Tensor | None
+    key_weight: Tensor | None
+    epsilon: float
+    cosine: Tensor
+    """[tokens, size]"""
+    sine: Tensor
+    """[tokens, size]"""
+    scale: float
+    """Queries are multiplied by it."""
+
+
+def find_kernels() -> Kernels | None:
+    """The kernels, where they can be had and one thread computes; torch's operations share work among more."""
+    if torch.get_num_threads() != 1:
+        return None
+    library = load_library()
+    return None if library is None else Kernels(library)
+
+
+class Kernels:
+    """Calls into the library; the interpreter's lock is released meanwhile."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def add_norm(
+        self, stream: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`stream + delta` [rows, size], its norm as a `T`, and 1 / rms [rows]. Without `delta` the sum is `stream`."""
+        normed, inverse = stream.new_empty(stream.shape, dtype=dtype), stream.new_empty(len(stream))
+        total = stream if delta is None else torch.empty_like(stream)
+        self._call("add_norm", dtype, stream, delta, weight, epsilon, *stream.shape, total, normed, inverse)
+        return total, normed, inverse
+
+    def add_norm_backward(
+        self, total: Tensor, inverse: Tensor, weight: Tensor, grad_total: Tensor, grad_normed: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `stream`, of `delta` (the same, as a `T`) and of the weight."""
+        grad, grad_weight, dtype = torch.empty_like(total), torch.zeros_like(weight), grad_normed.dtype
+        rounded = None if dtype is torch.float32 else torch.empty_like(grad_normed)
+        self._call(
+            "add_norm_backward",
+            dtype,
+            *(total, inverse, weight, grad_total, grad_normed, *total.shape, grad, rounded, grad_weight),
+        )
+        return grad, grad if rounded is None else rounded, grad_weight
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` [rows, size] of [rows, 2 size] (Shazeer 2020, arXiv:2002.05202, eq. 6)."""
+        rows, size = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self._call("swiglu", gate_up.dtype, gate_up, rows, size, out)
+        return out
+
+    def swiglu_backward(self, gate_up: Tensor, grad_out: Tensor) -> Tensor:
+        """Gradient of `gate_up`."""
+        grad = torch.empty_like(gate_up)
+        self._call("swiglu_backward", gate_up.dtype, gate_up, grad_out, *grad_out.shape, grad)
+        return grad
+
+    def rotate_gather(
+        self, packed: Tensor, rotation: Rotation, heads: Heads, *, gather: Tensor, segments: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Padded queries, keys and values [segments, heads, length, size] of packed tokens.
+
+        `gather` [segments * length] names each place's token; -1 becomes zeros.
+        """
+        length = len(gather) // segments
+        query, key, value = (
+            packed.new_empty(segments, count, length, heads.size) for count in (heads.queries, heads.keys, heads.keys)
+        )
+        self._call(
+            "rotate_gather",
+            packed.dtype,
+            *(packed, *_described(rotation, heads), gather, segments, length, query, key, value),
+        )
+        return query, key, value
+
+    def rotate_gather_backward(
+        self,
+        packed: Tensor,
+        rotation: Rotation,
+        heads: Heads,
+        *,
+        places: Tensor,
+        tokens: Tensor,
+        grads: tuple[Tensor, Tensor, Tensor],
+        adds: bool,
+        grad: Tensor,
+        grad_query_weight: Tensor,
+        grad_key_weight: Tensor,
+    ) -> None:
+        """Bring padded `grads` at `places` to `grad` [tokens, packed], where they are written, or added if `adds`.
+
+        Where `adds`, queries are left out: a borrowed token asks nothing. Weights' gradients are always added to.
+        """
+        self._call(
+            "rotate_gather_backward",
+            packed.dtype,
+            *(packed, *_described(rotation, heads), places, tokens, len(places), grads[0].shape[2], *grads),
+            *(int(adds), grad, grad_query_weight, grad_key_weight),
+        )
+
+    def scatter(self, padded: Tensor, places: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        """`rows` [tokens, heads * size] take what `padded` [segments, heads, length, size] holds at `places`."""
+        self._call(
+            "move_places", rows.dtype, padded, rows, *padded.shape[1::2], places, tokens, *_moved(padded, places), 0
+        )
+
+    def gather(self, rows: Tensor, places: Tensor, tokens: Tensor, padded: Tensor) -> None:
+        """The other way round; other places of `padded` stay as they are."""
+        self._call(
+            "move_places", rows.dtype, padded, rows, *padded.shape[1::2], places, tokens, *_moved(padded, places), 1
+        )
+
+    def rotate_store(
+        self,
+        packed: Tensor,
+        rotation: Rotation,
+        heads: Heads,
+        *,
+        slots: Tensor,
+        positions: Tensor,
+        caches: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Queries [tokens, queries, size]; keys and values go to `caches` [slots, keys, room, size]."""
+        query = packed.new_empty(len(packed), heads.queries, heads.size)
+        self._call(
+            "rotate_store",
+            packed.dtype,
+            *(packed, *_described(rotation, heads), slots, positions, len(packed), caches[0].shape[2], query, *caches),
+        )
+        return query
+
+    def decode(
+        self, query: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, heads: Heads, window: int | None
+    ) -> Tensor:
+        """Attention of `query` [rows, queries, size], scaled, over the first `lengths` [rows] tokens of slots 0, 1, ...
+
+        Returns [rows, queries * size].
+        """
+        out = query.new_empty(len(query), heads.queries * heads.size)
+        reach = UNLIMITED if window is None else window
+        self._call("decode", query.dtype, query, *caches, lengths, len(query), *heads, caches[0].shape[2], reach, out)
+        return out
+
+    def _call(self, name: str, dtype: torch.dtype, *arguments: Argument) -> None:
+        getattr(self._library, f"{name}_{_SUFFIXES[dtype]}")(*map(_native, arguments))
+
+
+def _described(rotation: Rotation, heads: Heads) -> tuple[Argument, ...]:
+    return (
+        *(rotation.query_weight, rotation.key_weight, rotation.epsilon, rotation.cosine, rotation.sine),
+        *(*heads, rotation.scale),
+    )
+
+
+def _moved(padded: Tensor, places: Tensor) -> tuple[int, int]:
+    return len(places), padded.shape[2]
+
+
+def _native(argument: Argument) -> c_void_p | c_int64 | c_float:
+    if isinstance(argument, Tensor):
+        assert argument.is_contiguous()
+        return c_void_p(argument.data_ptr())
+    if isinstance(argument, float):
+        return c_float(argument)
+    return c_void_p(None) if argument is None else c_int64(argument)

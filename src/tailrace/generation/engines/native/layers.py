@@ -1,0 +1,145 @@
+"""Which decoder layers are of the common kind that native passes know, told by their parts.
+
+    x + attention(norm(x)), then x + down(silu(gate(norm(x))) * up(norm(x)))      (Llama, Qwen2, Qwen3, ...)
+
+The parts say nearly all. What they don't (scaled residuals, layers without positions) is for the caller to try out: a
+model whose outputs change keeps its own code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tailrace.generation.engines.native.kernels import Heads, Rotation
+
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_EPSILON_NAMES = ("variance_epsilon", "eps")
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A root-mean-square norm: `x / sqrt(mean(x²) + epsilon) * weight`."""
+
+    module: nn.Module
+    epsilon: float
+
+    @property
+    def weight(self) -> Tensor:
+        """[size]"""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The parts of one decoder layer."""
+
+    input_norm: Norm
+    projections: tuple[nn.Linear, nn.Linear, nn.Linear]
+    """Of queries, keys and values."""
+    head_norms: tuple[Norm, Norm] | None
+    """Of queries and keys."""
+    attention: nn.Module
+    output: nn.Linear
+    mlp_norm: Norm
+    gate_up: tuple[nn.Linear, nn.Linear]
+    down: nn.Linear
+    heads: Heads
+    scale: float
+
+    def rotation(self, cosine: Tensor, sine: Tensor) -> Rotation:
+        """What the layer does to queries and keys, for angles [1, tokens, size] as transformers hands them out."""
+        norms = self.head_norms
+        return Rotation(
+            query_weight=None if norms is None else norms[0].weight.detach(),
+            key_weight=None if norms is None else norms[1].weight.detach(),
+            epsilon=0.0 if norms is None else norms[0].epsilon,
+            cosine=cosine[0].float().contiguous(),
+            sine=sine[0].float().contiguous(),
+            scale=self.scale,
+        )
+
+
+def known_layers(model: nn.Module) -> list[tuple[nn.Module, LayerParts]]:
+    """Every decoder layer of the known kind, in order; nothing when the model's attention is more than causal."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None else None
+    unusual = ("sliding_window", "attn_logit_softcapping", "attention_chunk_size")
+    if any(getattr(config, name, None) is not None for name in unusual):
+        return []
+    found = ((module, parts_of(module)) for module in model.modules())
+    return [(module, parts) for module, parts in found if parts is not None]
+
+
+def parts_of(layer: nn.Module) -> LayerParts | None:
+    """The layer's parts; None for any other module."""
+    if set(dict(layer.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return None
+    parts: Any = layer
+    attention, mlp = parts.self_attn, parts.mlp
+    names = set(dict(attention.named_children()))
+    if names not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS):
+        return None
+    if set(dict(mlp.named_children())) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return None
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    size, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
+    norms = [rms_norm(parts.input_layernorm), rms_norm(parts.post_attention_layernorm)]
+    norms += [rms_norm(attention.q_norm), rms_norm(attention.k_norm)] if names >= _HEAD_NORMS else []
+    first, second, *of_heads = [norm for norm in norms if norm is not None] or (None, None)
+    if first is None or second is None or len(of_heads) + 2 != len(norms) or not _is_silu(mlp.act_fn):
+        return None
+    if not all(type(linear) is nn.Linear for linear in linears) or not isinstance(size, int) or size % 2:
+        return None
+    if not isinstance(scale, float) or any(norm.weight.shape != (size,) for norm in of_heads):
+        return None
+    if of_heads and of_heads[0].epsilon != of_heads[1].epsilon:
+        return None
+    return LayerParts(
+        input_norm=first,
+        projections=(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norms=(of_heads[0], of_heads[1]) if of_heads else None,
+        attention=attention,
+        output=attention.o_proj,
+        mlp_norm=second,
+        gate_up=(mlp.gate_proj, mlp.up_proj),
+        down=mlp.down_proj,
+        heads=Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size),
+        scale=scale,
+    )
+
+
+def rms_norm(module: nn.Module) -> Norm | None:
+    """The module as a norm, if it computes just that; which is tried out."""
+    if not type(module).__name__.endswith("RMSNorm") or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return None
+    values = (getattr(module, name, None) for name in _EPSILON_NAMES)
+    epsilon = next((float(value) for value in values if isinstance(value, float)), None)
+    weight: Any = module.weight
+    if epsilon is None or weight.dim() != 1:
+        return None
+    return Norm(module, epsilon) if _computes_norm(module, weight.detach(), epsilon) else None
+
+
+@torch.no_grad()
+def _is_silu(activation: nn.Module) -> bool:
+    probe = torch.linspace(-8, 8, 33)
+    return not list(activation.parameters()) and torch.equal(activation(probe), nn.functional.silu(probe))
+
+
+@torch.no_grad()
+def _computes_norm(module: nn.Module, weight: Tensor, epsilon: float) -> bool:
+    probe = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.device)
+    expected = probe * torch.rsqrt(probe.square().mean(-1, keepdim=True) + epsilon) * weight.float()
+    try:
+        own: object = module(probe)
+    except (RuntimeError, TypeError):
+        return False
+    return isinstance(own, Tensor) and torch.allclose(own.float(), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,244 @@
+"""A decoder layer of the common kind in as few passes over activations as there are products to feed.
+
+    stream ─ norm ─► [q|k|v] ─ norms, rotation, padding ─► attention ─► output ─┐
+       └──────────────────────────────── add ◄──────────────────────────────────┘
+    stream ─ norm ─► [gate|up] ─ silu(gate) up ─► down ─ add ─► stream
+
+Each arrow is one product or one native pass, forward and backward alike; what a pass can compute again from what is
+kept anyway is not kept. Products that share their input are one product. Under autocast everything between the stream
+and its additions is bfloat16, rounded once per pass. CPU and packed rows only; the layer's own code runs otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tailrace.generation.engines.native import Heads, Kernels, find_kernels
+from tailrace.generation.engines.native.kernels import Rotation
+from tailrace.generation.engines.native.layers import LayerParts, Norm, known_layers
+from tailrace.training.attention import PACKED_ATTENTION, SegmentGroup, Segments
+from tailrace.training.materialized import MATERIALIZE_UP_TO, attend, attend_backward
+from tailrace.training.onednn_linear import fast_product
+
+
+def fuse_layers(model: nn.Module) -> list[nn.Module]:
+    """Give every layer of the common kind its fused forward; returns the layers. `restore_layers` takes it back."""
+    weights = list(model.parameters())
+    if any(weight.device.type != "cpu" or weight.dtype is not torch.float32 for weight in weights):
+        return []
+    kernels = find_kernels()
+    found = [] if kernels is None else known_layers(model)
+    for layer, parts in found:
+        assert kernels is not None
+        layer.forward = _FusedLayer(kernels, parts, layer.forward).forward
+    return [layer for layer, _ in found]
+
+
+def restore_layers(layers: Sequence[nn.Module]) -> None:
+    """Give layers their own forward back."""
+    for layer in layers:
+        del layer.forward
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedLayer:
+    kernels: Kernels
+    parts: LayerParts
+    own: Callable[..., Tensor]
+
+    def forward(self, hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
+        """As transformers calls a layer; `hidden_states` are [1, tokens, hidden_size]."""
+        segments = arguments.get("segments")
+        if others or not self._knows(segments, arguments):
+            return self.own(hidden_states, *others, **arguments)
+        assert isinstance(segments, Segments)
+        parts, cosine_sine = self.parts, arguments["position_embeddings"]
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        with torch.autocast("cpu", enabled=False):
+            stream, normed = self._norm(hidden_states[0].contiguous(), None, parts.input_norm, dtype)
+            packed = _products(normed, *parts.projections)
+            layout = _Layout(self.kernels, parts.heads, segments, parts.rotation(*cosine_sine))
+            norms = (None, None) if parts.head_norms is None else tuple(norm.weight for norm in parts.head_norms)
+            attended = _attention(packed, *norms, layout)
+            stream, normed = self._norm(stream, _products(attended, parts.output), parts.mlp_norm, dtype)
+            gated = _swiglu(_products(normed, *parts.gate_up), self.kernels)
+            return _add(stream, _products(gated, parts.down))[None]
+
+    def _knows(self, segments: object, arguments: dict[str, Any]) -> bool:
+        """Whether this is a packed row of short segments: longer ones are left to torch's blockwise attention."""
+        config: Any = self.parts.attention.config
+        return (
+            isinstance(segments, Segments)
+            and config._attn_implementation == PACKED_ATTENTION
+            and arguments.get("attention_mask") is None
+            and arguments["position_embeddings"][0].shape[-1] == self.parts.heads.size
+            and all(group.max_len <= MATERIALIZE_UP_TO for group in segments.groups)
+        )
+
+    def _norm(self, stream: Tensor, delta: Tensor | None, norm: Norm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return _add_norm(stream, delta, norm.weight, norm.epsilon, dtype, self.kernels)
+
+
+class _AddNorm(torch.autograd.Function):
+    """The stream with `delta` added, and its norm."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        stream: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        epsilon: float,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> tuple[Tensor, Tensor]:
+        total, normed, inverse = kernels.add_norm(stream, delta, weight, epsilon, dtype)
+        ctx.save_for_backward(total, inverse, weight)
+        ctx.kernels, ctx.has_delta = kernels, delta is not None
+        return total.view_as(total) if delta is None else total, normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total, inverse, weight = ctx.saved_tensors
+        grad_total, grad_normed = (grad.contiguous() for grad in grads)
+        grad, rounded, grad_weight = ctx.kernels.add_norm_backward(total, inverse, weight, grad_total, grad_normed)
+        return grad, rounded if ctx.has_delta else None, grad_weight, None, None, None
+
+
+class _Add(torch.autograd.Function):
+    """`stream + delta`, whose gradient is rounded to the dtype of `delta` once."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, delta: Tensor) -> Tensor:
+        ctx.dtype = delta.dtype
+        return stream + delta.to(stream.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].to(ctx.dtype)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.kernels = kernels
+        return kernels.swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        return ctx.kernels.swiglu_backward(gate_up, grads[0].contiguous()), None
+
+
+def _products(inputs: Tensor, *linears: nn.Linear) -> Tensor:
+    """[rows, sum of outputs]: linear layers that share their input, as one product."""
+    biases: list[Tensor | None] = [linear.bias for linear in linears]
+    whole = None
+    if any(bias is not None for bias in biases):
+        pairs = zip(linears, biases, strict=True)
+        whole = torch.cat(
+            [linear.weight.new_zeros(linear.out_features) if own is None else own for linear, own in pairs]
+        )
+    return _joined_product(inputs, whole, *(linear.weight for linear in linears))
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        parts = [weight.to(inputs.dtype) for weight in weights]
+        matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ctx.save_for_backward(inputs, matrix)
+        ctx.rows = [len(weight) for weight in weights]
+        return fast_product(inputs, matrix, None if bias is None else bias.to(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, matrix = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_inputs = fast_product(grad, matrix.t()) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return grad_inputs, grad_bias, *(None for _ in ctx.rows)
+        return grad_inputs, grad_bias, *(grad.t() @ inputs).float().split(ctx.rows)
+
+
+class _Layout(NamedTuple):
+    """How packed tokens become padded groups."""
+
+    kernels: Kernels
+    heads: Heads
+    segments: Segments
+    rotation: Rotation
+
+
+class _Attention(torch.autograd.Function):
+    """From packed [tokens, queries | keys | values] to attended [tokens, heads * size], group by group."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, _query: Tensor | None, _key: Tensor | None, layout: _Layout) -> Tensor:
+        kernels, heads = layout.kernels, layout.heads
+        output = packed.new_empty(len(packed), heads.queries * heads.size)
+        kept: list[Tensor] = []
+        ctx.counts = []
+        for group in layout.segments.groups:
+            places = _padded_places(group)
+            padded = kernels.rotate_gather(packed, layout.rotation, heads, gather=places, segments=group.num_segments)
+            attended, probabilities = attend(*padded, window=None)
+            kernels.scatter(attended, group.scatter, group.positions, output)
+            kept += [*padded, *probabilities]
+            ctx.counts.append(len(probabilities))
+        ctx.layout = layout
+        ctx.save_for_backward(packed, *kept)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        packed, *kept = ctx.saved_tensors
+        layout: _Layout = ctx.layout
+        groups = layout.segments.groups
+        padded_grads = []
+        for group, count in zip(groups, ctx.counts, strict=True):
+            (query, key, value), probabilities, kept = kept[:3], kept[3 : 3 + count], kept[3 + count :]
+            grad_output = torch.zeros_like(query)
+            layout.kernels.gather(grads[0].contiguous(), group.scatter, group.positions, grad_output)
+            padded_grads.append(attend_backward((query, key, value), probabilities, grad_output, window=None))
+        grad = torch.empty_like(packed)
+        weights = layout.rotation.query_weight, layout.rotation.key_weight
+        grad_weights = [packed.new_zeros(layout.heads.size, dtype=torch.float32) for _ in weights]
+        for adds in (False, True):  # a token is written where it is computed before others add what they borrowed
+            for group, padded in zip(groups, padded_grads, strict=True):
+                layout.kernels.rotate_gather_backward(
+                    packed,
+                    layout.rotation,
+                    layout.heads,
+                    places=group.borrowed_scatter if adds else group.scatter,
+                    tokens=group.borrowed_positions if adds else group.positions,
+                    grads=padded,
+                    adds=adds,
+                    grad=grad,
+                    grad_query_weight=grad_weights[0],
+                    grad_key_weight=grad_weights[1],
+                )
+        found = [None if weight is None else grad for weight, grad in zip(weights, grad_weights, strict=True)]
+        return grad, *found, None
+
+
+def _padded_places(group: SegmentGroup) -> Tensor:
+    """[num_segments * max_len]: the token of every place, -1 for padding."""
+    places = torch.full_like(group.gather, -1)
+    places[group.scatter] = group.positions
+    places[group.borrowed_scatter] = group.borrowed_positions
+    return places
+
+
+_joined_product: Callable[..., Tensor] = _Products.apply
+_add_norm: Callable[..., tuple[Tensor, Tensor]] = _AddNorm.apply
+_add: Callable[[Tensor, Tensor], Tensor] = _Add.apply
+_swiglu: Callable[[Tensor, Kernels], Tensor] = _SwiGlu.apply
+_attention: Callable[..., Tensor] = _Attention.apply
