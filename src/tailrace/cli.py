@@ -5,6 +5,7 @@ tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
 tailrace serve bundled:quickstart
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
+tailrace replay runs/quickstart --traffic 200
 tailrace recipes
 """
 
@@ -35,6 +36,11 @@ Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
 KeyFile: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 Plan: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
 Sweep: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUES")]
+Capture: TypeAlias = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CAPTURE")]
+Shape: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="64x20")]
+Size: TypeAlias = Annotated[str, tyro.conf.arg(metavar="SIZE")]
+Phase: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="PHASE")]
+Steps: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="STEPS")]
 Save: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
@@ -46,12 +52,16 @@ class Train:
     """A packaged recipe (`tailrace recipes`), or a .toml file."""
     dry_run: bool = False
     """Only show the resolved settings and what they come to."""
+    capture: Steps = None
+    """Write what enters the pipeline in the first so many steps, for `tailrace replay`."""
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed
         from tailrace.observability.summary import summary_text
 
+        if self.capture is not None:
+            overrides = [*overrides, "--observability.capture", str(self.capture)]
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
             if self.dry_run:
@@ -153,6 +163,48 @@ class Simulate:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Run a captured step's pipeline again, offline, and tell what each phase costs and does to the event loop."""
+
+    capture: Capture = None
+    """A run's folder with a capture in it (`tailrace train RECIPE --capture 2`); or none, with --synthetic."""
+    synthetic: Shape = None
+    """Made-up groups instead: rollouts x turns, of 2,032 tokens a turn."""
+    routed_experts: Size = "0"
+    """Bytes of routed experts of the made-up groups."""
+    phase: Phase = None
+    """Only this one, after those before it."""
+    traffic: int = 0
+    """Tasks of synthetic traffic on the event loop beside it."""
+    repeat: int = 3
+    """How often each phase runs."""
+    json: bool = False
+    """End with a line of JSON, an array of rows."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.run.replay.command import captured, made_up, replay
+        from tailrace.run.replay.measuring import HEADINGS, as_json, rows
+
+        _refuse(overrides)
+        if (self.capture is None) == (self.synthetic is None):
+            raise SettingsError("replay needs the folder of a run that captured something, or --synthetic 64x20")
+        if self.repeat < 1 or self.traffic < 0:
+            raise SettingsError(f"--repeat is {self.repeat} and --traffic {self.traffic}; at least 1 and 0")
+        plan = captured(self.capture) if self.capture else made_up(self.synthetic or "", self.routed_experts)
+        costs = _run(replay(plan, only=self.phase, traffic=self.traffic, repeat=self.repeat))
+        table = Table(box=None, pad_edge=False)
+        for heading in HEADINGS:
+            table.add_column(heading, no_wrap=True, justify="left" if heading == HEADINGS[0] else "right")
+        for row in rows(costs):
+            table.add_row(*row)
+        Console().print(table)
+        if self.json:
+            sys.stdout.write(as_json(costs) + "\n")
+        return 0
+
+
+@dataclass(frozen=True)
 class Recipes:
     """List the packaged recipes."""
 
@@ -202,6 +254,7 @@ Command: TypeAlias = (
     | Annotated[Evaluate, tyro.conf.subcommand("eval")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Replay, tyro.conf.subcommand("replay")]
     | Annotated[Recipes, tyro.conf.subcommand("recipes")]
     | Annotated[Settings, tyro.conf.subcommand("settings")]
     | Annotated[FetchSmollm2, tyro.conf.subcommand("fetch-smollm2")]
@@ -226,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _require_command(arguments: Sequence[str]) -> None:
     """Raise `SettingsError` for a first word that is no command, with the nearest one."""
-    names = ("train", "eval", "serve", "simulate", "recipes", "settings", "fetch-smollm2")
+    names = ("train", "eval", "serve", "simulate", "replay", "recipes", "settings", "fetch-smollm2")
     word = arguments[0] if arguments else "-h"
     if not word.startswith("-") and word not in names:
         close = get_close_matches(word, names, n=1)

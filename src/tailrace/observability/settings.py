@@ -37,4 +37,10 @@ class ObservabilitySettings(BaseModel):
         ge=0,
         description="Megabytes that each process may add to trace.json, from its start on; 0 writes no trace.",
     )
+    capture: int = Field(
+        0,
+        ge=0,
+        description="Write what enters the pipeline in the first so many steps to capture/, for a replay.",
+    )
+    capture_mb: float = Field(1000.0, gt=0, description="Megabytes at most that a capture takes.")
     report: bool = Field(True, description="Write report.html and reward.png at the end of the run.")

@@ -65,6 +65,11 @@ class RunPaths:
         return self.root / "trace"
 
     @property
+    def capture(self) -> Path:
+        """What entered the pipeline in the first steps, where asked for."""
+        return self.root / "capture"
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer's files, where the model's own folder is not a local one."""
         return self.root / "tokenizer"

@@ -12,6 +12,7 @@ import numpy as np
 
 from tailrace.batching import FormedBatch
 from tailrace.generation.router.replica import ReplicaFigures
+from tailrace.observability.capture import CaptureWriter
 from tailrace.observability.lag import LoopLagMonitor
 from tailrace.observability.logs import FILE_ONLY
 from tailrace.observability.metrics import MetricsAccumulator
@@ -84,6 +85,7 @@ class RunObserver:
         rollouts: RolloutWriter,
         lag: LoopLagMonitor,
         phases: PhaseRecorder,
+        capture: CaptureWriter,
         meter: ProcessMeter,
         statistics: Callable[[], SchedulerStatistics],
         replicas: Callable[[], list[ReplicaFigures]],
@@ -98,7 +100,7 @@ class RunObserver:
         self._recorder = RunRecorder(self._metrics)
         self.bias = self._recorder.bias
         self._sink, self._rollouts = metrics, rollouts
-        self._phases = phases
+        self._phases, self._capture = phases, capture
         self._lag, self._meter, self._statistics, self._replicas = lag, meter, statistics, replicas
         self._environments = environments
         self._judge_usage, self._judged = judge_usage, JudgeUsage()
@@ -160,6 +162,7 @@ class RunObserver:
     def group_scored(self, group: Group, filter_reason: str | None) -> None:
         """See `SchedulerObserver`."""
         self._recorder.group_scored(group)
+        self._capture.write(group)
         for rollout, advantage in zip(group.rollouts, group.advantages or (), strict=False):
             self._advantages[rollout.rollout_id] = float(np.mean(advantage))
 
@@ -198,6 +201,7 @@ class RunObserver:
         self._rollouts.write(event.step, self._entries)
         self._entries = []
         self.last_step_s = now
+        self._capture.step_ended()
         _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
 
     def weights_installed(self, duration_s: float) -> None:

@@ -22,6 +22,7 @@ from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.observability.background import BackgroundWriter
+from tailrace.observability.capture import CaptureWriter
 from tailrace.observability.lag import LoopLagMonitor
 from tailrace.observability.live import LiveView, wants_live_view
 from tailrace.observability.logs import Terminal, setup_logging
@@ -198,6 +199,13 @@ class _Training:
             rollouts=RolloutWriter(self._paths.rollouts, self._writer, every_steps=observability.rollouts_every_steps),
             lag=self._lag,
             phases=self._phases,
+            capture=CaptureWriter(
+                self._paths.capture,
+                self._writer,
+                steps=observability.capture,
+                max_bytes=int(observability.capture_mb * 1e6),
+                settings_json=settings.model_dump_json(),
+            ),
             meter=meter,
             statistics=lambda: scheduler.statistics,
             replicas=placement.replicas,
