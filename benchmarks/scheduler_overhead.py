@@ -33,13 +33,13 @@ from tailrace.generation.engines.loading import tokenizer_folder
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
 from tailrace.records import (
-    Batch,
     Completion,
     FinishReason,
     Group,
     GroupId,
     Int32Array,
     Outcome,
+    PlannedBatch,
     Rollout,
     RolloutId,
     SamplingParams,
@@ -236,7 +236,7 @@ def run_case(name: str, in_flight: int, renderer: ChatRenderer, *, quick: bool) 
 async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: int) -> Row:
     environment, batch_size = spec(), max(256, in_flight // 4)
     generate = InstantGenerate(in_flight, renderer.stop_token_ids[0])
-    batches: asyncio.Queue[Batch] = asyncio.Queue()
+    batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     observer, beat = Silent(), Beat()
     max_staleness = -(-2 * in_flight // batch_size)
     reserve_memory(in_flight * RESERVED_BYTES_PER_ROLLOUT)

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from tailrace.batching import (
     ZERO_SPREAD,
+    Packing,
     SampledGroup,
     compute_advantages,
     filter_reason,
     form_batch,
     group_advantages,
-    plan_rows,
     sample_group,
 )
 from tailrace.records import Branch, Completion, FinishReason, Group, GroupId, Rollout, RolloutId, Task, TaskId
@@ -78,29 +78,6 @@ def test_masked_are_the_stale_tokens_of_rollouts_that_are_trained_on() -> None:
     assert [int(sample.loss_mask.sum()) for sample in sampled.samples] == [3, 3]
 
 
-@given(st.lists(st.integers(1, 100), max_size=60), st.integers(100, 300))
-def test_every_sample_lies_in_exactly_one_row_and_no_row_overflows(lengths: list[int], row_tokens: int) -> None:
-    plan = plan_rows(lengths, row_tokens)
-    assert sorted(plan.order.tolist()) == list(range(len(lengths)))
-    for first, last in zip(plan.row_offsets[:-1], plan.row_offsets[1:], strict=True):
-        assert 0 < sum(lengths[sample] for sample in plan.order[first:last]) <= row_tokens
-
-
-@given(st.lists(st.integers(1, 100), min_size=2, max_size=60), st.integers(100, 300))
-def test_at_most_one_row_is_half_empty(lengths: list[int], row_tokens: int) -> None:
-    plan = plan_rows(lengths, row_tokens)
-    fill = [
-        sum(lengths[sample] for sample in plan.order[first:last])
-        for first, last in zip(plan.row_offsets[:-1], plan.row_offsets[1:], strict=True)
-    ]
-    assert sum(2 * tokens <= row_tokens for tokens in fill) <= 1
-
-
-def test_a_sample_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not fit a row of 8"):
-        plan_rows([9], 8)
-
-
 def test_what_was_sampled_over_older_caches_is_found_in_its_row() -> None:
     group = group_of([0.0, 1.0], tokens=[4, 5])
     for rollout, spans in zip(group.rollouts, (((1, 3),), ((0, 1), (4, 5))), strict=True):
@@ -112,7 +89,7 @@ def test_what_was_sampled_over_older_caches_is_found_in_its_row() -> None:
         rollout.branches[0].extend_context(first.token_ids[:2])
         rollout.branches[0].extend_completion(completion)
     sampled = sample_group(group, judged_version=0, max_staleness=0)
-    batch = form_batch([sampled], step=1, judged_version=0, row_tokens=40).batch
+    batch = form_batch([sampled], step=1, judged_version=0, packing=Packing(40)).batch.assembled()
     row = batch.row(0)
     ends = np.cumsum(row.sample_lengths)
     found = {
@@ -126,7 +103,7 @@ def test_what_was_sampled_over_older_caches_is_found_in_its_row() -> None:
 def test_a_batchs_rows_are_its_samples_side_by_side(tokens: list[int]) -> None:
     group = group_of([float(number) for number in range(len(tokens))], tokens=tokens)
     sampled: SampledGroup = sample_group(group, judged_version=1, max_staleness=1)
-    batch = form_batch([sampled], step=2, judged_version=1, row_tokens=40).batch
+    batch = form_batch([sampled], step=2, judged_version=1, packing=Packing(40)).batch.assembled()
     assert batch.summary.loss_tokens == batch.loss_mask.sum() == sum(tokens)
     assert batch.summary.num_tokens == len(batch.token_ids) == sum(tokens) + 2 * len(tokens)
     seen = []
@@ -139,3 +116,31 @@ def test_a_batchs_rows_are_its_samples_side_by_side(tokens: list[int]) -> None:
             assert row.loss_mask[start : start + length].tolist() == [False] * 2 + [True] * (length - 2)
     expected = [(count, group_advantages(group.rewards, "mean")[n]) for n, count in enumerate(tokens)]
     assert sorted(seen) == [pytest.approx(pair) for pair in sorted(expected)]
+
+
+def test_a_batch_is_formed_of_views_and_counts_what_bears_loss() -> None:
+    group = group_of([0.0, 1.0, 0.5], tokens=[4, 9, 2], versions=[0, 2, 3])
+    sampled = sample_group(group, judged_version=4, max_staleness=2)
+    batch = form_batch([sampled], step=5, judged_version=4, packing=Packing(16, num_ranks=2)).batch
+    for piece, sample in zip(batch.pieces("token_ids"), batch.samples, strict=True):
+        assert np.shares_memory(piece, sample.branch.token_ids)
+    summary, parts = batch.summary, [batch.assembled(rank) for rank in range(2)]
+    assert (summary.loss_tokens, summary.staleness_max, summary.staleness_mean) == (11, 2, pytest.approx(20 / 11))
+    assert summary.loss_tokens == sum(int(part.loss_mask.sum()) for part in parts)
+    assert summary.num_tokens == sum(len(part.token_ids) for part in parts)
+    assert batch.loss_versions() == {2: 9, 3: 2}
+
+
+def test_advantages_per_token_need_one_for_each_token() -> None:
+    group = group_of([0.0, 1.0])
+    group.advantages = [np.ones(5, np.float32), np.ones(4, np.float32)]
+    with pytest.raises(ValueError, match="has 5 tokens"):
+        sample_group(group, judged_version=0, max_staleness=0)
+
+
+def test_advantages_per_token_and_per_sample_lie_in_one_batch() -> None:
+    group = group_of([0.0, 1.0])
+    group.advantages = [np.arange(5, dtype=np.float32), 7.0]
+    sampled = sample_group(group, judged_version=0, max_staleness=0)
+    row = form_batch([sampled], step=1, judged_version=0, packing=Packing(40)).batch.assembled().row(0)
+    assert sorted(row.advantages.tolist()) == [0, 1, 2, 3, 4, 7, 7, 7, 7, 7]

@@ -121,7 +121,7 @@ def test_the_only_environment_is_called_as_the_command_line_calls_it() -> None:
         ("model = 'a'\n" + MINIMAL.replace("[model]", "[mode]"), r"line 1: model = 'a': it is a section.*--model.name"),
         (MINIMAL.replace("[[environments]]", "[environments]"), r"line 7: environments = .*\[\[environments\]\]"),
         (MINIMAL.replace('name = "alphabet-sort"', "weight = 1"), r"line 7: environment.name is missing"),
-        ("transport = 1\n" + MINIMAL, r"line 1: transport is no setting; known here: .*trainer"),
+        ("carriage = 1\n" + MINIMAL, r"line 1: carriage is no setting; known here: .*trainer"),
         ("name = '../up'\n" + MINIMAL, r"line 1: name = '../up' cannot name a folder; use letters"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import TrainingError
-from tailrace.records import Batch, GroupId, Rollout, RolloutId, Task, TerminalState
+from tailrace.records import GroupId, PlannedBatch, Rollout, RolloutId, Task, TerminalState
 from tailrace.scheduling import EnvironmentMix, SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 from tailrace.scheduling.mix import BARREN_AFTER, MAX_TASKS_PER_TRAINED, MixState
 from tests.scheduling.world import FAILURES, Recorder, ScriptedRunner, World, environment, make_rollout
@@ -162,7 +162,7 @@ def mixed_world(
     **settings: object,
 ) -> tuple[World, TaskStream]:
     runner, recorder = MixedRunner(lambda number: 0.0, fates=fates), Recorder()
-    batches: asyncio.Queue[Batch] = asyncio.Queue()
+    batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     sources = [TaskSource(environment(name, rows=31), weight=(weights or {}).get(name, 1.0)) for name in fates]
     tasks = TaskStream(sources, seed=0)
     if state:

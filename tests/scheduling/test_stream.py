@@ -84,7 +84,7 @@ async def test_trained_tokens_are_never_older_than_the_bound(max_staleness: int)
     world = make_world(spread, rows=64, max_staleness=max_staleness, pauses=lambda number: 60 if number % 9 == 0 else 2)
     await world.run()
     for formed in world.recorder.formed:
-        batch = formed.batch
+        batch = formed.batch.assembled()
         age = batch.summary.judged_version - batch.policy_versions[batch.loss_mask]
         assert np.all(age <= max_staleness)
     trained, filtered = (world.scheduler.ledger.total(s) for s in (TerminalState.TRAINED, TerminalState.FILTERED))

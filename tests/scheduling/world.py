@@ -13,13 +13,13 @@ from tailrace.batching import FormedBatch
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.errors import EnvironmentFailed, RolloutTimeout
 from tailrace.records import (
-    Batch,
     Branch,
     Completion,
     FinishReason,
     Group,
     GroupId,
     Outcome,
+    PlannedBatch,
     Reward,
     Rollout,
     RolloutId,
@@ -156,7 +156,7 @@ class World:
     scheduler: StreamScheduler
     runner: ScriptedRunner
     recorder: Recorder
-    batches: asyncio.Queue[Batch]
+    batches: asyncio.Queue[PlannedBatch]
     max_staleness: int = 0
     batch_size: int = 0
     over_sampling: float = 1.0
@@ -192,12 +192,12 @@ class World:
         self.serving = max(self.serving, version)
         self.scheduler.weights_installed(self.serving)
 
-    def _require_bound(self, batch: Batch) -> None:
+    def _require_bound(self, batch: PlannedBatch) -> None:
         """What the trainer asserts."""
-        versions = batch.policy_versions[batch.loss_mask]
-        assert len(versions) > 0
-        assert np.all(versions <= self.version)
-        assert np.all(self.version - versions <= self.max_staleness)
+        versions = batch.loss_versions()
+        assert versions
+        assert max(versions) <= self.version
+        assert self.version - min(versions) <= self.max_staleness
 
     @property
     def ceiling(self) -> int:
@@ -241,7 +241,7 @@ def make_world(
 ) -> World:
     chosen = SchedulingSettings.model_validate({"batch_size": 2 * group_size, "row_tokens": 1024, **settings})
     runner, recorder = ScriptedRunner(fate, pauses), Recorder()
-    batches: asyncio.Queue[Batch] = asyncio.Queue()
+    batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     tasks = TaskStream([TaskSource(environment(rows=rows))], seed=0, max_epochs=epochs)
     if state:
         tasks.restore(state)

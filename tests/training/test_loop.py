@@ -28,7 +28,6 @@ from tailrace.records import (
 from tailrace.training.loop import TrainerPlan, run_trainer
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
-from tailrace.transport.batch_queue import MemoryBatchQueue
 from tailrace.transport.event_log import MemoryEventLog
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
 from tests.training.tiny import build_batch
@@ -36,11 +35,34 @@ from tests.training.tiny import build_batch
 EPOCH = "epoch-1"
 
 
+class GivenBatches:
+    """The trainer's end of a queue of batches that nobody planned."""
+
+    def __init__(self, capacity: int) -> None:
+        self._waiting: asyncio.Queue[Batch | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(capacity)
+
+    async def send(self, batch: Batch) -> None:
+        await self._room.acquire()
+        self._waiting.put_nowait(batch)
+
+    async def receive(self) -> Batch:
+        if (batch := await self._waiting.get()) is None:
+            raise PeerGone("the batch queue is closed")
+        return batch
+
+    async def acknowledge(self, step: int) -> None:
+        self._room.release()
+
+    async def close(self) -> None:
+        self._waiting.put_nowait(None)
+
+
 class World:
     """A trainer's loop with everything around it in memory."""
 
     def __init__(self, model_folder: Path, checkpoints: Path) -> None:
-        self.queue = MemoryBatchQueue(capacity=8)
+        self.queue = GivenBatches(capacity=8)
         self.store = MemoryModelStateDictStore()
         self.log = MemoryEventLog(EPOCH)
         self.model_name = str(model_folder)
@@ -114,7 +136,7 @@ async def test_what_is_published_is_what_was_trained(world: World) -> None:
 
 
 async def test_a_trained_batch_is_given_back(world: World) -> None:
-    world.queue = MemoryBatchQueue(capacity=1)
+    world.queue = GivenBatches(capacity=1)
     running = world.run(max_steps=3)
     async with asyncio.timeout(60):
         await world.send(*(build_batch(step=step) for step in (1, 2, 3)))

@@ -94,9 +94,8 @@ def test_a_policy_that_sampled_its_own_batch_shows_ratio_one(model_folder: Path)
 def test_what_was_sampled_over_older_caches_has_a_figure_of_its_own(model_folder: Path) -> None:
     trainer = make_trainer(model_folder)
     own = trainer_logprobs(trainer, build_batch(mixed=range(6, 10)))
-    shifted = dataclasses.replace(
-        own, logprobs=np.where(own.mixed_cache & own.loss_mask, own.logprobs - 0.25, own.logprobs)
-    )
+    mixed = np.isin(np.arange(len(own.token_ids)), range(6, 10))
+    shifted = dataclasses.replace(own, logprobs=np.where(mixed & own.loss_mask, own.logprobs - 0.25, own.logprobs))
     metrics = trainer.train_step(shifted).metrics
     assert metrics["training/logprob_difference_fresh"] < 1e-4
     assert metrics["training/logprob_difference_mixed"] == pytest.approx(0.25, abs=1e-4)
@@ -119,8 +118,9 @@ def test_rewarded_tokens_become_more_likely(model_folder: Path, dtype: str) -> N
     for step in range(1, 13):
         batch = build_batch(lengths=(16,) * 8, rows=(8,), step=step, version=step - 1, seed=step, advantages=[0.0] * 8)
         good = (batch.token_ids < VOCABULARY // 2) & batch.loss_mask
-        advantages = np.where(good, 1.0, -1.0) * batch.loss_mask
-        batch = trainer_logprobs(trainer, dataclasses.replace(batch, advantages=advantages.astype(np.float32)))
+        advantages = (np.where(good, 1.0, -1.0) * batch.loss_mask).astype(np.float32)
+        per_token = dataclasses.replace(batch, advantages=advantages, advantage_offsets=batch.sample_offsets)
+        batch = trainer_logprobs(trainer, per_token)
         learned.append(float(np.exp(batch.logprobs[good]).mean()))
         trainer.train_step(batch)
     assert learned[-1] > 1.2 * learned[0]

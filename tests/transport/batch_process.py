@@ -7,11 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-from tailrace.transport.shared_memory import SharedMemoryBatchReceiver
+from tailrace.transport.batch_channels import shared_memory_receiver
 
 
 async def main(address: str, folder: str, batches: int) -> None:
-    receiver = SharedMemoryBatchReceiver(address, Path(folder))
+    receiver = shared_memory_receiver(address, Path(folder))
     for _ in range(batches):
         batch = await receiver.receive()
         print(batch.summary.step, int(batch.token_ids.sum()), flush=True)

@@ -145,7 +145,7 @@ def test_a_tensor_of_a_type_that_cannot_travel_is_named(tmp_path: Path) -> None:
 
 def test_importing_transport_does_not_import_torch() -> None:
     code = (
-        "import sys, tailrace.transport.model_state_dicts, tailrace.transport.shared_memory, "
+        "import sys, tailrace.transport.model_state_dicts, tailrace.transport.batch_channels, "
         "tailrace.transport.event_log_rpc; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

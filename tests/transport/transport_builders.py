@@ -2,47 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from tailrace.records import Batch, BatchSummary, PayloadChunk, PayloadRef, PayloadTable, PayloadTableBuilder
+from tailrace.batching import Packing, plan_rows
+from tailrace.records import (
+    Batch,
+    BatchSummary,
+    Branch,
+    Completion,
+    FinishReason,
+    GroupId,
+    PayloadChunk,
+    PayloadRef,
+    PlannedBatch,
+    RolloutId,
+    TrainingSample,
+)
 
 
-def make_batch(step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 5, state: bytes = b"{}") -> Batch:
-    """A batch of one row per sample whose columns are all different."""
-    num_tokens = num_samples * tokens_per_sample
+def make_batch(
+    step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 5, state: bytes = b"{}", num_ranks: int = 1
+) -> PlannedBatch:
+    """Samples of one length, whose columns are all different."""
+    return plan([tokens_per_sample] * num_samples, step=step, state=state, num_ranks=num_ranks)
+
+
+def plan(
+    lengths: Sequence[int],
+    *,
+    step: int = 1,
+    num_ranks: int = 1,
+    state: bytes = b"{}",
+    row_tokens: int = 0,
+    oldest_version: int = 0,
+) -> PlannedBatch:
+    """Samples of these lengths in rows (by default of the longest), one after the other as they are packed."""
     random = np.random.default_rng(step)
-    return Batch(
+    samples = [make_sample(random, number, length, oldest_version) for number, length in enumerate(lengths)]
+    row_tokens = row_tokens or max(1, *lengths, 0)
+    rows = plan_rows(lengths, Packing(row_tokens, num_ranks, num_shapes=1))
+    return PlannedBatch(
         summary=make_summary(
-            step, num_samples=num_samples, num_tokens=num_tokens, row_tokens=max(1, tokens_per_sample)
+            step, num_samples=len(samples), num_tokens=sum(lengths), num_rows=rows.num_rows, row_tokens=row_tokens
         ),
-        token_ids=random.integers(0, 1000, num_tokens, dtype=np.int32),
-        logprobs=random.standard_normal(num_tokens, dtype=np.float32),
-        policy_versions=random.integers(-1, 9, num_tokens, dtype=np.int32),
-        loss_mask=random.integers(0, 2, num_tokens).astype(np.bool_),
-        mixed_cache=random.integers(0, 2, num_tokens).astype(np.bool_),
-        advantages=random.standard_normal(num_tokens, dtype=np.float32),
-        temperatures=np.full(num_samples, 0.7, np.float32),
-        sample_offsets=np.arange(num_samples + 1, dtype=np.int32) * np.int32(tokens_per_sample),
-        row_offsets=np.arange(num_samples + 1, dtype=np.int32),
-        environment_ids=np.zeros(num_samples, np.int32),
-        environments=("alphabet-sort",),
-        payloads=make_payloads(num_samples, tokens_per_sample),
+        samples=[samples[number] for number in rows.order.tolist()],
+        lengths=np.asarray(lengths, np.int32)[rows.order],
+        row_offsets=rows.row_offsets,
+        row_shapes=rows.row_shapes,
+        rank_offsets=rows.rank_offsets,
+        environments=("alphabet-sort", "arithmetic"),
         scheduler_state=state,
     )
 
 
-def make_payloads(num_samples: int, tokens_per_sample: int) -> PayloadTable:
-    """Every sample has a payload of its own, which lacks the last token."""
-    builder = PayloadTableBuilder()
-    for index in range(num_samples):
-        last = max(0, tokens_per_sample - 1)
-        ref = PayloadRef(f"memory:{index}", "uint8", (last, 2, 2))
-        chunks = [PayloadChunk(0, last, ref), PayloadChunk(last, tokens_per_sample)]
-        builder.add(tokens_per_sample, tuple(chunk for chunk in chunks if chunk.start < chunk.end))
-    return builder.table()
+def make_sample(random: np.random.Generator, number: int, length: int, oldest_version: int = 0) -> TrainingSample:
+    """A third of it is a prompt; every other one has its advantages per token."""
+    branch = Branch()
+    prompt = length // 3
+    branch.extend_context(random.integers(0, 1000, prompt, dtype=np.int32))
+    sampled, kept = length - prompt, max(0, length - 1)
+    ref = PayloadRef(f"memory:{number}", "uint8", (kept, 2, 2))
+    branch.extend_completion(
+        Completion(
+            token_ids=random.integers(0, 1000, sampled, dtype=np.int32),
+            logprobs=random.standard_normal(sampled, dtype=np.float32),
+            policy_versions=random.integers(0, 9, sampled, dtype=np.int32),
+            finish_reason=FinishReason.STOP,
+            routed_experts=(PayloadChunk(0, kept, ref),) if kept else (),
+            mixed_spans=((0, 1), (sampled - 1, sampled)) if sampled > 2 else (),
+        )
+    )
+    return TrainingSample(
+        rollout_id=RolloutId(f"g.{number}"),
+        group_id=GroupId("g"),
+        environment=("arithmetic", "alphabet-sort")[number % 2],
+        temperature=0.5 + 0.25 * (number % 3),
+        branch=branch,
+        advantages=random.standard_normal(length, dtype=np.float32) if number % 2 else float(number),
+        oldest_version=oldest_version,
+    )
 
 
-def make_summary(step: int, *, num_samples: int, num_tokens: int, row_tokens: int) -> BatchSummary:
+def make_summary(step: int, *, num_samples: int, num_tokens: int, num_rows: int, row_tokens: int) -> BatchSummary:
     return BatchSummary(
         step=step,
         judged_version=step - 1,
@@ -51,7 +94,7 @@ def make_summary(step: int, *, num_samples: int, num_tokens: int, row_tokens: in
         num_tokens=num_tokens,
         loss_tokens=num_tokens,
         masked_tokens=0,
-        num_rows=num_samples,
+        num_rows=num_rows,
         row_tokens=row_tokens,
         staleness_mean=0.5,
         staleness_max=2,
@@ -64,21 +107,27 @@ COLUMNS = (
     "logprobs",
     "policy_versions",
     "loss_mask",
+    "mixed_spans",
     "advantages",
+    "advantage_offsets",
     "temperatures",
     "sample_offsets",
     "row_offsets",
+    "row_shapes",
     "environment_ids",
 )
 
 
-def assert_same_batch(received: Batch, sent: Batch) -> None:
-    assert received.summary == sent.summary
-    assert received.environments == sent.environments
-    assert received.scheduler_state == sent.scheduler_state
-    assert received.payloads.payloads == sent.payloads.payloads
-    np.testing.assert_array_equal(received.payloads.chunks, sent.payloads.chunks)
+def assert_same_batch(received: Batch, sent: PlannedBatch, rank: int = 0) -> None:
+    """What a rank received is what was sent to it."""
+    expected = sent.assembled(rank)
+    assert (received.rank, received.num_ranks) == (rank, sent.num_ranks)
+    assert received.summary == expected.summary
+    assert received.environments == expected.environments
+    assert received.scheduler_state == expected.scheduler_state
+    assert received.payloads.payloads == expected.payloads.payloads
+    np.testing.assert_array_equal(received.payloads.chunks, expected.payloads.chunks)
     for column in COLUMNS:
-        one, other = getattr(received, column), getattr(sent, column)
+        one, other = getattr(received, column), getattr(expected, column)
         assert one.dtype == other.dtype, column
         np.testing.assert_array_equal(one, other, err_msg=column)

@@ -7,7 +7,7 @@ Pure functions over arrays: nothing here waits, sends or knows a model, and noth
 from tailrace.batching.advantages import INCREMENTAL, AdvantageFn, compute_advantages, group_advantages
 from tailrace.batching.batches import FormedBatch, form_batch, form_batch_in_slices
 from tailrace.batching.filters import ZERO_SPREAD, filter_reason
-from tailrace.batching.packing import RowPlan, plan_rows
+from tailrace.batching.packing import Packing, RowPlan, plan_rows
 from tailrace.batching.samples import STALE, SampledGroup, sample_group
 from tailrace.batching.settings import AdvantageName, BatchingSettings
 
@@ -19,6 +19,7 @@ __all__ = [
     "AdvantageName",
     "BatchingSettings",
     "FormedBatch",
+    "Packing",
     "RowPlan",
     "SampledGroup",
     "compute_advantages",

@@ -1,65 +1,193 @@
-"""Samples into rows: which sample lies in which row."""
+"""Samples into rows, rows onto data-parallel ranks: who trains on what, side by side with what.
+
+    samples ──best fit, longest first──► rows ──split up to a multiple of the ranks──► dealt by cost ──► ranks
+
+The plan is made once, by whoever forms the batch, and travels with it. Every rank gets as many rows as every other,
+since ranks that share a model take each micro-batch together, and rows that cost about as much at the same place.
+"""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tailrace.batching.ranks import deal_rows
 from tailrace.batching.slices import drained
 from tailrace.records import Int32Array
+
+NumberT = TypeVar("NumberT", np.int64, np.float64)
 
 PLANNED_AT_ONCE = 512
 """Samples; about a millisecond."""
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What rows may look like, and whom they are for."""
+
+    row_tokens: int
+    num_ranks: int = 1
+    num_shapes: int = 8
+    """A row is padded to a multiple of `row_tokens / num_shapes`, so that one that is not full costs less; 1: all rows
+    are of one shape."""
+    attention_tokens: int = 16384
+    """Length of a sample at which attention costs as much as the rest of its forward pass: about 12 x the model's
+    hidden size (per layer and token, 24 hidden^2 operations in the projections, 2 length x hidden in causal attention).
+    """
+
+    def __post_init__(self) -> None:
+        if min(self.row_tokens, self.num_ranks, self.num_shapes, self.attention_tokens) < 1:
+            raise ValueError(f"a packing needs numbers above 0: {self}")
+
+    def costs(self, lengths: Int32Array) -> NDArray[np.float64]:
+        """[num_samples], in tokens of a very short sample: linear in the length, and quadratic for attention.
+
+        >>> Packing(row_tokens=32, attention_tokens=16).costs(np.array([4, 16], np.int32)).tolist()
+        [5.0, 32.0]
+        """
+        tokens = lengths.astype(np.float64)
+        return tokens + tokens**2 / self.attention_tokens
+
+    def shapes(self, row_lengths: NDArray[np.int64]) -> Int32Array:
+        """[num_rows]: what rows of so many tokens are padded to.
+
+        >>> Packing(row_tokens=8192).shapes(np.array([8192, 5000, 1])).tolist()
+        [8192, 5120, 1024]
+        """
+        step = -(-self.row_tokens // self.num_shapes)
+        multiples = np.maximum(1, -(-row_lengths // step)) * step
+        shapes: Int32Array = np.minimum(multiples, self.row_tokens).astype(np.int32)
+        return shapes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlan:
-    """`order` lists samples row by row; row r holds `order[row_offsets[r] : row_offsets[r + 1]]`."""
+    """`order` lists samples row by row, rank by rank; row r holds `order[row_offsets[r] : row_offsets[r + 1]]`."""
 
     order: Int32Array  # [num_samples]
-    row_offsets: Int32Array  # [num_rows + 1]
+    row_offsets: Int32Array  # [num_rows + 1], into `order`
+    row_shapes: Int32Array  # [num_rows], in tokens
+    rank_offsets: Int32Array  # [num_ranks + 1], into the rows
+    rank_costs: NDArray[np.float64]  # [num_ranks]
+    padding: float
+    """1 - tokens / tokens of the rows' shapes."""
 
     @property
     def num_rows(self) -> int:
-        """Rows used."""
+        """Rows of all ranks."""
         return len(self.row_offsets) - 1
 
+    @property
+    def imbalance(self) -> float:
+        """How much longer the busiest rank takes than the mean of them, as a share."""
+        mean = float(self.rank_costs.mean())
+        return float(self.rank_costs.max()) / mean - 1.0 if mean else 0.0
 
-def plan_rows(lengths: Sequence[int] | Int32Array, row_tokens: int) -> RowPlan:
+
+def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> RowPlan:
     """Best-fit decreasing: longest sample first, each into the fullest row with room for it. O(samples log rows).
 
-    Raises `ValueError` for a sample longer than a row.
+    Then rows are split until every rank gets as many as every other (a row is left empty where no row has two samples
+    to part), and dealt by cost. Raises `ValueError` for a sample longer than a row.
 
-    >>> plan = plan_rows([5, 3, 4, 2], row_tokens=7)
+    >>> plan = plan_rows([5, 3, 4, 2], Packing(row_tokens=7))
     >>> plan.order.tolist(), plan.row_offsets.tolist()
     ([0, 3, 2, 1], [0, 2, 4])
+    >>> plan = plan_rows([5, 3, 4, 2], Packing(row_tokens=16, num_ranks=2))
+    >>> plan.order.tolist(), plan.rank_offsets.tolist(), plan.rank_costs.round(3).tolist()
+    ([0, 3, 2, 1], [0, 1, 2], [7.002, 7.002])
     """
-    return drained(plan_rows_in_slices(lengths, row_tokens))
+    return drained(plan_rows_in_slices(lengths, packing))
 
 
-def plan_rows_in_slices(lengths: Sequence[int] | Int32Array, row_tokens: int) -> Generator[None, None, RowPlan]:
+def plan_rows_in_slices(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generator[None, None, RowPlan]:
     """See `plan_rows`; yields now and then."""
     lengths = np.asarray(lengths, np.int32)
-    if len(lengths) and int(lengths.max()) > row_tokens:
-        raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {row_tokens}")
-    free: list[tuple[int, int]] = []  # (room, row) of every row, sorted
+    if len(lengths) and int(lengths.max()) > packing.row_tokens:
+        raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {packing.row_tokens}")
+    rows = yield from _fill_rows(lengths, packing.row_tokens)
+    costs = packing.costs(lengths)
+    _split_rows(rows, -len(rows) % packing.num_ranks, costs.tolist())
+    yield
+    order, row_offsets = _joined(rows)
+    dealt = yield from deal_rows(_sums(costs[order], row_offsets), packing.num_ranks)
+    order, row_offsets = _joined([rows[row] for row in dealt.tolist()])
+    row_lengths = _sums(lengths[order].astype(np.int64), row_offsets)
+    shapes = packing.shapes(row_lengths)
+    per_rank = len(rows) // packing.num_ranks
+    return RowPlan(
+        order=order,
+        row_offsets=row_offsets,
+        row_shapes=shapes,
+        rank_offsets=np.arange(packing.num_ranks + 1, dtype=np.int32) * np.int32(per_rank),
+        rank_costs=_sums(costs[order], row_offsets).reshape(packing.num_ranks, per_rank).sum(axis=1),
+        padding=1.0 - int(row_lengths.sum()) / int(shapes.sum(dtype=np.int64)) if len(shapes) else 0.0,
+    )
+
+
+def _fill_rows(lengths: Int32Array, row_tokens: int) -> Generator[None, None, list[list[int]]]:
+    """Best-fit decreasing; equal lengths in the order they came in."""
     rows: list[list[int]] = []
-    for count, sample in enumerate(np.argsort(-lengths, kind="stable").tolist(), 1):
-        length = int(lengths[sample])
-        place = bisect.bisect_left(free, (length, -1))
+    free: list[int] = []  # of every row, sorted: its room, and in the lower digits its number
+    digits = len(lengths) + 1
+    order = np.argsort(-lengths, kind="stable")
+    for count, (sample, length) in enumerate(zip(order.tolist(), lengths[order].tolist(), strict=True), 1):
+        place = bisect.bisect_left(free, length * digits)
         if place == len(free):
             room, row = row_tokens, len(rows)
             rows.append([])
         else:
-            room, row = free.pop(place)
+            room, row = divmod(free.pop(place), digits)
         rows[row].append(sample)
-        bisect.insort(free, (room - length, row))
+        bisect.insort(free, (room - length) * digits + row)
         if count % PLANNED_AT_ONCE == 0:
             yield
-    return RowPlan(
-        order=np.asarray([sample for row in rows for sample in row], np.int32),
-        row_offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32),
-    )
+    return rows
+
+
+def _split_rows(rows: list[list[int]], count: int, costs: Sequence[float]) -> None:
+    """Make `count` rows more: the costliest row that holds two samples or more is halved, as long as there is one."""
+    by_cost = [(-sum(costs[sample] for sample in row), number) for number, row in enumerate(rows) if len(row) > 1]
+    heapq.heapify(by_cost)
+    for _ in range(count):
+        half: list[int] = []
+        if by_cost:
+            _, number = heapq.heappop(by_cost)
+            rows[number], half = _halved(rows[number], costs)
+            for part, place in ((rows[number], number), (half, len(rows))):
+                if len(part) > 1:
+                    heapq.heappush(by_cost, (-sum(costs[sample] for sample in part), place))
+        rows.append(half)
+
+
+def _halved(row: Sequence[int], costs: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Two parts of about the same cost; the samples come costliest first."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    totals = [0.0, 0.0]
+    for sample in row:
+        lesser = int((totals[1], len(halves[1])) < (totals[0], len(halves[0])))
+        halves[lesser].append(sample)
+        totals[lesser] += costs[sample]
+    return halves
+
+
+def _joined(rows: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
+    """([num_samples], [num_rows + 1])."""
+    order = np.array([sample for row in rows for sample in row], np.int32)
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return order, offsets
+
+
+def _sums(values: NDArray[NumberT], offsets: Int32Array) -> NDArray[NumberT]:
+    """[num_rows]: over the samples of each row."""
+    totals = np.zeros(len(values) + 1, values.dtype)
+    np.cumsum(values, out=totals[1:])
+    sums: NDArray[NumberT] = totals[offsets[1:]] - totals[offsets[:-1]]
+    return sums

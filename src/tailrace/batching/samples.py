@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tailrace.records import BoolArray, Branch, Float32Array, Group, Rollout, TrainingSample
+from tailrace.records import Branch, Float32Array, Group, Rollout, TrainingSample
 
 STALE = "stale"
 NOTHING_SAMPLED = "nothing_sampled"
@@ -42,8 +42,7 @@ def sample_group(group: Group, *, judged_version: int, max_staleness: int, drop_
 def _sample(
     sampled: SampledGroup, rollout: Rollout, advantage: float | Float32Array, *, oldest: int, drop_stale: bool
 ) -> None:
-    masks = [_fresh(branch, oldest) for branch in rollout.branches]
-    fresh = [int(np.count_nonzero(mask)) for mask in masks]
+    fresh = [_num_fresh(branch, oldest) for branch in rollout.branches]
     num_fresh, num_tokens = sum(fresh), rollout.num_completion_tokens
     if num_fresh == 0 or (drop_stale and num_fresh < num_tokens):
         sampled.filtered.append((rollout, STALE if num_tokens else NOTHING_SAMPLED))
@@ -51,6 +50,11 @@ def _sample(
     if isinstance(advantage, np.ndarray) and len(rollout.branches) != 1:
         raise ValueError(
             f"rollout {rollout.rollout_id} has {len(rollout.branches)} branches; advantages per token need exactly one"
+        )
+    if isinstance(advantage, np.ndarray) and advantage.shape != (rollout.branches[0].num_tokens,):
+        raise ValueError(
+            f"rollout {rollout.rollout_id} has {rollout.branches[0].num_tokens} tokens; its advantages per token have "
+            f"the shape {advantage.shape}"
         )
     sampled.trained.append(rollout)
     sampled.masked_tokens += num_tokens - num_fresh
@@ -62,15 +66,13 @@ def _sample(
             temperature=rollout.sampling.temperature,
             branch=branch,
             advantages=advantage,
-            loss_mask=mask,
+            oldest_version=oldest,
         )
-        for branch, mask, count in zip(rollout.branches, masks, fresh, strict=True)
+        for branch, count in zip(rollout.branches, fresh, strict=True)
         if count
     ]
 
 
-def _fresh(branch: Branch, oldest: int) -> BoolArray:
-    """[num_tokens]: the branch's loss mask without tokens of versions below `oldest`."""
-    if branch.oldest_version is None or branch.oldest_version >= oldest:
-        return branch.loss_mask
-    return branch.loss_mask & (branch.policy_versions >= oldest)
+def _num_fresh(branch: Branch, oldest: int) -> int:
+    """Tokens of version `oldest` or newer that a policy sampled."""
+    return sum(count for version, count in branch.version_counts.items() if version >= oldest)

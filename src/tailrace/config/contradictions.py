@@ -42,6 +42,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         *_of_lengths(settings),
         *_of_the_replicas(settings),
         *_of_router_replay(settings),
+        *_of_the_transport(settings),
     ]
 
 
@@ -206,3 +207,16 @@ def _of_router_replay(settings: RunSettings) -> list[Contradiction]:
         )
         return [Contradiction(message, *keys)]
     return []
+
+
+def _of_the_transport(settings: RunSettings) -> list[Contradiction]:
+    placement, batches = settings.placement, settings.transport.batches
+    if batches is None or (batches == "memory") == (placement == "inline"):
+        return []
+    return [
+        Contradiction(
+            f"transport.batches = {batches!r} does not go with placement = {placement!r}: batches stay in memory where"
+            " all is one process, and only there; leave it out, or choose the other placement",
+            *("transport.batches", "placement"),
+        )
+    ]

@@ -13,6 +13,7 @@ from tailrace.observability.settings import ObservabilitySettings
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.scheduling.settings import MAX_STALENESS, EvaluationSettings, Schedule, SchedulingSettings
 from tailrace.training.settings import TrainerSettings
+from tailrace.transport.settings import TransportSettings
 
 Placement: TypeAlias = Literal["local", "inline"]
 
@@ -48,6 +49,7 @@ class RunSettings(BaseModel):
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    transport: TransportSettings = Field(default_factory=TransportSettings)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
     @property

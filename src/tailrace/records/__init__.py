@@ -31,6 +31,7 @@ from tailrace.records.payload import (
     unrecorded,
 )
 from tailrace.records.payload_table import NOBODY, PayloadTable, PayloadTableBuilder
+from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch
 from tailrace.records.protocols import Generate
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
@@ -39,6 +40,7 @@ from tailrace.records.task import Task
 __all__ = [
     "CONTEXT_VERSION",
     "NOBODY",
+    "TOKEN_COLUMNS",
     "Array",
     "Batch",
     "BatchRow",
@@ -68,6 +70,7 @@ __all__ = [
     "PayloadRef",
     "PayloadTable",
     "PayloadTableBuilder",
+    "PlannedBatch",
     "Reply",
     "RequestId",
     "Reward",

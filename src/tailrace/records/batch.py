@@ -28,13 +28,26 @@ class TrainingSample:
     branch: Branch
     advantages: float | Float32Array
     """One for all of its tokens, or one each."""
-    loss_mask: BoolArray
-    """The branch's own, less the tokens masked for staleness."""
+    oldest_version: int = 0
+    """Tokens of versions below it bear no loss: they are too old."""
 
     @property
     def num_tokens(self) -> int:
         """All tokens, context included."""
         return self.branch.num_tokens
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        """The branch's own, less the tokens masked for staleness: a view where there are none."""
+        oldest = self.branch.oldest_version
+        if oldest is None or oldest >= self.oldest_version:
+            return self.branch.loss_mask
+        return self.branch.loss_mask & (self.branch.policy_versions >= self.oldest_version)
+
+    def loss_versions(self) -> dict[int, int]:
+        """How many tokens of each policy version bear loss. O(versions)."""
+        counts = self.branch.version_counts
+        return {version: count for version, count in counts.items() if version >= self.oldest_version}
 
 
 class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,56 +70,80 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     """Over tokens that bear loss."""
     padding: float
-    """True padding share: 1 - tokens / (rows * row_tokens)."""
+    """True padding share: 1 - tokens / tokens that the rows are padded to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One optimizer step's data. Samples lie in row order, so that a row is one slice of every column."""
+    """One optimizer step's data, as one data-parallel rank sees it: its own rows.
+
+    Samples lie in row order, so that a row is one slice of every column. The summary, and with it the planned
+    denominator of the loss, is of the whole batch, over all ranks.
+    """
 
     summary: BatchSummary
     token_ids: Int32Array  # [num_tokens]
     logprobs: Float32Array  # [num_tokens]
     policy_versions: Int32Array  # [num_tokens]
     loss_mask: BoolArray  # [num_tokens]
-    mixed_cache: BoolArray  # [num_tokens], True where older weights had a part in the keys and values sampled over
-    advantages: Float32Array  # [num_tokens]
+    mixed_spans: Int32Array  # [2 * num_spans]: first token and end of what was sampled over older weights' keys, values
+    advantages: Float32Array  # [num_advantages], one for a sample or one for each of its tokens
+    advantage_offsets: Int32Array  # [num_samples + 1], into the advantages
     temperatures: Float32Array  # [num_samples]
     sample_offsets: Int32Array  # [num_samples + 1], into the token columns
     row_offsets: Int32Array  # [num_rows + 1], into the samples
+    row_shapes: Int32Array  # [num_rows], tokens that a row is padded to where rows are padded
     environment_ids: Int32Array  # [num_samples], into `environments`
     environments: tuple[str, ...]
     payloads: PayloadTable = field(default_factory=PayloadTable.empty)
     """Where the routed experts of the tokens lie."""
     scheduler_state: bytes = b""
     """The scheduler's state once this batch is trained, for exact resume; opaque to the trainer (JSON)."""
+    rank: int = 0
+    num_ranks: int = 1
 
     def row(self, index: int) -> BatchRow:
-        """Row `index`: views, no copy."""
+        """Row `index`: views of the columns; advantages and marks of older caches are spread over its tokens."""
         first, last = int(self.row_offsets[index]), int(self.row_offsets[index + 1])
         start, end = int(self.sample_offsets[first]), int(self.sample_offsets[last])
+        lengths = np.diff(self.sample_offsets[first : last + 1])
         return BatchRow(
             token_ids=self.token_ids[start:end],
             logprobs=self.logprobs[start:end],
             policy_versions=self.policy_versions[start:end],
             loss_mask=self.loss_mask[start:end],
-            mixed_cache=self.mixed_cache[start:end],
-            advantages=self.advantages[start:end],
+            mixed_cache=self._mixed_cache(start, end),
+            advantages=self._advantages(first, last, lengths),
             temperatures=self.temperatures[first:last],
-            sample_lengths=np.diff(self.sample_offsets[first : last + 1]),
+            sample_lengths=lengths,
             payloads=self.payloads.between(start, end),
         )
 
     @property
     def num_rows(self) -> int:
-        """Rows in the plan."""
+        """Rows of this rank."""
         return len(self.row_offsets) - 1
 
     @property
     def num_bytes(self) -> int:
         """Of the columns of the tokens."""
-        columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask, self.mixed_cache)
-        return sum(column.nbytes for column in columns) + self.advantages.nbytes
+        columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask)
+        return sum(column.nbytes for column in columns)
+
+    def _advantages(self, first: int, last: int, lengths: Int32Array) -> Float32Array:
+        """[tokens of samples `first` to `last`]."""
+        counts = np.diff(self.advantage_offsets[first : last + 1])
+        given = self.advantages[self.advantage_offsets[first] : self.advantage_offsets[last]]
+        return np.repeat(given, np.repeat(np.where(counts == 1, lengths, 1), counts))
+
+    def _mixed_cache(self, start: int, end: int) -> BoolArray:
+        """[end - start], True where older weights had a part in the keys and values sampled over."""
+        mixed = np.zeros(end - start, np.bool_)
+        spans = self.mixed_spans.reshape(-1, 2)
+        first, last = np.searchsorted(spans[:, 0], [start, end])
+        for span_start, span_end in spans[first:last].tolist():
+            mixed[span_start - start : span_end - start] = True
+        return mixed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,6 +6,7 @@ ends, its training sample is a view of these columns; there is nothing left to a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,17 +48,17 @@ class Branch:
         "_mixed_spans",
         "_num_completion_tokens",
         "_num_tokens",
-        "_oldest_version",
         "_payload_chunks",
         "_policy_versions",
         "_spans",
         "_token_ids",
+        "_version_counts",
     )
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._num_completion_tokens = 0
-        self._oldest_version: int | None = None
+        self._version_counts: dict[int, int] = {}
         self._spans: list[CompletionSpan] = []
         self._mixed_spans: list[tuple[int, int]] = []
         self._payload_chunks = PayloadChunks()
@@ -82,9 +83,7 @@ class Branch:
             self._payload_chunks.add(chunk)
         where = self._grow(completion.num_tokens)
         if completion.num_tokens:
-            versions = completion.policy_versions
-            oldest = int(versions[versions.argmin()])  # half the time of `min` on a short array
-            self._oldest_version = oldest if self._oldest_version is None else min(self._oldest_version, oldest)
+            self._count_versions(completion.policy_versions)
             self._num_completion_tokens += completion.num_tokens
         self._token_ids[where] = completion.token_ids
         self._logprobs[where] = completion.logprobs
@@ -106,7 +105,12 @@ class Branch:
     @property
     def oldest_version(self) -> int | None:
         """The lowest version that sampled one of its tokens; None while none was sampled."""
-        return self._oldest_version
+        return min(self._version_counts, default=None)
+
+    @property
+    def version_counts(self) -> Mapping[int, int]:
+        """How many of its tokens each policy version sampled."""
+        return self._version_counts
 
     @property
     def completion_spans(self) -> tuple[CompletionSpan, ...]:
@@ -145,6 +149,17 @@ class Branch:
     def loss_mask(self) -> BoolArray:
         """[num_tokens], True where a policy sampled the token; read-only view."""
         return self._view(self._loss_mask)
+
+    def _count_versions(self, versions: Int32Array) -> None:
+        counts = self._version_counts
+        oldest, newest = int(versions[versions.argmin()]), int(versions[versions.argmax()])
+        if oldest == newest:  # all but always
+            counts[oldest] = counts.get(oldest, 0) + len(versions)
+            return
+        for version, count in zip(
+            *(column.tolist() for column in np.unique(versions, return_counts=True)), strict=True
+        ):
+            counts[version] = counts.get(version, 0) + count
 
     def _view(self, column: NDArray[ScalarT]) -> NDArray[ScalarT]:
         view = column[: self._num_tokens]

@@ -50,6 +50,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def batches(self) -> Path:
+        """Batches on their way to the trainer, where `transport.batches` is files; gone when the run has ended."""
+        return self.root / "batches"
+
+    @property
     def logs(self) -> Path:
         """One log per process."""
         return self.root / "logs"

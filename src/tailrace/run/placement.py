@@ -25,6 +25,7 @@ from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
 from tailrace.records import Generate, ModelStateDictRef
+from tailrace.run.batches import BATCH_QUEUE_CAPACITY, batch_sender
 from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Wait, start_fleet
 from tailrace.run.parts import engine_factory
@@ -34,11 +35,8 @@ from tailrace.transport.batch_queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.event_log import MemoryEventLog
 from tailrace.transport.event_log_rpc import EventLogServer
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
-from tailrace.transport.shared_memory import SharedMemoryBatchSender
 
 SHUTDOWN = ShutdownSettings()
-BATCH_QUEUE_CAPACITY = 3
-"""More than the scheduler sends ahead, so that it never waits inside `send`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
     store, batches = MemoryModelStateDictStore(), MemoryBatchQueue(BATCH_QUEUE_CAPACITY)
     async with Generator(engine_factory(settings), settings.generator.weights) as generator:
         role = RoleSettings.of(settings, paths, log.epoch)
-        trainer = asyncio.create_task(run_trainer_role(role, batches, store, log), name="trainer")
+        trainer = asyncio.create_task(run_trainer_role(role, batches.receiver(), store, log), name="trainer")
 
         async def watch() -> None:
             broken = asyncio.create_task(generator.failed())
@@ -136,8 +134,8 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 )
             )
             stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, fleet.close)
-            batches = SharedMemoryBatchSender(
-                resources.address("batches"), resources.shared_memory, capacity=BATCH_QUEUE_CAPACITY
+            batches = batch_sender(
+                settings, resources.address("batches"), shared_memory=resources.shared_memory, files=paths.batches
             )
             stack.push_async_callback(_end, ShutdownStage.CLOSE_TRANSPORTS, batches.close)
 

@@ -15,6 +15,7 @@ from tailrace.lifecycle.resources import RunResources
 from tailrace.observability.logs import setup_logging
 from tailrace.observability.phases import PhaseRecorder
 from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
+from tailrace.run.batches import batch_receiver
 from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory, make_trainer
 from tailrace.run.phases import recording_phases
@@ -22,7 +23,6 @@ from tailrace.transport.batch_queue import BatchReceiver
 from tailrace.transport.event_log import EventLog
 from tailrace.transport.event_log_rpc import EventLogClient
 from tailrace.transport.model_state_dicts import ModelStateDictStore, SharedMemoryModelStateDictStore
-from tailrace.transport.shared_memory import SharedMemoryBatchReceiver
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
@@ -86,7 +86,9 @@ async def trainer(encoded: bytes) -> None:
 
 async def _serve_trainer(role: RoleSettings, phases: PhaseRecorder) -> None:
     log = EventLogClient(role.address("events"), role.epoch)
-    batches = SharedMemoryBatchReceiver(role.address("batches"), Path(role.shared_memory))
+    batches = batch_receiver(
+        role.run, role.address("batches"), shared_memory=Path(role.shared_memory), files=role.paths.batches
+    )
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
     try:
         await run_trainer_role(role, batches, store, log, phases)

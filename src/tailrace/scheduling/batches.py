@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from tailrace.batching import FormedBatch, SampledGroup, form_batch_in_slices, sample_group
+from tailrace.batching import FormedBatch, Packing, SampledGroup, form_batch_in_slices, sample_group
 from tailrace.observability.phases import phase
 from tailrace.records import Outcome
 from tailrace.scheduling.accounts import Accounts
@@ -69,7 +69,7 @@ class BatchFormer:
             sampled,
             step=step,
             judged_version=judged_version,
-            row_tokens=self._settings.row_tokens,
+            packing=Packing(self._settings.row_tokens),
             scheduler_state=state,
         )
         return formed

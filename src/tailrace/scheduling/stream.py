@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tailrace.batching import FormedBatch, compute_advantages, filter_reason
 from tailrace.observability.phases import phase
-from tailrace.records import Batch, Group, GroupId, Outcome, Rollout, StepSkipped, StepTrained, Task
+from tailrace.records import Group, GroupId, Outcome, PlannedBatch, Rollout, StepSkipped, StepTrained, Task
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.barren import BarrenCount
@@ -48,7 +48,7 @@ STARTED_AT_ONCE = 16
 class SendBatch(Protocol):
     """Hands a batch over to the trainer."""
 
-    async def __call__(self, batch: Batch, /) -> None:
+    async def __call__(self, batch: PlannedBatch, /) -> None:
         """Return once the batch is accepted."""
         ...
 

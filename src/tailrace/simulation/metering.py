@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from tailrace.batching import STALE, FormedBatch
 from tailrace.observability.recording import BiasMeter
 from tailrace.records import (
@@ -175,15 +173,15 @@ class SimulationObserver:
     def _count(self, formed: FormedBatch, event: StepTrained) -> None:
         batch, totals = formed.batch, self.totals
         self.trained_tasks[event.step] = {group.group.task.task_id for group in formed.groups}
-        staleness = event.version - 1 - batch.policy_versions[batch.loss_mask]
+        staleness = {event.version - 1 - version: count for version, count in batch.loss_versions().items()}
         trained = sum(rollout.num_completion_tokens for group in formed.groups for rollout in group.trained)
         totals.trained_groups += len(formed.groups)
         totals.batch_tokens += batch.summary.num_tokens
         totals.loss_tokens += batch.summary.loss_tokens
         totals.masked_tokens += trained - batch.summary.loss_tokens
-        totals.staleness_sum += int(staleness.sum())
+        totals.staleness_sum += sum(age * count for age, count in staleness.items())
         if event.step > self._warmup_steps:
-            self.staleness.update(dict(enumerate(np.bincount(staleness).tolist())))
+            self.staleness.update(staleness)
 
     def _note(self, *what: object) -> None:
         if self.keeps_journal:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tailrace.errors import TrainingError
-from tailrace.records import Batch, StepSkipped, StepTrained
+from tailrace.records import PlannedBatch, StepSkipped, StepTrained
 from tailrace.simulation.settings import ModelledTrainerSettings
 
 StepEnded: TypeAlias = StepTrained | StepSkipped
@@ -50,9 +50,9 @@ class ModelledTrainer:
         """None while it waits."""
         self._settings, self._max_staleness = settings, max_staleness
         self._publish, self._on_step, self._skips, self._hiccup = publish, on_step, skips, hiccup
-        self._batches: asyncio.Queue[Batch] = asyncio.Queue()
+        self._batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
 
-    async def send(self, batch: Batch) -> None:
+    async def send(self, batch: PlannedBatch) -> None:
         """Hand a batch over."""
         self._batches.put_nowait(batch)
 
@@ -67,7 +67,7 @@ class ModelledTrainer:
             await self._train(batch)
             self.training_since_s = None
 
-    async def _train(self, batch: Batch) -> None:
+    async def _train(self, batch: PlannedBatch) -> None:
         """One step. The weights are on their way before anybody hears that it ended."""
         self._require_trainable(batch)
         settings, step = self._settings, batch.summary.step
@@ -84,15 +84,15 @@ class ModelledTrainer:
         if settings.sync_holds_trainer:
             await asyncio.sleep(settings.sync_s)
 
-    def _require_trainable(self, batch: Batch) -> None:
+    def _require_trainable(self, batch: PlannedBatch) -> None:
         if batch.summary.step != self.step + 1:
             raise TrainingError(f"the batch of step {batch.summary.step} came after step {self.step}")
-        loss_versions = batch.policy_versions[batch.loss_mask]
-        if not len(loss_versions):
+        loss_versions = batch.loss_versions()
+        if not loss_versions:
             raise TrainingError(f"the batch of step {batch.summary.step} bears no loss")
-        if int(loss_versions.max()) > self.version:
+        if max(loss_versions) > self.version:
             raise TrainingError(f"step {batch.summary.step} was sampled by a version that was never trained")
-        if (age := self.version - int(loss_versions.min())) > self._max_staleness:
+        if (age := self.version - min(loss_versions)) > self._max_staleness:
             raise TrainingError(
                 f"step {batch.summary.step} trains on tokens that are {age} versions old; max_staleness is "
                 f"{self._max_staleness}"

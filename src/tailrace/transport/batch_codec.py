@@ -1,12 +1,12 @@
-"""A batch as named tensors, and back: every column is one tensor, the summary is metadata.
+"""One rank's part of a batch as named tensors, and back: every column is one tensor, the summary is metadata.
 
-Reading copies nothing and trusts nothing: types, lengths and the row plan are checked before a batch exists, the plan
-against its checksum always, the token columns where the writer added one.
+Writing gathers the columns of tokens from the branches they lie in. Reading copies nothing and trusts nothing: types,
+lengths and the row plan are checked before a batch exists, the plan against its checksum always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,83 +15,83 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
-from tailrace.records import Batch, BatchSummary, PayloadRef, PayloadTable
+from tailrace.records import TOKEN_COLUMNS, Batch, BatchSummary, PayloadRef, PayloadTable, PlannedBatch
 from tailrace.transport.segments import Segment, TensorBuffers
 
 _DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32), "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_BODY = {
-    "token_ids": "I32",
-    "logprobs": "F32",
-    "policy_versions": "I32",
-    "loss_mask": "BOOL",
-    "mixed_cache": "BOOL",
+_TOKENS = {name: _NAMES[dtype] for name, dtype in TOKEN_COLUMNS.items()}
+_PLAN = {
+    "temperatures": "F32",
+    "environment_ids": "I32",
+    "sample_offsets": "I32",
+    "row_offsets": "I32",
+    "row_shapes": "I32",
+    "mixed_spans": "I32",
     "advantages": "F32",
+    "advantage_offsets": "I32",
 }
-"""The columns of [num_tokens]."""
-_PLAN = {"temperatures": "F32", "sample_offsets": "I32", "row_offsets": "I32", "environment_ids": "I32"}
 _PAYLOADS = {"payload_chunks": "I32", "payload_refs": "U8"}
 """The table of payloads: its chunks, row after row, and the references (msgpack)."""
 _STATE = {"scheduler_state": "U8"}
-
-_COLUMNS = {**_BODY, **_PLAN, **_PAYLOADS, **_STATE}
-
-
-def batch_tensors(batch: Batch) -> dict[str, TensorBuffers]:
-    """The batch's columns, ready to be written from where they lie."""
-    arrays: dict[str, NDArray[np.generic]] = {name: getattr(batch, name) for name in (*_BODY, *_PLAN)}
-    arrays["scheduler_state"] = np.frombuffer(batch.scheduler_state, np.uint8)
-    arrays |= _payload_columns(batch)
-    return {name: _buffers(array) for name, array in arrays.items()}
+_SHORT = {**_PLAN, **_PAYLOADS, **_STATE}
+"""All that is small, and always checked against its checksum."""
 
 
-def batch_metadata(batch: Batch, *, checksum_body: bool) -> dict[str, str]:
-    """All that is no column; with `checksum_body` a checksum of the token columns too."""
-    metadata = {
-        "summary": msgspec.json.encode(batch.summary).decode(),
-        "environments": msgspec.json.encode(batch.environments).decode(),
-        "plan_xxh3": _checksum([*(getattr(batch, name) for name in _PLAN), *_payload_columns(batch).values()]),
+def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str, str]]:
+    """The part's columns, ready to be written from where they lie, and its metadata. O(samples)."""
+    table = part.payloads()
+    short: dict[str, NDArray[np.generic]] = {
+        **part.plan_columns(),
+        "payload_chunks": table.chunks.reshape(-1),
+        "payload_refs": np.frombuffer(msgspec.msgpack.encode(table.payloads), np.uint8),
+        "scheduler_state": np.frombuffer(part.scheduler_state, np.uint8),
     }
-    if checksum_body:
-        metadata["body_xxh3"] = _checksum(getattr(batch, name) for name in _BODY)
-    return metadata
+    num_tokens = part.num_tokens
+    tensors = {name: TensorBuffers(dtype, short[name].shape, [short[name].data]) for name, dtype in _SHORT.items()}
+    for name, dtype in _TOKENS.items():
+        tensors[name] = TensorBuffers(dtype, (num_tokens,), (piece.data for piece in part.pieces(name)))
+    metadata = {
+        "summary": msgspec.json.encode(part.summary).decode(),
+        "environments": msgspec.json.encode(part.environments).decode(),
+        "rank": str(part.first_rank),
+        "num_ranks": str(part.num_ranks),
+        "plan_xxh3": _checksum(short[name] for name in _SHORT),
+    }
+    return tensors, metadata
 
 
-def read_batch(path: Path, segment: Segment) -> Batch:
-    """The batch that lies in a mapped segment: views of it. Raises `CorruptData`."""
-    columns = {name: _view(path, segment, name, dtype) for name, dtype in _COLUMNS.items()}
-    for part, names in (("plan_xxh3", (*_PLAN, *_PAYLOADS)), ("body_xxh3", _BODY)):
-        expected = segment.metadata.get(part)
-        if expected is None and part == "body_xxh3":
-            continue
-        if _checksum(columns[name] for name in names) != expected:
-            raise CorruptData(f"the batch in {path} is damaged: {part} differs")
-    summary, environments = _read_metadata(path, segment)
-    _require_consistent(path, summary, environments, columns)
+def read_batch(path: Path | str, segment: Segment) -> Batch:
+    """The batch that lies in a segment: views of it. `path` is for messages. Raises `CorruptData`."""
+    columns = {name: _view(path, segment, name, dtype) for name, dtype in {**_TOKENS, **_SHORT}.items()}
+    if _checksum(columns[name] for name in _SHORT) != segment.metadata.get("plan_xxh3"):
+        raise CorruptData(f"the batch in {path} is damaged: plan_xxh3 differs")
+    told = _read_metadata(path, segment)
+    _require_consistent(path, told, columns)
     state = columns.pop("scheduler_state").tobytes()
     payloads = _read_payloads(path, columns)
     return Batch(
-        summary=summary,
-        environments=environments,
+        summary=told.summary,
+        environments=told.environments,
         scheduler_state=state,
         payloads=payloads,
+        rank=told.rank,
+        num_ranks=told.num_ranks,
         **columns,  # type: ignore[arg-type]
     )
 
 
-def _payload_columns(batch: Batch) -> dict[str, NDArray[np.generic]]:
-    table = batch.payloads
-    refs = np.frombuffer(msgspec.msgpack.encode(table.payloads), np.uint8)
-    return {"payload_chunks": table.chunks.reshape(-1), "payload_refs": refs}
+class _Told(msgspec.Struct, frozen=True):
+    """A batch's metadata."""
+
+    summary: BatchSummary
+    environments: tuple[str, ...]
+    rank: int
+    num_ranks: int
 
 
-def _buffers(array: NDArray[np.generic]) -> TensorBuffers:
-    contiguous = np.ascontiguousarray(array)
-    return TensorBuffers(_NAMES[array.dtype], array.shape, [contiguous.view(np.uint8).reshape(-1).data])
-
-
-def _view(path: Path, segment: Segment, name: str, dtype: str) -> NDArray[np.generic]:
+def _view(path: Path | str, segment: Segment, name: str, dtype: str) -> NDArray[np.generic]:
     entry = segment.tensors.get(name)
     if entry is None or entry.dtype != dtype or len(entry.shape) != 1:
         raise CorruptData(f"the batch in {path} needs a column {name!r} of {dtype}; found {entry}")
@@ -103,41 +103,78 @@ def _view(path: Path, segment: Segment, name: str, dtype: str) -> NDArray[np.gen
     return np.frombuffer(segment.mapping, _DTYPES[dtype], entry.shape[0], start)
 
 
-def _read_metadata(path: Path, segment: Segment) -> tuple[BatchSummary, tuple[str, ...]]:
+def _read_metadata(path: Path | str, segment: Segment) -> _Told:
+    metadata = segment.metadata
     try:
-        summary = msgspec.json.decode(segment.metadata["summary"], type=BatchSummary)
-        environments = msgspec.json.decode(segment.metadata["environments"], type=tuple[str, ...])
-    except (KeyError, msgspec.DecodeError, UnicodeEncodeError) as error:
+        told = _Told(
+            summary=msgspec.json.decode(metadata["summary"], type=BatchSummary),
+            environments=msgspec.json.decode(metadata["environments"], type=tuple[str, ...]),
+            rank=msgspec.json.decode(metadata["rank"], type=int),
+            num_ranks=msgspec.json.decode(metadata["num_ranks"], type=int),
+        )
+    except (KeyError, msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         raise CorruptData(f"{path} holds no batch: {error}") from error
-    return summary, environments
+    if not 0 <= told.rank < told.num_ranks:
+        raise CorruptData(f"the batch in {path} is for rank {told.rank} of {told.num_ranks}")
+    return told
 
 
-def _require_consistent(
-    path: Path, summary: BatchSummary, environments: tuple[str, ...], columns: dict[str, NDArray[np.generic]]
-) -> None:
+def _require_consistent(path: Path | str, told: _Told, columns: Mapping[str, NDArray[np.generic]]) -> None:
     """The plan fits the columns, so that no row can reach beyond them."""
     num_tokens, num_samples = len(columns["token_ids"]), len(columns["temperatures"])
-    ids = columns["environment_ids"]
-    rows, samples = columns["row_offsets"], columns["sample_offsets"]
+    ids, rows, samples = columns["environment_ids"], columns["row_offsets"], columns["sample_offsets"]
+    samples_fit = len(samples) == num_samples + 1 and _climbs(samples, num_tokens)
+    rows_fit = samples_fit and _climbs(rows, num_samples)
     fits = {
-        "columns": all(len(columns[name]) == num_tokens for name in _BODY),
-        "environment_ids": len(ids) == num_samples and _in_range(ids, len(environments)),
-        "sample_offsets": len(samples) == num_samples + 1 and _climbs(samples, num_tokens),
-        "row_offsets": _climbs(rows, num_samples),
-        "summary": (summary.num_tokens, summary.num_samples, summary.num_rows)
-        == (num_tokens, num_samples, len(rows) - 1),
+        "columns": all(len(columns[name]) == num_tokens for name in _TOKENS),
+        "environment_ids": len(ids) == num_samples and _in_range(ids, len(told.environments)),
+        "sample_offsets": samples_fit,
+        "row_offsets": rows_fit,
+        "row_shapes": rows_fit and _holds(columns["row_shapes"], samples[rows], told.summary.row_tokens),
+        "advantage_offsets": samples_fit and _spreads(columns, np.diff(samples)),
+        "mixed_spans": _spans(columns["mixed_spans"], num_tokens),
+        "summary": _is_part(told, num_tokens, num_samples, len(rows) - 1),
     }
     wrong = [name for name, is_right in fits.items() if not is_right]
     if wrong:
         raise CorruptData(f"the batch in {path} contradicts itself in: {', '.join(wrong)}")
 
 
-def _read_payloads(path: Path, columns: dict[str, NDArray[np.generic]]) -> PayloadTable:
+def _is_part(told: _Told, *counts: int) -> bool:
+    """Whether tokens, samples and rows are those of the whole batch, or of a part of it."""
+    whole = (told.summary.num_tokens, told.summary.num_samples, told.summary.num_rows)
+    return counts == whole if told.num_ranks == 1 else all(map(int.__le__, counts, whole))
+
+
+def _holds(shapes: NDArray[np.generic], edges: NDArray[np.generic], row_tokens: int) -> bool:
+    """Whether each row has room for its samples, and no more than the plan allows."""
+    lengths = np.diff(edges)
+    return len(shapes) == len(lengths) and bool(np.all((shapes >= lengths) & (shapes <= row_tokens)))  # type: ignore[operator]
+
+
+def _spreads(columns: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> bool:
+    """Whether each sample has one advantage, or one for each of its tokens."""
+    offsets = columns["advantage_offsets"]
+    if len(offsets) != len(lengths) + 1 or not _climbs(offsets, len(columns["advantages"])):
+        return False
+    counts = np.diff(offsets)
+    return bool(np.all((counts == 1) | (counts == lengths)))
+
+
+def _spans(edges: NDArray[np.generic], num_tokens: int) -> bool:
+    """Whether stretches of tokens are whole, in order and within the batch."""
+    if len(edges) == 0:
+        return True
+    in_order = bool(np.all(edges[1:] >= edges[:-1]))  # type: ignore[operator]
+    return len(edges) % 2 == 0 and in_order and bool(edges[0] >= 0 and edges[-1] <= num_tokens)
+
+
+def _read_payloads(path: Path | str, columns: dict[str, NDArray[np.generic]]) -> PayloadTable:
     """The table of payloads, out of `columns`. Raises `CorruptData` for one that means what is not there."""
     flat, encoded = columns.pop("payload_chunks"), columns.pop("payload_refs")
     try:
         refs = msgspec.msgpack.decode(encoded.data, type=tuple[PayloadRef, ...])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptData(f"the batch in {path} has no table of payloads: {error}") from error
     if len(flat) % 4:
         raise CorruptData(f"the chunks of payloads in {path} are cut off")
@@ -161,5 +198,5 @@ def _in_range(ids: NDArray[np.generic], count: int) -> bool:
 def _checksum(arrays: Iterable[NDArray[np.generic]]) -> str:
     digest = xxhash.xxh3_64()
     for array in arrays:
-        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+        digest.update(array.view(np.uint8).data)
     return digest.hexdigest()

@@ -7,6 +7,7 @@ the disconnect that the kernel reports when a process dies, so nobody polls and 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
 
 MAX_ADDRESS_CHARS = 107
 """Longest path of a Unix socket that Linux takes (macOS takes 103)."""
+
+SILENCE_MS = 15_000
+"""How long a peer on another host may answer no heartbeat before it counts as gone."""
 
 CLOSE_LINGER_MS = 1000
 """How long the last messages of a closed socket may still be on their way, in the background."""
@@ -82,6 +86,9 @@ class Channel:
     Every message is handed to `on_message` on the event loop, and `changed` is set after it, as it is when the other
     end connects or is gone. What ended the channel is then in `failure`: a `PeerGone`, or the `TransportError` that
     `on_message` raised. The other end's last messages come before that.
+
+    Over TCP a peer whose host fell silent is gone after `SILENCE_MS`. The sockets neither authenticate nor encrypt: use
+    TCP on networks that only the run's own hosts can reach.
     """
 
     def __init__(
@@ -92,12 +99,18 @@ class Channel:
         on_message: Callable[[bytes], None],
         changed: asyncio.Event,
         peer: str,
+        on_body: Callable[[memoryview], None] | None = None,
     ) -> None:
+        """A message may bring one body of bytes, which `on_body` is told before the message, if it is there to take it;
+        a channel without ends with `CorruptData` at the first body."""
         self.failure: TransportError | None = None
         self.connected = False
-        self._on_message, self._changed, self._peer = on_message, changed, peer
+        self._on_message, self._on_body, self._changed, self._peer = on_message, on_body, changed, peer
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        if address.startswith("tcp:"):
+            self._socket.set(zmq.HEARTBEAT_IVL, SILENCE_MS // 3)
+            self._socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
         try:
             (self._socket.bind if bind else self._socket.connect)(address)
         except zmq.ZMQError as error:
@@ -108,8 +121,10 @@ class Channel:
             asyncio.create_task(self._watch(), name=f"watch over the {peer}"),
         }
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, body: mmap.mmap | None = None) -> None:
         """Hand a message to the socket, which keeps it until the other end takes it. Never waits.
+
+        A `body` is not copied: it must stay as it is until the other end says that it has it.
 
         Raises what ended the channel, and `TransportError` when a thousand messages wait already (or when this end
         binds and the other is not `connected` yet).
@@ -117,7 +132,9 @@ class Channel:
         if self.failure:
             raise self.failure
         try:
-            cast("asyncio.Future[object]", self._socket.send(message, zmq.NOBLOCK)).result()
+            frames = [message] if body is None else [message, body]
+            sent = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=body is None)
+            cast("asyncio.Future[object]", sent).result()
         except zmq.Again:
             raise TransportError(f"the {self._peer} takes no messages") from None
 
@@ -132,7 +149,7 @@ class Channel:
     async def _deliver(self) -> None:
         """Waits for messages; ends with the channel."""
         while not self.failure:
-            self._handle(await self._socket.recv())
+            self._handle(await self._socket.recv_multipart(copy=False))
 
     async def _watch(self) -> None:
         """Waits for the other end to connect, and then to go away; ends then."""
@@ -147,14 +164,19 @@ class Channel:
     def _drain(self) -> None:
         """Deliver what had arrived before the other end went away."""
         while not self.failure:
-            received = cast("asyncio.Future[bytes]", self._socket.recv(zmq.NOBLOCK))
+            received = cast("asyncio.Future[list[zmq.Frame]]", self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             if received.exception():
                 return
             self._handle(received.result())
 
-    def _handle(self, message: bytes) -> None:
+    def _handle(self, frames: list[zmq.Frame]) -> None:
+        message, *bodies = frames
         try:
-            self._on_message(message)
+            if len(bodies) > (self._on_body is not None):
+                raise CorruptData(f"a message of the {self._peer} brings {len(bodies)} bodies")
+            if bodies and self._on_body is not None:
+                self._on_body(bodies[0].buffer.toreadonly())
+            self._on_message(message.bytes)
         except TransportError as error:
             self._end(error)
         self._changed.set()

@@ -1,10 +1,11 @@
 """Named tensors in recycled shared memory files, in the safetensors layout.
 
-    [8: length][header: JSON, padded with spaces][tensor][pad][tensor][pad] ... [rest][trailer: sequence, checksum]
+    [8: length][header: JSON, padded with spaces][tensor][pad][tensor][pad] ... [rest][trailer: sequence, checksums]
 
 Any safetensors reader can open such a file. The format allows no gaps, so alignment and the unused rest of a recycled
 file are tensors of their own, named `__pad__...`. The trailer is a tensor too: it is zeroed first and written last, and
-carries the sequence number of this content and the checksum (xxh3) of the header. A reader trusts nothing else.
+carries the sequence number of this content and the checksums (xxh3) of the header and, where the writer was asked for
+it, of all tensors. A reader trusts nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +27,11 @@ import xxhash
 from tailrace.errors import CorruptData, TransportError
 
 ALIGNMENT_BYTES = 64
-MAX_BUFFERS_PER_WRITE = 1024  # what writev takes
+MAX_BUFFERS_PER_WRITE = 512
+"""`writev` takes 1,024. Between two calls the interpreter's lock is free, so that an event loop never waits long."""
+HASHED_AT_ONCE_BYTES = 4 << 20
 PAD_PREFIX = "__pad__"
+
 
 DTYPE_BYTES: Mapping[str, int] = {
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
@@ -36,11 +41,14 @@ DTYPE_BYTES: Mapping[str, int] = {
 """Bytes of one element, by the format's name of its type."""
 
 _LENGTH = struct.Struct("<Q")
-_TRAILER = struct.Struct("<QQ")
+_TRAILER = struct.Struct("<QQQQ")  # sequence, checksum of the header, of the tensors, whether there is that one
 _TRAILER_NAME = "__trailer__"
 _METADATA_NAME = "__metadata__"
+_REST_NAME = f"{PAD_PREFIX}rest"
 _SIZE_STEP_BYTES = 64 * 1024
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMENSIONS = 16
+_MAX_EXTENT = 1 << 56
 _ZEROS = bytes(ALIGNMENT_BYTES)
 
 
@@ -50,7 +58,8 @@ class TensorBuffers:
 
     dtype: str
     shape: tuple[int, ...]
-    buffers: Sequence[memoryview]  # contiguous bytes
+    buffers: Iterable[memoryview]
+    """Contiguous, of any type; taken once, as they are written: they may be made on the way."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,13 +77,17 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A file's content, mapped and checked. `mapping` may be read between the bounds of `tensors`."""
+    """A file's content, mapped (or received) and checked. It may be read between the bounds of `tensors`."""
 
-    mapping: mmap.mmap
+    mapping: mmap.mmap | memoryview
     tensors: Mapping[str, TensorEntry]
     """Without pads and trailer; offsets count from the start of `mapping`."""
     metadata: Mapping[str, str]
     sequence: int
+    body: tuple[int, int]
+    """Where the tensors begin and end."""
+    body_checksum: int | None
+    """None where the writer added none."""
 
 
 class SegmentFile:
@@ -83,15 +96,30 @@ class SegmentFile:
     Recycling is the point: fresh shared memory costs many times more than memory that was touched before.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, file: int | None = None) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if file is None else file
+
+    @classmethod
+    def nameless(cls, name: str) -> SegmentFile:
+        """One in memory that nobody else can open; `name` is for messages. It is gone once closed."""
+        if hasattr(os, "memfd_create"):
+            return cls(Path(name), file=os.memfd_create(name, os.MFD_CLOEXEC))
+        with tempfile.TemporaryFile() as file:
+            return cls(Path(name), file=os.dup(file.fileno()))
 
     def fileno(self) -> int:
         """The open file's descriptor, for locks."""
         return self._file
 
-    def write(self, tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str], sequence: int) -> int:
+    def write(
+        self,
+        tensors: Mapping[str, TensorBuffers],
+        metadata: Mapping[str, str],
+        sequence: int,
+        *,
+        checksum_body: bool = False,
+    ) -> int:
         """Replace the content; returns its bytes. `sequence` is above 0.
 
         Raises `TransportError` when the folder has no room; then the file holds no content, and its size is as before.
@@ -104,10 +132,18 @@ class SegmentFile:
         if size > current:
             self._reserve(size)
         header = layout.header(size)
-        os.lseek(self._file, 0, os.SEEK_SET)
-        _write_all(self._file, [memoryview(header), *layout.body_buffers()])
-        os.pwrite(self._file, _TRAILER.pack(sequence, xxhash.xxh3_64_intdigest(header)), size - _TRAILER.size)
+        digest = xxhash.xxh3_64() if checksum_body else None
+        os.lseek(self._file, len(header), os.SEEK_SET)
+        _write_all(self._file, layout.body_buffers(), digest)
+        os.pwrite(self._file, header, 0)
+        body_checksum = digest.intdigest() if digest else 0
+        trailer = _TRAILER.pack(sequence, xxhash.xxh3_64_intdigest(header), body_checksum, checksum_body)
+        os.pwrite(self._file, trailer, size - _TRAILER.size)
         return layout.num_bytes
+
+    def flush(self) -> None:
+        """Have the content on the disk itself, where there is one."""
+        os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file; it stays where it is."""
@@ -125,7 +161,7 @@ class SegmentFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            stat = os.statvfs(self.path.parent)
+            stat = os.fstatvfs(self._file)
             raise TransportError(
                 f"{self.path.parent} has no room for {size:,} bytes ({stat.f_bavail * stat.f_frsize:,} are free); "
                 "enlarge it (docker: --shm-size), set another folder for shared memory, or make the batch smaller"
@@ -165,21 +201,26 @@ class _Layout:
         json = self._header_json(file_size - self._header_bytes).ljust(self._header_bytes - _LENGTH.size)
         return _LENGTH.pack(len(json)) + json
 
-    def body_buffers(self) -> list[memoryview]:
+    def body_buffers(self) -> Iterator[memoryview]:
         """Everything after the header but the rest and the trailer."""
-        buffers: list[memoryview] = []
-        for tensor, pad in zip(self._tensors.values(), self._pads, strict=True):
-            buffers.extend(tensor.buffers)
-            buffers.append(memoryview(_ZEROS)[:pad])
-        return buffers
+        for (name, tensor), pad in zip(self._tensors.items(), self._pads, strict=True):
+            num_bytes = 0
+            for buffer in tensor.buffers:
+                num_bytes += buffer.nbytes
+                yield buffer
+            if num_bytes != tensor.num_bytes:
+                raise ValueError(
+                    f"tensor {name!r} has {num_bytes} bytes in its buffers, and {tensor.num_bytes} by shape"
+                )
+            yield memoryview(_ZEROS)[:pad]
 
     def _header_json(self, body_end: int) -> bytes:
         trailer_start = body_end - _TRAILER.size
         header: dict[str, object] = {
             _METADATA_NAME: self._metadata,
             **self._entries,
-            f"{PAD_PREFIX}rest": _pad_entry(self._body_bytes, trailer_start),
-            _TRAILER_NAME: TensorEntry("U64", (2,), (trailer_start, body_end)),
+            _REST_NAME: _pad_entry(self._body_bytes, trailer_start),
+            _TRAILER_NAME: TensorEntry("U64", (_TRAILER.size // 8,), (trailer_start, body_end)),
         }
         return msgspec.json.encode(header)
 
@@ -198,29 +239,61 @@ def map_segment(path: Path, *, private: bool = False) -> mmap.mmap:
         raise TransportError(f"cannot open {path}: {error.strerror}") from error
 
 
-def read_segment(path: Path, mapping: mmap.mmap) -> Segment:
-    """Check a mapped file's trailer, header and bounds. Raises `CorruptData` for anything that does not add up."""
-    sequence, checksum = _TRAILER.unpack_from(mapping, len(mapping) - _TRAILER.size)
+def read_segment(path: Path | str, mapping: mmap.mmap | memoryview) -> Segment:
+    """Check a mapped file's trailer, header and bounds. Raises `CorruptData` for anything that does not add up.
+
+    `path` is for messages only. Takes memory for the header alone, which is a part of the content.
+    """
+    if len(mapping) < _LENGTH.size + _TRAILER.size:
+        raise CorruptData(f"{path} is too short to hold a header")
+    trailer = _TRAILER.unpack_from(mapping, len(mapping) - _TRAILER.size)
+    sequence, checksum, body_checksum, has_body_checksum = trailer
     if sequence == 0:
         raise CorruptData(f"{path} was not written to its end")
     (length,) = _LENGTH.unpack_from(mapping, 0)
     start = _LENGTH.size + length
     if length > _MAX_HEADER_BYTES or start > len(mapping) - _TRAILER.size:
         raise CorruptData(f"{path} says its header has {length:,} bytes; the file has {len(mapping):,}")
-    header = mapping[:start]
-    if xxhash.xxh3_64_intdigest(header) != checksum:
+    header = bytes(mapping[:start])
+    if xxhash.xxh3_64_intdigest(header) != checksum or has_body_checksum > 1:
         raise CorruptData(f"the header of {path} is damaged: its checksum differs")
     entries, metadata = _parse_header(path, header[_LENGTH.size :])
     _require_gapless(path, entries, len(mapping) - start)
     tensors = {
         name: TensorEntry(entry.dtype, entry.shape, (start + entry.data_offsets[0], start + entry.data_offsets[1]))
         for name, entry in entries.items()
-        if not name.startswith(PAD_PREFIX) and name != _TRAILER_NAME
+        if name not in (_REST_NAME, _TRAILER_NAME)
     }
-    return Segment(mapping, tensors, metadata, sequence)
+    end = max((entry.data_offsets[1] for entry in tensors.values()), default=start)
+    return Segment(
+        mapping,
+        {name: entry for name, entry in tensors.items() if not name.startswith(PAD_PREFIX)},
+        metadata,
+        sequence,
+        (start, end),
+        body_checksum if has_body_checksum else None,
+    )
 
 
-def _parse_header(path: Path, header: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def verify_body(path: Path | str, segment: Segment, *, required: bool = False) -> None:
+    """Compare the tensors with their checksum, where there is one. O(bytes).
+
+    Raises `CorruptData` where it differs, and where it is `required` and missing.
+    """
+    if segment.body_checksum is None:
+        if required:
+            raise CorruptData(f"{path} has no checksum of its tensors")
+        return
+    digest = xxhash.xxh3_64()
+    start, end = segment.body
+    with memoryview(segment.mapping) as content:
+        for position in range(start, end, HASHED_AT_ONCE_BYTES):
+            digest.update(content[position : min(end, position + HASHED_AT_ONCE_BYTES)])
+    if digest.intdigest() != segment.body_checksum:
+        raise CorruptData(f"the tensors of {path} are damaged: their checksum differs")
+
+
+def _parse_header(path: Path | str, header: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(_METADATA_NAME, msgspec.Raw(b"{}")), type=dict[str, str])
@@ -230,12 +303,12 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, TensorEntry], di
     return entries, metadata
 
 
-def _require_gapless(path: Path, entries: Mapping[str, TensorEntry], body_bytes: int) -> None:
+def _require_gapless(path: Path | str, entries: Mapping[str, TensorEntry], body_bytes: int) -> None:
     """Every tensor has its shape's bytes, and together they are the body, once."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, end = entry.data_offsets
-        if entry.dtype not in DTYPE_BYTES or any(extent < 0 for extent in entry.shape):
+        if entry.dtype not in DTYPE_BYTES or not _is_possible(entry.shape):
             raise CorruptData(f"tensor {name!r} of {path} has an impossible type or shape: {entry}")
         if start != position or end - start != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
             raise CorruptData(f"tensor {name!r} of {path} does not lie where its header says: {entry}")
@@ -244,14 +317,25 @@ def _require_gapless(path: Path, entries: Mapping[str, TensorEntry], body_bytes:
         raise CorruptData(f"{path} describes {position:,} bytes of tensors and holds {body_bytes:,}")
 
 
-def _write_all(file: int, buffers: Sequence[memoryview]) -> None:
-    """Gather all buffers into the file, at most 1,024 a call, going on where a call wrote less than it was given."""
-    remaining = iter([buffer for buffer in buffers if buffer.nbytes])
+def _is_possible(shape: tuple[int, ...]) -> bool:
+    """Whether the product of a shape is a number that can be computed in no time."""
+    return len(shape) <= _MAX_DIMENSIONS and all(0 <= extent <= _MAX_EXTENT for extent in shape)
+
+
+def _write_all(file: int, buffers: Iterator[memoryview], digest: xxhash.xxh3_64 | None) -> None:
+    """Gather all buffers into the file, going on where a call wrote less than it was given."""
+    remaining = (buffer for buffer in buffers if buffer.nbytes)
     while chunk := list(itertools.islice(remaining, MAX_BUFFERS_PER_WRITE)):
+        if digest is not None:
+            for buffer in chunk:
+                digest.update(buffer.cast("B"))
         while chunk:
             written = os.writev(file, chunk)
-            while chunk and written >= chunk[0].nbytes:
-                written -= chunk.pop(0).nbytes
+            whole = 0
+            while whole < len(chunk) and written >= chunk[whole].nbytes:
+                written -= chunk[whole].nbytes
+                whole += 1
+            del chunk[:whole]
             if written:
                 chunk[0] = chunk[0].cast("B")[written:]
 

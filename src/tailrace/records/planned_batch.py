@@ -1,0 +1,153 @@
+"""A batch before any byte of it has moved: its samples, still in their branches, and the plan that lays them in rows.
+
+    branches ──(views)──► PlannedBatch ──(bytes move once)──► Batch, one for each data-parallel rank
+
+The scheduler makes it, in O(samples); whoever carries it to the trainer moves the tokens, off the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.records.arrays import Int32Array
+from tailrace.records.batch import Batch, BatchSummary, TrainingSample
+from tailrace.records.payload_table import PayloadTable, PayloadTableBuilder
+
+TOKEN_COLUMNS: dict[str, np.dtype[np.generic]] = {
+    "token_ids": np.dtype(np.int32),
+    "logprobs": np.dtype(np.float32),
+    "policy_versions": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.bool_),
+}
+"""What a batch holds of every token, whatever its number: the columns that lie in the branches."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedBatch:
+    """Samples in row order, the rows of one rank after those of another, and where each row and each rank begins.
+
+    Nobody may change the branches until every rank has given its part back.
+    """
+
+    summary: BatchSummary
+    samples: Sequence[TrainingSample]
+    lengths: Int32Array  # [num_samples], in tokens
+    row_offsets: Int32Array  # [num_rows + 1], into the samples
+    row_shapes: Int32Array  # [num_rows], tokens that a row is padded to where rows are padded
+    rank_offsets: Int32Array  # [num_ranks + 1], into the rows
+    environments: tuple[str, ...]
+    scheduler_state: bytes = b""
+    first_rank: int = 0
+    """The rank that `rank_offsets[0]` is of."""
+    all_ranks: int = 0
+    """Ranks of the whole batch, in the part of one rank; 0 in the whole batch."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that this batch, or the batch that this is a part of, was planned for."""
+        return self.all_ranks or len(self.rank_offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples here."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the columns of the tokens."""
+        return self.num_tokens * sum(dtype.itemsize for dtype in TOKEN_COLUMNS.values())
+
+    def part(self, rank: int) -> PlannedBatch:
+        """The rows of one rank, with the summary of the whole batch: the planned denominator is over all ranks."""
+        first_row, last_row = int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1])
+        first, last = int(self.row_offsets[first_row]), int(self.row_offsets[last_row])
+        return PlannedBatch(
+            summary=self.summary,
+            samples=self.samples[first:last],
+            lengths=self.lengths[first:last],
+            row_offsets=self.row_offsets[first_row : last_row + 1] - np.int32(first),
+            row_shapes=self.row_shapes[first_row:last_row],
+            rank_offsets=np.array([0, last_row - first_row], np.int32),
+            environments=self.environments,
+            scheduler_state=self.scheduler_state,
+            first_rank=self.first_rank + rank,
+            all_ranks=self.num_ranks,
+        )
+
+    def pieces(self, column: str) -> Iterator[NDArray[np.generic]]:
+        """One of `TOKEN_COLUMNS`, sample after sample: views of the branches."""
+        for sample in self.samples:
+            yield sample.loss_mask if column == "loss_mask" else getattr(sample.branch, column)
+
+    def plan_columns(self) -> dict[str, NDArray[np.generic]]:
+        """All columns that are short: of samples, rows and spans. O(samples)."""
+        offsets = np.zeros(len(self.samples) + 1, np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise ValueError(f"one rank's part of a batch holds 2^31 tokens at most, not {int(offsets[-1]):,}")
+        ids = {environment: index for index, environment in enumerate(self.environments)}
+        return {
+            "temperatures": np.array([sample.temperature for sample in self.samples], np.float32),
+            "environment_ids": np.array([ids[sample.environment] for sample in self.samples], np.int32),
+            "sample_offsets": offsets.astype(np.int32),
+            "row_offsets": np.asarray(self.row_offsets, np.int32),
+            "row_shapes": np.asarray(self.row_shapes, np.int32),
+            "mixed_spans": self._mixed_spans(offsets),
+            **self._advantages(),
+        }
+
+    def payloads(self) -> PayloadTable:
+        """Where the routed experts of the samples here lie. O(turns)."""
+        builder = PayloadTableBuilder()
+        for sample in self.samples:
+            builder.add(sample.num_tokens, sample.branch.payload_chunks)
+        return builder.table()
+
+    def assembled(self, rank: int = 0) -> Batch:
+        """The batch that this rank receives, its tokens copied once. O(tokens): not for an event loop."""
+        part = self.part(rank)
+        plan = part.plan_columns()
+        columns = {
+            name: np.concatenate([*part.pieces(name), np.empty(0, dtype)]) for name, dtype in TOKEN_COLUMNS.items()
+        }
+        return Batch(
+            summary=part.summary,
+            environments=part.environments,
+            scheduler_state=part.scheduler_state,
+            payloads=part.payloads(),
+            rank=part.first_rank,
+            num_ranks=part.num_ranks,
+            **columns,
+            **plan,  # type: ignore[arg-type]
+        )
+
+    def loss_versions(self) -> Counter[int]:
+        """How many tokens of each policy version bear loss. O(samples)."""
+        counts: Counter[int] = Counter()
+        for sample in self.samples:
+            counts.update(sample.loss_versions())
+        return counts
+
+    def _advantages(self) -> dict[str, NDArray[np.generic]]:
+        """One number for a sample whose tokens share it, or one for each of its tokens."""
+        offsets = np.arange(len(self.samples) + 1, dtype=np.int32)
+        values = [sample.advantages for sample in self.samples]
+        if not any(isinstance(value, np.ndarray) for value in values):
+            return {"advantages": np.array(values, np.float32), "advantage_offsets": offsets}
+        arrays = [np.atleast_1d(np.asarray(value, np.float32)) for value in values]
+        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+        return {"advantages": np.concatenate(arrays), "advantage_offsets": offsets}
+
+    def _mixed_spans(self, offsets: NDArray[np.int64]) -> Int32Array:
+        spans = [
+            offset + edge
+            for sample, offset in zip(self.samples, offsets[:-1].tolist(), strict=True)
+            for span in sample.branch.mixed_spans
+            for edge in span
+        ]
+        return np.array(spans, np.int32)

@@ -1,0 +1,23 @@
+"""Settings of what goes between the processes of a run."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+BatchTransport: TypeAlias = Literal["memory", "shared_memory", "files", "zmq"]
+
+
+class TransportSettings(BaseModel):
+    """Section `transport`: what carries data from one process to another."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batches: BatchTransport | None = Field(
+        None,
+        description="What carries batches to the trainer. memory: the event loop that both share; the only one for"
+        " placement = inline, and only for that. shared_memory: recycled files in the host's shared memory. files:"
+        " checksummed files in the run's folder, each batch published by one rename: slower, on any file system. zmq:"
+        " by value, through a socket. Unset: memory inline, shared_memory otherwise.",
+    )
