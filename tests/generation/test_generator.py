@@ -5,6 +5,7 @@ import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -168,6 +169,32 @@ async def test_cancelling_the_caller_frees_the_slot(model) -> None:
         with pytest.raises(asyncio.CancelledError):
             await long
         assert generator.statistics().sampled_tokens_total < 250
+
+
+async def test_what_was_sampled_of_a_cancelled_request_is_told_prefix_included(model) -> None:
+    cut: list[tuple[str, int]] = []
+    heard = asyncio.Event()
+    async with Generator(lambda: make_engine(model, chunk_tokens=1)) as generator:
+        generator.tell_of_cuts(lambda request_id, tokens: cut.append((request_id, tokens)))
+        whole = await ask(generator, "whole", [1], max_tokens=7)
+        long = asyncio.create_task(
+            generator.generate(
+                np.asarray([1], np.int32),
+                sampling=SamplingParams(max_tokens=250),
+                request_id="long",
+                session_id="long",
+                group_id="long",
+                prefix=replace(whole, finish_reason=FinishReason.ABORTED),
+                on_chunk=lambda chunk: heard.set(),
+            )
+        )
+        await heard.wait()
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+    [(name, tokens)] = cut
+    assert name == "long"
+    assert 8 <= tokens < 250
 
 
 class CrashingEngine(TorchEngine):

@@ -121,6 +121,29 @@ class Interruptible:
         return 0
 
 
+def test_what_a_cancelled_request_had_when_it_was_set_aside_is_told() -> None:
+    async def main() -> None:
+        engine, cut = Interruptible(), list[tuple[str, int]]()
+        holding = HoldingGenerate(engine, engine.interrupt, lambda *told: cut.append(told))
+        waiting = asyncio.create_task(
+            holding(
+                np.zeros(1, np.int32),
+                sampling=SamplingParams(max_tokens=10),
+                request_id="a",
+                session_id="a",
+                group_id="held",
+            )
+        )
+        await asyncio.sleep(4.5)
+        await holding.hold("held")
+        await asyncio.sleep(100)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert cut == [("a", 5)]
+
+    run_in_virtual_time(main())
+
+
 def test_a_held_group_waits_with_its_tokens_and_new_requests_wait_as_well() -> None:
     async def main() -> None:
         engine = Interruptible()

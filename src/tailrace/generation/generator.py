@@ -25,7 +25,7 @@ from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_loop import EngineLoop, fail_inbox
 from tailrace.generation.engines.protocol import Engine, EngineStatistics
-from tailrace.generation.inbox import Call, ChunkListener, Inbox, Release, Waiter
+from tailrace.generation.inbox import Call, ChunkListener, CutListener, Inbox, Release, Waiter
 from tailrace.generation.staging import LoadCall, Stager, TensorsOpener
 from tailrace.records import (
     Completion,
@@ -61,6 +61,7 @@ class Generator:
 
     def __init__(self, engine_factory: Callable[[], Engine], weights: WeightPolicy = DEFAULT_WEIGHT_POLICY):
         """Start the thread, which builds the engine; `ready` tells when it is, or why it never will be."""
+        self._on_cut: CutListener | None = None
         self._inbox = Inbox()
         self._stager = Stager(self._inbox, weights)
         self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
@@ -108,9 +109,13 @@ class Generator:
             sampling=sampling,
             prefix=prefix,
         )
-        return await ask(self._inbox, request, on_chunk)
+        return await ask(self._inbox, request, on_chunk, self._on_cut)
 
     __call__ = generate
+
+    def tell_of_cuts(self, on_cut: CutListener) -> None:
+        """From now on `on_cut` is told of requests that are cancelled."""
+        self._on_cut = on_cut
 
     async def load_model_state_dict(self, tensors_opener: TensorsOpener, version: int) -> int:
         """Install new weights between two steps, requests going on; the version installed, which may be newer.
@@ -175,7 +180,12 @@ class Generator:
         return await waiter.future
 
 
-async def ask(inbox: Inbox, request: GenerationRequest, on_chunk: ChunkListener | None = None) -> Completion:
+async def ask(
+    inbox: Inbox,
+    request: GenerationRequest,
+    on_chunk: ChunkListener | None = None,
+    on_cut: CutListener | None = None,
+) -> Completion:
     """Put a request into an inbox and wait for its completion; when cancelled, abort it."""
     loop = asyncio.get_running_loop()
     call = Call(request, loop, loop.create_future(), on_chunk)
@@ -185,6 +195,8 @@ async def ask(inbox: Inbox, request: GenerationRequest, on_chunk: ChunkListener 
     finally:
         if call.future.cancelled():
             inbox.put_abort(call)
+            if on_cut is not None:
+                on_cut(request.request_id, call.sampled_tokens)
 
 
 class _Worker:

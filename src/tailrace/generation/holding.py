@@ -10,6 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 
+from tailrace.generation.inbox import CutListener
 from tailrace.records import Completion, FinishReason, Generate, Int32Array, SamplingParams
 
 Interrupt = Callable[[Iterable[str]], Awaitable[int]]
@@ -19,8 +20,9 @@ Interrupt = Callable[[Iterable[str]], Awaitable[int]]
 class HoldingGenerate:
     """Implements `Generate` over one that can be interrupted. Whoever awaits a held request only waits longer."""
 
-    def __init__(self, generate: Generate, interrupt: Interrupt) -> None:
-        self._generate, self._interrupt = generate, interrupt
+    def __init__(self, generate: Generate, interrupt: Interrupt, on_cut: CutListener | None = None) -> None:
+        """`on_cut` is told of requests that are cancelled while they are set aside."""
+        self._generate, self._interrupt, self._on_cut = generate, interrupt, on_cut
         self._asked: defaultdict[str, set[str]] = defaultdict(set)  # requests that are being served, by group
         self._held: dict[str, asyncio.Event] = {}
         self._taken_off: set[str] = set()  # requests interrupted here: they go on, even if released by now
@@ -38,7 +40,12 @@ class HoldingGenerate:
         """See `Generate`."""
         while True:
             if (held := self._held.get(group_id)) is not None:
-                await held.wait()
+                try:
+                    await held.wait()
+                except asyncio.CancelledError:
+                    if self._on_cut is not None and prefix is not None:
+                        self._on_cut(request_id, prefix.num_tokens)
+                    raise
                 continue
             asked = self._asked[group_id]
             asked.add(request_id)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 ChunkListener: TypeAlias = "Callable[[SampledTokens], None]"
 """Hears of the tokens of a request that goes on, on the event loop that asked for it."""
 
+CutListener: TypeAlias = "Callable[[str, int], None]"
+"""Hears of a request whose caller went away before its end: its id, and the tokens that had been sampled by then."""
+
 ResultT = TypeVar("ResultT")
 
 
@@ -34,6 +37,12 @@ class Call:
     arrived_s: float = field(default_factory=time.perf_counter)
     waited_s: float = 0.0
     """Before the engine was given the request."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """So far, prefix included; another thread may read it as well, while the engine's goes on."""
+        prefix = self.request.prefix
+        return (0 if prefix is None else prefix.num_tokens) + sum(len(chunk.token_ids) for chunk in tuple(self.chunks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from tailrace.records.events import (
     TrainerEnded,
     TrainerStarted,
 )
-from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId
+from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId, rollout_of
 from tailrace.records.payload import (
     ExpertArray,
     OpenPayload,
@@ -92,5 +92,6 @@ __all__ = [
     "TrainerStarted",
     "TrainingSample",
     "as_token_ids",
+    "rollout_of",
     "unrecorded",
 ]

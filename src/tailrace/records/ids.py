@@ -9,3 +9,12 @@ GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)
 RequestId = NewType("RequestId", str)
 SessionId = NewType("SessionId", str)
+
+
+def rollout_of(request_id: str) -> RolloutId:
+    """Of the rollout for which a request was made: its name is `<rollout>/<branch>/<turn>`.
+
+    >>> rollout_of("sort/7#3.0.1/0/2")
+    'sort/7#3.0.1'
+    """
+    return RolloutId(request_id.rsplit("/", 2)[0])

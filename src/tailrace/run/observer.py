@@ -31,6 +31,7 @@ from tailrace.records import (
     StepSkipped,
     StepTrained,
     TerminalState,
+    rollout_of,
 )
 from tailrace.rollouts.judge import JudgeUsage
 from tailrace.run.evaluation_figures import evaluation_entries, evaluation_metrics, followed
@@ -113,6 +114,7 @@ class RunObserver:
         self._tokens_before = 0
         self._advantages: dict[RolloutId, float] = {}
         self._lost_tokens: dict[RolloutId, int] = {}
+        self._cut_tokens: Counter[RolloutId] = Counter()
         self._entries: list[RolloutEntry] = []
 
     @property
@@ -144,10 +146,18 @@ class RunObserver:
         self.totals.tokens_generated += rollout.num_completion_tokens
         self._recorder.rollout_finished(rollout)
 
+    def request_cut(self, request_id: str, tokens: int) -> None:
+        """A request was cancelled with so many tokens sampled; others than those of rollouts are nobody's loss here."""
+        self._cut_tokens[rollout_of(request_id)] += tokens
+
     def rollout_lost(self, rollout: Rollout) -> None:
-        """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it."""
-        self._lost_tokens[rollout.rollout_id] = rollout.num_completion_tokens
-        self.totals.tokens_generated += rollout.num_completion_tokens
+        """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it.
+
+        Comes after `request_cut` for the completion that it was waiting for.
+        """
+        lost_tokens = rollout.num_completion_tokens + self._cut_tokens.pop(rollout.rollout_id, 0)
+        self._lost_tokens[rollout.rollout_id] = lost_tokens
+        self.totals.tokens_generated += lost_tokens
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         """See `SchedulerObserver`."""

@@ -18,6 +18,7 @@ from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError
 from tailrace.generation.generator import Generator
 from tailrace.generation.holding import Interrupt
+from tailrace.generation.inbox import CutListener
 from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
@@ -57,6 +58,8 @@ class Placement:
     """Waits for the trainer to leave, however."""
     pids: Callable[[], Mapping[str, int]]
     """Ids of the processes that run now, by role."""
+    tell_of_cuts: Callable[[CutListener], None]
+    """From now on tells of requests that are cancelled, and of what had been sampled of them."""
     replicas: Callable[[], list[ReplicaFigures]]
     """Figures of the generators that are processes of their own."""
     kill: Callable[[], None]
@@ -102,6 +105,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
                 watch=watch,
                 trainer_left=trainer_left,
                 pids=lambda: {"run": os.getpid()},
+                tell_of_cuts=generator.tell_of_cuts,
                 replicas=list,
                 kill=lambda: None,
             )
@@ -165,6 +169,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 watch=watch,
                 trainer_left=trainer_left,
                 pids=lambda: {"orchestrator": os.getpid(), **supervisor.pids()},
+                tell_of_cuts=router.tell_of_cuts,
                 replicas=router.figures,
                 kill=kill,
             )

@@ -145,7 +145,8 @@ class _Training:
             stack.push_async_callback(log.close)
             meter = ProcessMeter(placement.pids)
             recorded = RecordedGenerate(placement.generate, self._count_completion)
-            holding = self._holding = HoldingGenerate(recorded, placement.interrupt)
+            holding = self._holding = HoldingGenerate(recorded, placement.interrupt, self._count_cut)
+            placement.tell_of_cuts(self._count_cut)
             rollouter = await stack.enter_async_context(
                 make_rollouter(
                     self._settings,
@@ -169,6 +170,10 @@ class _Training:
     def _count_completion(self, completion: Completion) -> None:
         if self._orchestrator and self._orchestrator.observer:
             self._orchestrator.observer.completion_sampled(completion)
+
+    def _count_cut(self, request_id: str, tokens: int) -> None:
+        if self._orchestrator and self._orchestrator.observer:
+            self._orchestrator.observer.request_cut(request_id, tokens)
 
     def _make_held_out(self) -> list[Task]:
         """What evaluations beside training run, every environment in turn; made before, since it may take a while."""

@@ -26,6 +26,7 @@ from tailrace.records import (
     StepTrained,
     TaskId,
     TerminalState,
+    rollout_of,
 )
 from tailrace.simulation.lengths import LengthSource
 
@@ -65,7 +66,7 @@ class MeteredGenerate:
             prefix=prefix,
         )
         before = prefix.num_tokens if prefix is not None else 0
-        self.open_tokens[request_id.rsplit("/", 2)[0]] += completion.num_tokens - before
+        self.open_tokens[rollout_of(request_id)] += completion.num_tokens - before
         return completion
 
 

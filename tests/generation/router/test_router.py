@@ -139,6 +139,21 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+async def test_a_cancelled_request_is_told_of_with_the_tokens_that_had_come(model) -> None:
+    cut: list[tuple[str, int]] = []
+    async with world("a") as here:
+        here.router.tell_of_cuts(lambda *told: cut.append(told))
+        replica = await here.join("a", Replica(model))
+        asked = here.ask()
+        await until(lambda: replica.generator.statistics().sampled_tokens_total >= 20)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+    [(name, tokens)] = cut
+    assert name == "r"
+    assert 0 < tokens < 250
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(breaks=st.lists(st.integers(1, 30), max_size=3), tokens=st.integers(1, 40))
 def test_wherever_replicas_are_lost_a_completion_is_the_uninterrupted_one(

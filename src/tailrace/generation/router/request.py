@@ -53,9 +53,12 @@ class RoutedRequest:
                 f"request {self.request_id} was running on {self._died} generators as they failed; it is not tried on "
                 "another (generator.router.max_failovers)"
             ) from error
-        if chunks:
-            self.prefix = assembled(self.prefix, chunks, FinishReason.ABORTED)
+        self.prefix = self.with_chunks(chunks)
         self._parts += 1
+
+    def with_chunks(self, chunks: Sequence[SampledTokens]) -> Completion | None:
+        """What there is of it once these have come as well."""
+        return assembled(self.prefix, chunks, FinishReason.ABORTED) if chunks else self.prefix
 
     def interrupted(self) -> Completion:
         """As it is, for its caller."""

@@ -20,6 +20,7 @@ from typing import NoReturn, TypeVar
 
 from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
+from tailrace.generation.inbox import CutListener
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
 from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
 from tailrace.generation.router.request import RoutedRequest
@@ -56,6 +57,7 @@ class Router:
         self._changed = asyncio.Event()
         self._requests: set[RoutedRequest] = set()
         self._is_paused = False
+        self._on_cut: CutListener | None = None
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -83,12 +85,20 @@ class Router:
                 completion = await self._ask(self._replicas[index], index, request)
                 if completion is not None:
                     return completion
+        except asyncio.CancelledError:
+            if self._on_cut is not None and request.prefix is not None:
+                self._on_cut(request_id, request.prefix.num_tokens)
+            raise
         finally:
             self._requests.discard(request)
         assert request.prefix is not None
         return replace(request.prefix, finish_reason=reason)
 
     __call__ = generate
+
+    def tell_of_cuts(self, on_cut: CutListener) -> None:
+        """From now on `on_cut` is told of requests that are cancelled; their tokens are those streamed back by then."""
+        self._on_cut = on_cut
 
     async def _choose(self, request: RoutedRequest) -> int | None:
         """Wait for a replica that takes the request; None once it is interrupted."""
@@ -120,6 +130,9 @@ class Router:
                 prefix=request.prefix,
                 on_chunk=chunks.append,
             )
+        except asyncio.CancelledError:
+            request.prefix = request.with_chunks(chunks)
+            raise
         except EngineFailed as error:
             replica.failovers += 1
             client.fail(error)  # its engine is gone, whatever of it still answers
