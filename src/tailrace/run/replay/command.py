@@ -25,7 +25,7 @@ from tailrace.run.replay.scoring import Rescoring
 from tailrace.run.replay.stages import Pipeline
 from tailrace.run.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.scheduling.settings import SchedulingSettings
-from tailrace.transport.shared_memory import SharedMemoryBatchQueue
+from tailrace.transport.batch_channels import shared_memory_receiver, shared_memory_sender
 
 _SIZE = re.compile(r"(?P<number>[\d.]+)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -51,20 +51,32 @@ class ReplayPlan:
         return SchedulingSettings(row_tokens=max(16, longest))
 
 
-async def replay(plan: ReplayPlan, *, only: str | None = None, traffic: int = 0, repeat: int = 1) -> list[StageCost]:
-    """Measure the pipeline. Raises `SettingsError` for a phase that there is not, with those that there are."""
+async def replay(
+    plan: ReplayPlan, *, only: str | None = None, traffic: int = 0, repeat: int = 1, ranks: int = 1
+) -> list[StageCost]:
+    """Measure the pipeline, for a trainer of so many data-parallel ranks.
+
+    Raises `SettingsError` for a phase that there is not, with those that there are.
+    """
     await asyncio.to_thread(remove_leftovers)
     async with AsyncExitStack() as stack:
         resources = stack.enter_context(RunResources(uuid.uuid4().hex))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-replay-")))
         recorder = stack.enter_context(PhaseRecorder().recording())
-        queue = SharedMemoryBatchQueue(resources.address(_QUEUE), resources.shared_memory)
-        stack.push_async_callback(queue.close)
+        address, shared_memory = resources.address(_QUEUE), resources.shared_memory
+        sender = shared_memory_sender(address, shared_memory, num_ranks=ranks)
+        stack.push_async_callback(sender.close)
+        receivers = [
+            shared_memory_receiver(address, shared_memory, rank=rank, num_ranks=ranks) for rank in range(ranks)
+        ]
+        for receiver in receivers:
+            stack.push_async_callback(receiver.close)
         scoring = await stack.enter_async_context(Rescoring(plan.settings)) if plan.settings is not None else None
         pipeline = Pipeline(
             plan.groups,
             plan.scheduling,
-            queue,
+            sender,
+            receivers,
             folder,
             score_groups=scoring.score if scoring is not None and scoring.is_possible else None,
             open_payload=plan.open_payload,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tailrace.batching import FormedBatch, SampledGroup, compute_advantages, filter_reason, sample_group
+from tailrace.batching import FormedBatch, Packing, SampledGroup, compute_advantages, filter_reason, sample_group
 from tailrace.batching.batches import form_batch_in_slices
 from tailrace.errors import DataError
 from tailrace.observability.background import BackgroundWriter
@@ -27,7 +27,7 @@ from tailrace.observability.sinks import JsonlSink, RolloutWriter
 from tailrace.records import Batch, Group, OpenPayload, Outcome
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.steps import in_turns
-from tailrace.transport.shared_memory import SharedMemoryBatchQueue
+from tailrace.transport.batch_queue import BatchReceiver, BatchSender
 
 Score = Callable[[Sequence[Group]], Awaitable[None]]
 """Scores every rollout again."""
@@ -42,7 +42,9 @@ class Pipeline:
 
     groups: Sequence[Group]
     settings: SchedulingSettings
-    queue: SharedMemoryBatchQueue
+    sender: BatchSender
+    receivers: Sequence[BatchReceiver]
+    """One for each data-parallel rank."""
     folder: Path
     """For what a run writes of a step."""
     score_groups: Score | None = None
@@ -53,7 +55,6 @@ class Pipeline:
     trainable: list[Group] = field(default_factory=list)
     sampled: list[SampledGroup] = field(default_factory=list)
     formed: FormedBatch | None = None
-    batch: Batch | None = None
 
     def __post_init__(self) -> None:
         branches = [branch for group in self.groups for rollout in group.rollouts for branch in rollout.branches]
@@ -113,21 +114,25 @@ class Pipeline:
     async def _form(self) -> None:
         with phase("form_batch"):
             forming = form_batch_in_slices(
-                self.sampled, step=STEP, judged_version=self.version, row_tokens=self.settings.row_tokens
+                self.sampled,
+                step=STEP,
+                judged_version=self.version,
+                packing=Packing(self.settings.row_tokens, num_ranks=len(self.receivers)),
             )
             self.formed = await in_turns(forming)
 
     async def _send(self) -> None:
         assert self.formed is not None
         with phase("send_batch"):
-            await self.queue.send(self.formed.batch)
+            await self.sender.send(self.formed.batch)
 
     async def _receive(self) -> None:
-        """To tensors, in a thread, as the trainer does."""
-        with phase("receive_batch"):
-            batch = self.batch = await self.queue.receive()
-            await asyncio.to_thread(self._to_tensors, batch)
-        await self.queue.acknowledge(batch.summary.step)
+        """To tensors, in a thread, as the trainer does; rank after rank."""
+        for receiver in self.receivers:
+            with phase("receive_batch"):
+                batch = await receiver.receive()
+                await asyncio.to_thread(self._to_tensors, batch)
+            await receiver.acknowledge(batch.summary.step)
 
     def _to_tensors(self, batch: Batch) -> None:
         from tailrace.training.micro_batch import MicroBatch
