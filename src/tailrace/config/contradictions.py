@@ -200,6 +200,12 @@ def _of_router_replay(settings: RunSettings) -> list[Contradiction]:
             "generator.return_routed_experts = false leaves them unknown: write generator.return_routed_experts = true"
         )
         return [Contradiction(message, *keys)]
+    if returned and settings.generator.connect and settings.transport.payloads == "reference":
+        message = (
+            "generators of generator.connect do not see this run's shared memory, and transport.payloads = 'reference' "
+            'leaves routed experts there: write transport.payloads = "value"'
+        )
+        return [Contradiction(message, "transport.payloads", "generator.connect")]
     if replay == "off" and returned:
         message = (
             "generator.return_routed_experts = true sends experts for every token and layer to a trainer that "

@@ -41,6 +41,7 @@ def assembled(
         logprobs=logprobs,
         policy_versions=versions,
         finish_reason=finish_reason,
+        routed_experts=() if prefix is None else prefix.routed_experts,
         mixed_spans=_mixed_spans(prefix, chunks),
         metrics=own if prefix is None else _together(prefix, own),
     )

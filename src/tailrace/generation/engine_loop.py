@@ -30,7 +30,7 @@ from tailrace.generation.decisions import (
     WeightPolicy,
 )
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
-from tailrace.generation.inbox import Call, Inbox, Release, post, set_error, set_result
+from tailrace.generation.inbox import Call, Inbox, RecordedExperts, Release, post, set_error, set_result
 from tailrace.observability.phases import phase
 from tailrace.records import Completion, FinishReason
 
@@ -141,6 +141,8 @@ class EngineLoop:
                     results[call.loop].append((call, chunk))
                 continue
             completion = assembled(call.request.prefix, call.chunks, chunk.finish_reason, waited_s=call.waited_s)
+            if chunk.routed_experts is not None:
+                call.experts.append(RecordedExperts(chunk.routed_experts_start, chunk.routed_experts))
             completion.metrics["in_flight"] = float(len(self._calls))
             del self._calls[chunk.request_id]
             if chunk.finish_reason is FinishReason.ABORTED and self._is_held(call):

@@ -17,6 +17,7 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,7 +26,8 @@ from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_loop import EngineLoop, fail_inbox
 from tailrace.generation.engines.protocol import Engine, EngineStatistics
-from tailrace.generation.inbox import Call, ChunkListener, CutListener, Inbox, Release, Waiter
+from tailrace.generation.inbox import Call, ChunkListener, CutListener, Inbox, RecordedExperts, Release, Waiter
+from tailrace.generation.payload_putter import PayloadPutter
 from tailrace.generation.staging import LoadCall, Stager, TensorsOpener
 from tailrace.records import (
     Completion,
@@ -37,6 +39,7 @@ from tailrace.records import (
     SessionId,
     as_token_ids,
 )
+from tailrace.transport.payload_store import PayloadStore
 
 if TYPE_CHECKING:
     pass
@@ -59,10 +62,20 @@ class Generator:
     ...                                         session_id="a", group_id="g")
     """
 
-    def __init__(self, engine_factory: Callable[[], Engine], weights: WeightPolicy = DEFAULT_WEIGHT_POLICY):
-        """Start the thread, which builds the engine; `ready` tells when it is, or why it never will be."""
+    def __init__(
+        self,
+        engine_factory: Callable[[], Engine],
+        weights: WeightPolicy = DEFAULT_WEIGHT_POLICY,
+        *,
+        payloads: PayloadStore | None = None,
+    ) -> None:
+        """Start the thread, which builds the engine; `ready` tells when it is, or why it never will be.
+
+        Routed experts that the engine recorded are left in `payloads`, and forgotten where there is none.
+        """
         self._on_cut: CutListener | None = None
         self._inbox = Inbox()
+        self._payloads = PayloadPutter(payloads)
         self._stager = Stager(self._inbox, weights)
         self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
         context = contextvars.copy_context()  # so that what it takes is measured
@@ -109,7 +122,11 @@ class Generator:
             sampling=sampling,
             prefix=prefix,
         )
-        return await ask(self._inbox, request, on_chunk, self._on_cut)
+        recorded: list[RecordedExperts] = []
+        completion = await ask(self._inbox, request, on_chunk, self._on_cut, recorded)
+        if not recorded:
+            return completion
+        return replace(completion, routed_experts=completion.routed_experts + await self._payloads.put(recorded))
 
     __call__ = generate
 
@@ -173,6 +190,7 @@ class Generator:
         self._inbox.close()
         await asyncio.to_thread(self._thread.join, _STUCK_END_S if self._worker.is_broken else None)
         await asyncio.to_thread(self._stager.join, _STAGING_END_S)
+        await self._payloads.close()
 
     async def _release(self, *, hold: bool, request_ids: frozenset[str] | None = None) -> int:
         waiter: Waiter[int] = Waiter.here()
@@ -185,10 +203,14 @@ async def ask(
     request: GenerationRequest,
     on_chunk: ChunkListener | None = None,
     on_cut: CutListener | None = None,
+    recorded: list[RecordedExperts] | None = None,
 ) -> Completion:
-    """Put a request into an inbox and wait for its completion; when cancelled, abort it."""
+    """Put a request into an inbox and wait for its completion; when cancelled, abort it.
+
+    What the engine recorded beside the tokens is added to `recorded`.
+    """
     loop = asyncio.get_running_loop()
-    call = Call(request, loop, loop.create_future(), on_chunk)
+    call = Call(request, loop, loop.create_future(), on_chunk, experts=[] if recorded is None else recorded)
     inbox.put_call(call)
     try:
         return await call.future

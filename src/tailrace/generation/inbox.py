@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from tailrace.generation.decisions import Decision, EngineState, InboxState, Wait, WeightPolicy, decide
 from tailrace.generation.engines.protocol import SampledTokens
-from tailrace.records import Completion, GenerationRequest
+from tailrace.records import Completion, ExpertArray, GenerationRequest
 
 if TYPE_CHECKING:
     from tailrace.generation.staging import Staged
@@ -25,6 +25,14 @@ CutListener: TypeAlias = "Callable[[str, int], None]"
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedExperts:
+    """Routed experts of a stretch of prompt and completion, from `start` on."""
+
+    start: int
+    array: ExpertArray
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One `generate` in flight. All but the future, which is its event loop's, belongs to the engine's thread."""
@@ -34,6 +42,8 @@ class Call:
     future: asyncio.Future[Completion]
     on_chunk: ChunkListener | None = None
     chunks: list[SampledTokens] = field(default_factory=list)
+    experts: list[RecordedExperts] = field(default_factory=list)
+    """What the engine recorded so far: more than one stretch where the request was paused."""
     arrived_s: float = field(default_factory=time.perf_counter)
     waited_s: float = 0.0
     """Before the engine was given the request."""

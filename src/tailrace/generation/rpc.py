@@ -17,8 +17,10 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -37,6 +39,7 @@ from tailrace.generation.rpc_messages import (
     ChunkReply,
     CloseCall,
     ClosedReply,
+    CompletionHeader,
     CompletionReply,
     ErrorReply,
     Frames,
@@ -60,11 +63,13 @@ from tailrace.generation.rpc_messages import (
     unpack_chunk,
     unpack_completion,
     unpack_error,
+    unpack_payloads,
     unpack_reply,
 )
 from tailrace.generation.rpc_uploads import PIECE_BYTES, PIECES_IN_FLIGHT
-from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams, as_token_ids
+from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams, as_token_ids, rollout_of_session
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
+from tailrace.transport.payload_accounts import PayloadAccounts
 
 ReplyT = TypeVar("ReplyT", bound=AnyReply)
 
@@ -73,6 +78,8 @@ LendFile: TypeAlias = Callable[[ModelStateDictRef], AbstractContextManager[tuple
 
 ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 """Hears how busy the engine is, and how many requests of this client it had received by then."""
+
+_COPIED_BYTES = 1 << 16
 
 _EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
 _EVENTS |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -90,12 +97,17 @@ class GeneratorClient:
         progress_deadline_s: float | None = None,
         on_report: ReportListener | None = None,
         lend_file: LendFile | None = None,
+        payloads: PayloadAccounts | None = None,
+        by_value: bool = False,
     ):
         """Connect to the server at `address`, which may come later. `name` is for messages.
 
         Without a `progress_deadline_s` a server that is alive and stuck is waited for. With `lend_file` weights are
-        sent over the socket: the server does not see the store that references mean.
+        sent over the socket: the server does not see the store that references mean. `payloads` is told of every
+        payload that completions name, and keeps those that come along (`by_value`, so that they are not copied here).
         """
+        self._payloads, self._by_value = payloads, by_value
+        self._sessions: dict[int, str] = {}
         self._name, self._address, self._on_report, self._lend_file = name, address, on_report, lend_file
         self._ids = itertools.count()
         self._replies: dict[int, asyncio.Future[tuple[AnyReply, Frames]]] = {}
@@ -166,15 +178,31 @@ class GeneratorClient:
         )
         if on_chunk is not None:
             self._listeners[call.call_id] = (request_id, on_chunk)
+        self._sessions[call.call_id] = session_id
         try:
             with self._watched():
                 prompt = pack_array(as_token_ids(prompt_token_ids))
                 reply, frames = await self._call(call, CompletionReply, [prompt, *arrays])
         finally:
             self._listeners.pop(call.call_id, None)
-        return unpack_completion(reply.completion, frames)
+            del self._sessions[call.call_id]
+        completion = unpack_completion(reply.completion, frames)
+        if reply.completion.payload_frames:
+            return await self._keep_payloads(completion, reply.completion, frames, session_id)
+        return completion
 
     __call__ = generate
+
+    async def _keep_payloads(
+        self, completion: Completion, header: CompletionHeader, frames: Frames, session_id: str
+    ) -> Completion:
+        """Payloads that came along go into the store of this side, or nowhere; chunks say where."""
+        kept, owner = list(completion.routed_experts[: -header.payload_frames]), rollout_of_session(session_id)
+        for chunk, array in unpack_payloads(header, frames):
+            ref = await self._payloads.put(owner, array) if self._payloads is not None else None
+            if ref is not None:
+                kept.append(msgspec.structs.replace(chunk, ref=ref))
+        return replace(completion, routed_experts=tuple(kept))
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install a published model state dict; the version installed. See `Generator.load_model_state_dict`."""
@@ -304,10 +332,18 @@ class GeneratorClient:
         """Waits for replies; ends with the client."""
         try:
             while True:
-                header, *frames = await self._socket.recv_multipart()
+                header, frames = await self._next_message()
                 self._handle(unpack_reply(header), frames)
         except (CorruptData, EngineFailed) as error:
             self.fail(error)
+
+    async def _next_message(self) -> tuple[bytes, Frames]:
+        """Small frames are copied; big ones stay where the socket received them."""
+        if not self._by_value:
+            header, *frames = await self._socket.recv_multipart()
+            return header, frames
+        first, *rest = await self._socket.recv_multipart(copy=False)
+        return first.bytes, [frame.bytes if len(frame) < _COPIED_BYTES else frame.buffer for frame in rest]
 
     def _handle(self, reply: AnyReply, frames: Frames) -> None:
         if isinstance(reply, ReportReply):
@@ -322,8 +358,18 @@ class GeneratorClient:
         if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
             raise unpack_error(reply)
         future = self._replies.get(reply.call_id)
-        if future is not None and not future.done():
+        is_awaited = future is not None and not future.done()
+        if self._payloads is not None and isinstance(reply, CompletionReply) and not reply.completion.payload_frames:
+            self._account(self._payloads, reply, is_awaited=is_awaited)
+        if future is not None and is_awaited:
             future.set_result((reply, frames))
+
+    def _account(self, payloads: PayloadAccounts, reply: CompletionReply, *, is_awaited: bool) -> None:
+        """Payloads belong to the rollout that asked, or, where nobody waits any more, to nobody."""
+        if is_awaited and (session_id := self._sessions.get(reply.call_id)) is not None:
+            payloads.record(rollout_of_session(session_id), reply.completion.routed_experts)
+        else:
+            payloads.drop(reply.completion.routed_experts)
 
     def _heard(self, report: ReportReply) -> None:
         """An engine that stepped or took weights makes progress, whether or not a chunk was full.

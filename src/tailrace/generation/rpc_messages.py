@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace import errors
 from tailrace.errors import CorruptData, EngineFailed, TailraceError
@@ -24,6 +25,7 @@ from tailrace.records import (
     RequestId,
     SamplingParams,
 )
+from tailrace.transport.slabs import checked_bytes
 
 PROTOCOL = 3
 """Version of what both sides say; a hello of another one is refused."""
@@ -31,16 +33,21 @@ PROTOCOL = 3
 TO_ALL = -1
 """The call id of what answers no call: reports, and errors that concern the whole conversation."""
 
-Frames: TypeAlias = Sequence[bytes]
+Frames: TypeAlias = Sequence[bytes | memoryview]
 
 
 class CompletionHeader(msgspec.Struct, frozen=True):
-    """A completion without its arrays, which follow as frames: token ids, log-probabilities, policy versions."""
+    """A completion without its arrays, which follow as frames: token ids, log-probabilities, policy versions.
+
+    After those come routed experts, where the client shares no payload store with the server (`payload_frames`).
+    """
 
     finish_reason: FinishReason
     metrics: dict[str, float]
     routed_experts: tuple[PayloadChunk, ...] = ()
     mixed_spans: tuple[tuple[int, int], ...] = ()
+    payload_frames: int = 0
+    """So many of `routed_experts`, the last ones, came along; their references mean nothing but type and shape."""
 
 
 class _Call(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -282,7 +289,9 @@ def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
     Raises `CorruptData` for frames that are none.
     """
     try:
-        token_ids, logprobs, policy_versions = frames
+        token_ids, logprobs, policy_versions, *payloads = frames
+        if len(payloads) != header.payload_frames:
+            raise ValueError(f"{len(payloads)} payloads came, and {header.payload_frames} were announced")
         return Completion(
             token_ids=np.frombuffer(token_ids, np.int32),
             logprobs=np.frombuffer(logprobs, np.float32),
@@ -294,6 +303,22 @@ def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
         )
     except ValueError as error:
         raise CorruptData(f"a completion came without its arrays: {error}") from error
+
+
+def unpack_payloads(header: CompletionHeader, frames: Frames) -> list[tuple[PayloadChunk, NDArray[np.generic]]]:
+    """The routed experts that came along with a completion: their chunks, and read-only views of the frames.
+
+    Raises `CorruptData` for frames that are not what their references say.
+    """
+    if not 0 <= header.payload_frames <= min(len(header.routed_experts), len(frames)):
+        raise CorruptData(f"a completion announced {header.payload_frames} payloads and names fewer")
+    chunks = header.routed_experts[len(header.routed_experts) - header.payload_frames :]
+    unpacked = []
+    for chunk, frame in zip(chunks, frames[len(frames) - header.payload_frames :], strict=True):
+        if chunk.ref is None or checked_bytes(chunk.ref) != len(frame):
+            raise CorruptData(f"routed experts of {len(frame):,} bytes came for {chunk.ref}")
+        unpacked.append((chunk, np.frombuffer(frame, chunk.ref.dtype).reshape(chunk.ref.shape)))
+    return unpacked
 
 
 def pack_array(array: Array) -> bytes:

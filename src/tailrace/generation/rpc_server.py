@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 
@@ -30,6 +32,7 @@ from tailrace.generation.rpc_messages import (
     AnyReply,
     CloseCall,
     ClosedReply,
+    CompletionHeader,
     CompletionReply,
     Frames,
     GenerateCall,
@@ -58,6 +61,7 @@ from tailrace.generation.rpc_uploads import UploadedModelStateDicts
 from tailrace.observability.phases import phase
 from tailrace.records import Completion, ModelStateDictRef
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
+from tailrace.transport.payload_store import MemoryPayloadStore
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +104,10 @@ class GeneratorServer:
         model: str = "",
         report_every_s: float = 0.5,
         stand_alone: StandAlone | None = None,
+        forwarded: MemoryPayloadStore | None = None,
     ):
-        self._generator, self._open = generator, open_model_state_dict
+        """`forwarded` is the generator's payload store where clients do not see it: payloads then go along."""
+        self._generator, self._open, self._forwarded = generator, open_model_state_dict, forwarded
         self._model, self._report_every_s, self._stand_alone = model, report_every_s, stand_alone
         keys = stand_alone.keys if stand_alone else None
         self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
@@ -200,20 +206,22 @@ class GeneratorServer:
 
     async def _send(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
         try:
-            await self._socket.send_multipart([client, encode(reply), *arrays])
+            has_payloads = isinstance(reply, CompletionReply) and reply.completion.payload_frames > 0
+            await self._socket.send_multipart([client, encode(reply), *arrays], copy=not has_payloads)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             await self._drop(client)
 
-    async def _result(self, client: bytes, call: AnyCall, frames: Frames) -> tuple[AnyReply, list[bytes]]:
+    async def _result(self, client: bytes, call: AnyCall, frames: Frames) -> tuple[AnyReply, Frames]:
         match call:
             case HelloCall():
                 return await self._welcome(client, call), []
             case GenerateCall():
                 with phase("request", track="requests", about={"request": call.request_id}):
                     header, arrays = pack_completion(await self._generate(client, call, frames))
-                return CompletionReply(call_id=call.call_id, completion=header), arrays
+                header, payloads = self._take_payloads(header)
+                return CompletionReply(call_id=call.call_id, completion=header), [*arrays, *payloads]
             case LoadCall():
                 ref = call.ref
                 version = await self._generator.load_model_state_dict(lambda: self._open(ref), ref.version)
@@ -288,6 +296,15 @@ class GeneratorServer:
             on_chunk=stream,
         )
 
+    def _take_payloads(self, header: CompletionHeader) -> tuple[CompletionHeader, list[memoryview]]:
+        """Out of a store that the client does not see, what the generator has just put: the memory itself."""
+        if (store := self._forwarded) is None:
+            return header, []
+        own = [chunk.ref for chunk in header.routed_experts if chunk.ref is not None and store.holds(chunk.ref)]
+        payloads = [store.open(ref).reshape(-1).view(np.uint8).data for ref in own]
+        store.release(own)
+        return msgspec.structs.replace(header, payload_frames=len(own)), payloads
+
     def _introduced(self, client: bytes) -> _Client:
         """Only of a client that is sent reports it shows when it is gone."""
         if client not in self._clients:
@@ -314,7 +331,9 @@ class GeneratorServer:
         if self._stand_alone is None:
             raise SettingsError("this generator shares memory with its trainer and takes no weights over its socket")
         async with self._uploading:  # in the order in which the pieces came
-            uri = await asyncio.to_thread(self._stand_alone.uploads.write, call.num_bytes, call.offset, frames[0])
+            uri = await asyncio.to_thread(
+                self._stand_alone.uploads.write, call.num_bytes, call.offset, bytes(frames[0])
+            )
         return UploadedReply(call_id=call.call_id, uri=uri)
 
     async def _watch(self, generator: Generator) -> None:

@@ -1,6 +1,6 @@
-"""What a run owns outside its own folder: a folder of sockets and a folder of shared memory.
+"""What a run owns for as long as it runs: a folder of sockets, one of shared memory, and one for payloads elsewhere.
 
-Both are removed when the run ends. Each holds a file that its owner keeps locked, and the kernel lets go of the lock of
+They are removed when the run ends. Each holds a file that its owner keeps locked, and the kernel lets go of the lock of
 a process that dies, however it died: so the next run knows leftovers of dead runs from folders in use.
 """
 
@@ -26,7 +26,9 @@ class RunResources:
     Raises `SettingsError` when the folder for shared memory cannot be written to.
     """
 
-    def __init__(self, epoch: str, *, shared_memory_parent: Path | None = None) -> None:
+    def __init__(
+        self, epoch: str, *, shared_memory_parent: Path | None = None, payload_parent: Path | None = None
+    ) -> None:
         self._locks: list[int] = []
         label = f"{os.getpid()}-{epoch[:8]}"
         parent = shared_memory_parent or shared_memory_folder()
@@ -35,14 +37,17 @@ class RunResources:
         except OSError as error:
             raise SettingsError(f"no folder for shared memory can be made in {parent}: {error.strerror}") from error
         self.sockets = self._own(create_socket_folder(), label)
+        self.payloads = self.shared_memory
+        if payload_parent is not None:
+            self.payloads = self._payload_folder(payload_parent, label)
 
     def address(self, name: str) -> str:
         """The address of this run's socket `name`."""
         return ipc_address(self.sockets, name)
 
     def remove(self) -> None:
-        """Remove both folders and all in them. Removing twice does nothing."""
-        for folder in (self.sockets, self.shared_memory):
+        """Remove the folders and all in them. Removing twice does nothing."""
+        for folder in {self.sockets, self.shared_memory, self.payloads}:
             shutil.rmtree(folder, ignore_errors=True)
         while self._locks:
             os.close(self._locks.pop())
@@ -52,6 +57,16 @@ class RunResources:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.remove()
+
+    def _payload_folder(self, parent: Path, label: str) -> Path:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            return self._own(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), label)
+        except OSError as error:
+            self.remove()
+            raise SettingsError(
+                f"no folder for payloads can be made in {parent} (transport.payload_folder): {error.strerror}"
+            ) from error
 
     def _own(self, folder: Path, label: str) -> Path:
         """Lock the folder, and only then give it the name by which it could be taken for a leftover."""

@@ -183,6 +183,12 @@ _GENERATORS = (
     ),
 )
 
+_PAYLOADS = (
+    ("payloads/recorded_bytes", "bytes", _SUM, "Routed experts that completions brought since the last step."),
+    ("payloads/released_bytes", "bytes", _SUM, "Those whose rollouts have ended since: their room is used again."),
+    ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, in the payload store."),
+)
+
 _TRAINING = (
     ("training/loss", "1", _MEAN, "Loss of the optimizer step."),
     ("training/grad_norm", "1", _MEAN, "Norm of the gradients before clipping."),
@@ -294,7 +300,18 @@ _RUN = (
 def _table() -> dict[str, MetricSpec]:
     rows = [
         MetricSpec(*row)
-        for row in (*_REWARD, *_JUDGE, *_ROLLOUT, *_EVALUATION, *_BATCH, *_GENERATION, *_GENERATORS, *_TRAINING, *_RUN)
+        for row in (
+            *_REWARD,
+            *_JUDGE,
+            *_ROLLOUT,
+            *_EVALUATION,
+            *_BATCH,
+            *_GENERATION,
+            *_GENERATORS,
+            *_PAYLOADS,
+            *_TRAINING,
+            *_RUN,
+        )
     ]
     return {row.name: row for row in rows}
 

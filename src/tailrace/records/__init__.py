@@ -21,7 +21,16 @@ from tailrace.records.events import (
     TrainerEnded,
     TrainerStarted,
 )
-from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId, rollout_of
+from tailrace.records.ids import (
+    GroupId,
+    RequestId,
+    RolloutId,
+    SessionId,
+    TaskId,
+    rollout_of,
+    rollout_of_session,
+    session_of,
+)
 from tailrace.records.payload import (
     ExpertArray,
     OpenPayload,
@@ -93,5 +102,7 @@ __all__ = [
     "TrainingSample",
     "as_token_ids",
     "rollout_of",
+    "rollout_of_session",
+    "session_of",
     "unrecorded",
 ]

@@ -29,6 +29,7 @@ from tailrace.records import (
     Rollout,
     SamplingParams,
     ToolSpec,
+    session_of,
 )
 from tailrace.rollouts.conversations import BranchConversation, Match, Turn, longest_match
 from tailrace.rollouts.rendering import Renderer
@@ -212,7 +213,7 @@ class RolloutPolicy:
                     conversation.branch.token_ids,
                     sampling=self._sampling(limit, turn),
                     request_id=f"{self._rollout.rollout_id}/{conversation.index}/{turn}",
-                    session_id=f"{self._rollout.rollout_id}/{conversation.index}",
+                    session_id=session_of(self._rollout.rollout_id, conversation.index),
                     group_id=self._rollout.group_id,
                 )
         finally:

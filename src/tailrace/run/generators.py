@@ -27,6 +27,7 @@ from tailrace.run.parts import engine_factory
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import RoleSettings
 from tailrace.transport.model_state_dicts import SharedMemoryModelStateDictStore
+from tailrace.transport.payload_accounts import PayloadAccounts
 
 Wait: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
@@ -38,15 +39,17 @@ def start_fleet(
     supervisor: Supervisor,
     *,
     serving_model: str | None = None,
+    payloads: PayloadAccounts | None = None,
 ) -> tuple[Router, Fleet]:
     """Start the generators that the settings ask for, or connect to those that they name.
 
-    Who sends no weights of its own says which model they must serve already (`serving_model`).
+    Who sends no weights of its own says which model they must serve already (`serving_model`). `payloads` is told of
+    what completions bring.
     """
     generator = settings.generator
     router = Router(generator.replica_names, generator.router, max_staleness=settings.max_staleness)
-    sources = _connected(settings, role, resources, serving_model) if generator.connect else None
-    return router, Fleet(router, sources or _started(settings, role, supervisor), generator)
+    sources = _connected(settings, role, resources, serving_model, payloads) if generator.connect else None
+    return router, Fleet(router, sources or _started(settings, role, supervisor, payloads), generator)
 
 
 @asynccontextmanager
@@ -77,15 +80,22 @@ async def _for_ever() -> None:
     await asyncio.Event().wait()
 
 
-def _started(settings: RunSettings, role: RoleSettings, supervisor: Supervisor) -> list[ReplicaSource]:
-    generator = settings.generator
+def _started(
+    settings: RunSettings, role: RoleSettings, supervisor: Supervisor, payloads: PayloadAccounts | None
+) -> list[ReplicaSource]:
+    by_value = settings.transport.payloads == "value"
     return [
-        StartedGenerator(name, index, role, generator, supervisor) for index, name in enumerate(generator.replica_names)
+        StartedGenerator(name, index, role, settings.generator, supervisor, payloads=payloads, by_value=by_value)
+        for index, name in enumerate(settings.generator.replica_names)
     ]
 
 
 def _connected(
-    settings: RunSettings, role: RoleSettings, resources: RunResources, serving_model: str | None
+    settings: RunSettings,
+    role: RoleSettings,
+    resources: RunResources,
+    serving_model: str | None,
+    payloads: PayloadAccounts | None,
 ) -> list[ReplicaSource]:
     generator = settings.generator
     keys = read_keys(Path(generator.connect_key), "generator.connect_key") if generator.connect_key else None
@@ -99,6 +109,7 @@ def _connected(
             keys=keys,
             lend_file=store.lend_file,
             serving_model=serving_model,
+            payloads=payloads,
         )
         for name, address in zip(generator.replica_names, generator.connect, strict=True)
     ]

@@ -37,6 +37,7 @@ from tailrace.rollouts.judge import JudgeUsage
 from tailrace.run.evaluation_figures import evaluation_entries, evaluation_metrics, followed
 from tailrace.run.usage import ProcessMeter, total_cpu_s
 from tailrace.scheduling import EnvironmentFigures, Evaluation, SchedulerStatistics, Verdict
+from tailrace.transport.payload_accounts import PayloadAccounts, PayloadFigures
 
 _logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class RunObserver:
         replicas: Callable[[], list[ReplicaFigures]],
         environments: Callable[[], Mapping[str, EnvironmentFigures]],
         judge_usage: Callable[[], JudgeUsage],
+        payloads: PayloadAccounts | None = None,
     ) -> None:
         self.totals, self.history = Totals(), History()
         self.latest: dict[str, float] = {}
@@ -105,6 +107,7 @@ class RunObserver:
         self._lag, self._meter, self._statistics, self._replicas = lag, meter, statistics, replicas
         self._environments = environments
         self._judge_usage, self._judged = judge_usage, JudgeUsage()
+        self._payloads, self._payloads_before = payloads, PayloadFigures()
         self._clock = asyncio.get_running_loop().time
         self.started_s = self.last_step_s = self._clock()
         self._usage = meter.read()
@@ -161,6 +164,8 @@ class RunObserver:
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         """See `SchedulerObserver`."""
+        if self._payloads is not None:
+            self._payloads.release(rollout_id)
         if outcome.state is TerminalState.FAILED:
             self.totals.failures[outcome.reason] += 1
             if self.totals.failures[outcome.reason] == 1:
@@ -267,6 +272,7 @@ class RunObserver:
         if judged.calls:
             self._metrics.update(judged.since(self._judged).metrics("/"))
             self._judged = judged
+        self._count_payloads()
         lag = self._lag.flush()
         self.totals.lag_max_s = max(self.totals.lag_max_s, lag.max_s)
         self._metrics.update(lag.metrics())
@@ -278,3 +284,11 @@ class RunObserver:
             add(f"cpu/{role}_s", process.cpu_s - (self._usage[role].cpu_s if role in self._usage else 0.0))
         self._usage = usage
         add("sinks/dropped_records", self._sink.lost_records)
+
+    def _count_payloads(self) -> None:
+        figures, before = self._payloads.figures if self._payloads else PayloadFigures(), self._payloads_before
+        if figures.recorded_bytes:
+            self._metrics.add("payloads/recorded_bytes", figures.recorded_bytes - before.recorded_bytes)
+            self._metrics.add("payloads/released_bytes", figures.released_bytes - before.released_bytes)
+            self._metrics.add("payloads/held_bytes", figures.held_bytes)
+        self._payloads_before = figures

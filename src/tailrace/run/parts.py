@@ -17,7 +17,7 @@ from tailrace.generation.engines.loading import require_weights, tokenizer_folde
 from tailrace.generation.engines.protocol import Engine
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
-from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
+from tailrace.records import Generate, Group, GroupId, OpenPayload, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
 from tailrace.run.ranks import Rank, lead
 from tailrace.scheduling import TaskSource, TaskStream
@@ -53,9 +53,10 @@ class EnvironmentRunner:
         *,
         evaluation_seed: int | None = None,
         on_lost: Callable[[Rollout], None] | None = None,
+        on_ended: Callable[[RolloutId], None] | None = None,
     ) -> None:
-        """`on_lost` is told of rollouts that fail or are cancelled."""
-        self._on_lost = on_lost
+        """`on_lost` is told of rollouts that fail or are cancelled, `on_ended` of all whose agent has returned."""
+        self._on_lost, self._on_ended = on_lost, on_ended
         self._rollouter = rollouter
         self._environments = environments
         self._settings = settings
@@ -64,17 +65,21 @@ class EnvironmentRunner:
     async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
         """See `GroupRunner.run`."""
         environment = self._environments[task.environment]
-        return await self._rollouter.run(
-            task,
-            rollout_id=rollout_id,
-            group_id=group_id,
-            spec=environment.spec,
-            sampling=self._sampling(environment, task),
-            attempt=attempt,
-            max_turns=environment.settings.max_turns,
-            timeout_s=environment.settings.timeout_s,
-            on_lost=self._on_lost,
-        )
+        try:
+            return await self._rollouter.run(
+                task,
+                rollout_id=rollout_id,
+                group_id=group_id,
+                spec=environment.spec,
+                sampling=self._sampling(environment, task),
+                attempt=attempt,
+                max_turns=environment.settings.max_turns,
+                timeout_s=environment.settings.timeout_s,
+                on_lost=self._on_lost,
+            )
+        finally:
+            if self._on_ended is not None:
+                self._on_ended(rollout_id)
 
     async def score(self, group: Group) -> list[Group]:
         """See `GroupRunner.score`."""
@@ -212,7 +217,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     return torch_engine_factory(settings.model, settings.generator)()
 
 
-def make_trainer(settings: RunSettings) -> Trainer:
+def make_trainer(settings: RunSettings, open_payload: OpenPayload | None = None) -> Trainer:
     """The trainer with the model's initial weights. Call it in the thread that will train."""
     from tailrace.training.trainer import Trainer
 
@@ -222,4 +227,5 @@ def make_trainer(settings: RunSettings) -> Trainer:
         max_steps=settings.max_steps or _ENDLESS,
         max_staleness=settings.max_staleness,
         seed=settings.seed,
+        open_payload=open_payload,
     )

@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError
@@ -25,17 +26,21 @@ from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
-from tailrace.records import Generate, ModelStateDictRef
+from tailrace.records import Completion, Generate, ModelStateDictRef, rollout_of_session
 from tailrace.run.batches import BATCH_QUEUE_CAPACITY, batch_sender
 from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Wait, start_fleet
 from tailrace.run.parts import engine_factory
+from tailrace.run.payloads import ORCHESTRATOR, payload_parent
+from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
 from tailrace.training.memory import huge_pages
 from tailrace.transport.batch_queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.event_log import MemoryEventLog
 from tailrace.transport.event_log_rpc import EventLogServer
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
+from tailrace.transport.payload_accounts import PayloadAccounts
+from tailrace.transport.payload_store import MemoryPayloadStore
 
 SHUTDOWN = ShutdownSettings()
 
@@ -62,6 +67,8 @@ class Placement:
     """From now on tells of requests that are cancelled, and of what had been sampled of them."""
     replicas: Callable[[], list[ReplicaFigures]]
     """Figures of the generators that are processes of their own."""
+    payloads: PayloadAccounts
+    """Who holds what in the payload store."""
     kill: Callable[[], None]
     """Ends every role at once, without waiting, and removes what they shared."""
 
@@ -76,9 +83,11 @@ def open_placement(
 @asynccontextmanager
 async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[Placement]:
     store, batches = MemoryModelStateDictStore(), MemoryBatchQueue(BATCH_QUEUE_CAPACITY)
-    async with Generator(engine_factory(settings), settings.generator.weights) as generator:
+    payloads = MemoryPayloadStore()
+    accounts = PayloadAccounts(payloads)
+    async with Generator(engine_factory(settings), settings.generator.weights, payloads=payloads) as generator:
         role = RoleSettings.of(settings, paths, log.epoch)
-        trainer = asyncio.create_task(run_trainer_role(role, batches.receiver(), store, log), name="trainer")
+        trainer = asyncio.create_task(run_trainer_role(role, batches.receiver(), store, log, payloads), name="trainer")
 
         async def watch() -> None:
             broken = asyncio.create_task(generator.failed())
@@ -97,7 +106,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
 
         try:
             yield Placement(
-                generate=generator,
+                generate=RecordedGenerate(generator, partial(_account, accounts)),
                 interrupt=generator.interrupt,
                 load_model_state_dict=lambda ref: load_from_store(generator, store, ref),
                 ready=generator.ready,
@@ -107,6 +116,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
                 pids=lambda: {"run": os.getpid()},
                 tell_of_cuts=generator.tell_of_cuts,
                 replicas=list,
+                payloads=accounts,
                 kill=lambda: None,
             )
         finally:
@@ -114,12 +124,16 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
             await asyncio.gather(trainer, return_exceptions=True)
             await batches.close()
             store.close()
+            await asyncio.to_thread(accounts.close)
 
 
 @asynccontextmanager
 async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[Placement]:
+    parent = payload_parent(settings, paths.root)
     await asyncio.to_thread(remove_leftovers)
-    with RunResources(log.epoch) as resources:
+    if parent is not None:
+        await asyncio.to_thread(remove_leftovers, parent)
+    with RunResources(log.epoch, payload_parent=parent) as resources:
         async with contextlib.AsyncExitStack() as stack:
             supervisor = await stack.enter_async_context(Supervisor(paths.logs, SHUTDOWN))
             server = EventLogServer(log, resources.address("events"))
@@ -127,7 +141,9 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 _end, ShutdownStage.CLOSE_EVENT_LOG, lambda: _let_trainer_leave(supervisor, server)
             )
             role = RoleSettings.of(settings, paths, log.epoch, resources)
-            router, fleet = start_fleet(settings, role, resources, supervisor)
+            accounts = PayloadAccounts(role.payload_store(settings, writer=ORCHESTRATOR))
+            stack.push_async_callback(asyncio.to_thread, accounts.close)
+            router, fleet = start_fleet(settings, role, resources, supervisor, payloads=accounts)
             supervisor.start(
                 RoleSpec(
                     "trainer",
@@ -171,8 +187,13 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 pids=lambda: {"orchestrator": os.getpid(), **supervisor.pids()},
                 tell_of_cuts=router.tell_of_cuts,
                 replicas=router.figures,
+                payloads=accounts,
                 kill=kill,
             )
+
+
+def _account(accounts: PayloadAccounts, session_id: str, completion: Completion) -> None:
+    accounts.record(rollout_of_session(session_id), completion.routed_experts)
 
 
 async def _end(stage: ShutdownStage, action: Action) -> None:

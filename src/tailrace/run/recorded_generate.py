@@ -10,7 +10,8 @@ from tailrace.records import Completion, Generate, Int32Array, SamplingParams
 class RecordedGenerate:
     """Calls `generate`, then `on_completion`."""
 
-    def __init__(self, generate: Generate, on_completion: Callable[[Completion], None]) -> None:
+    def __init__(self, generate: Generate, on_completion: Callable[[str, Completion], None]) -> None:
+        """`on_completion` is given the session's id too."""
         self._generate = generate
         self._on_completion = on_completion
 
@@ -33,5 +34,5 @@ class RecordedGenerate:
             group_id=group_id,
             prefix=prefix,
         )
-        self._on_completion(completion)
+        self._on_completion(session_id, completion)
         return completion

@@ -16,6 +16,7 @@ from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.supervisor import RoleProcess, Supervisor
 from tailrace.run.roles import GENERATOR, RoleSettings
+from tailrace.transport.payload_accounts import PayloadAccounts
 
 _EXPLANATION_S = 1.0
 """How long the process of a call that failed has to be seen leaving, which tells more than the call."""
@@ -28,18 +29,28 @@ class StartedGenerator:
     """A process of this run. Implements `ReplicaSource`."""
 
     def __init__(
-        self, name: str, index: int, role: RoleSettings, settings: GeneratorSettings, supervisor: Supervisor
+        self,
+        name: str,
+        index: int,
+        role: RoleSettings,
+        settings: GeneratorSettings,
+        supervisor: Supervisor,
+        *,
+        payloads: PayloadAccounts | None = None,
+        by_value: bool = False,
     ) -> None:
         self.name = name
+        self._payloads, self._by_value = payloads, by_value
         self._index, self._role, self._settings, self._supervisor = index, role, settings, supervisor
         self._lives = 0
+        self._socket = ""
         self._serves = False
         self._process: RoleProcess | None = None
         self._leaving: asyncio.Task[None] | None = None
 
     def open(self, on_report: ReportListener) -> GeneratorClient:
         """See `ReplicaSource.open`."""
-        socket = f"{self.name}.{self._lives}"  # a new one each time: the old process may still hold its own
+        socket = self._socket = f"{self.name}.{self._lives}"  # a new one: the old process may still hold its own
         role = msgspec.structs.replace(
             self._role, name=self.name, socket=socket, seed=_seed(self._settings.seed, self._index, self._lives)
         )
@@ -52,6 +63,8 @@ class StartedGenerator:
             name=self.name,
             progress_deadline_s=self._settings.router.progress_deadline_s,
             on_report=on_report,
+            payloads=self._payloads,
+            by_value=self._by_value,
         )
         self._leaving = asyncio.create_task(self._fail_when_left(process, client), name=f"exit of {self.name}")
         return client
@@ -71,6 +84,8 @@ class StartedGenerator:
         await self._supervisor.kill_role(self.name)
         await self._leaving
         await client.leave()
+        if self._payloads is not None:
+            self._payloads.writer_ended(self._socket)
         return reason
 
     async def close(self, client: GeneratorClient) -> None:
@@ -103,11 +118,13 @@ class ConnectedGenerator:
         keys: CurveKeys | None,
         lend_file: LendFile,
         serving_model: str | None = None,
+        payloads: PayloadAccounts | None = None,
     ) -> None:
         """`serving_model` is the model that it has to serve, where it is sent no other weights."""
         self.name = name
         self._address, self._epoch, self._settings = address, epoch, settings
         self._keys, self._lend_file, self._serving_model = keys, lend_file, serving_model
+        self._payloads = payloads
 
     def open(self, on_report: ReportListener) -> GeneratorClient:
         """See `ReplicaSource.open`."""
@@ -118,6 +135,8 @@ class ConnectedGenerator:
             progress_deadline_s=self._settings.progress_deadline_s,
             on_report=on_report,
             lend_file=self._lend_file,
+            payloads=self._payloads,
+            by_value=True,
         )
 
     async def hello(self, client: GeneratorClient) -> WelcomeReply:

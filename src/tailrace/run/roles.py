@@ -18,11 +18,13 @@ from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
 from tailrace.run.batches import batch_receiver
 from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory, make_trainer
+from tailrace.run.payloads import open_payload_store
 from tailrace.run.phases import recording_phases
 from tailrace.transport.batch_queue import BatchReceiver
 from tailrace.transport.event_log import EventLog
 from tailrace.transport.event_log_rpc import EventLogClient
 from tailrace.transport.model_state_dicts import ModelStateDictStore, SharedMemoryModelStateDictStore
+from tailrace.transport.payload_store import MemoryPayloadStore, PayloadStore
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
@@ -37,6 +39,8 @@ class RoleSettings(msgspec.Struct, frozen=True):
     epoch: str
     sockets: str = ""
     shared_memory: str = ""
+    payloads: str = ""
+    """Folder for payloads that shared memory has no room for."""
     name: str = ""
     """Of the role's process."""
     socket: str = ""
@@ -55,6 +59,7 @@ class RoleSettings(msgspec.Struct, frozen=True):
             epoch=epoch,
             sockets=str(resources.sockets) if resources else "",
             shared_memory=str(resources.shared_memory) if resources else "",
+            payloads=str(resources.payloads) if resources else "",
         )
 
     @property
@@ -70,6 +75,10 @@ class RoleSettings(msgspec.Struct, frozen=True):
     def address(self, name: str) -> str:
         """The address of the run's socket `name`."""
         return f"ipc://{self.sockets}/{name}"
+
+    def payload_store(self, settings: RunSettings, *, writer: str = "") -> PayloadStore:
+        """This process's end of the run's payload store."""
+        return open_payload_store(settings, Path(self.shared_memory), Path(self.payloads), writer=writer)
 
     def encoded(self) -> bytes:
         """For the settings of a `RoleSpec`."""
@@ -90,12 +99,14 @@ async def _serve_trainer(role: RoleSettings, phases: PhaseRecorder) -> None:
         role.run, role.address("batches"), shared_memory=Path(role.shared_memory), files=role.paths.batches
     )
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
+    payloads = role.payload_store(role.run)
     try:
-        await run_trainer_role(role, batches, store, log, phases)
+        await run_trainer_role(role, batches, store, log, payloads, phases=phases)
         async for _ in log.follow():
             pass
     finally:
         await batches.close()
+        payloads.close()
         store.close()
         await log.close()
 
@@ -105,6 +116,8 @@ async def run_trainer_role(
     batches: BatchReceiver,
     store: ModelStateDictStore,
     log: EventLog,
+    payloads: PayloadStore,
+    *,
     phases: PhaseRecorder | None = None,
 ) -> None:
     """Train until the terminal record, which this writes on every way out.
@@ -127,7 +140,8 @@ async def run_trainer_role(
         publish_dtype=settings.model.dtype,
         phases=phases,
     )
-    await run_trainer(lambda: make_trainer(settings), batches, store, log, plan)
+    open_payload = payloads.open if settings.generator.return_routed_experts else None
+    await run_trainer(lambda: make_trainer(settings, open_payload), batches, store, log, plan)
 
 
 async def generator(encoded: bytes) -> None:
@@ -142,7 +156,9 @@ async def generator(encoded: bytes) -> None:
 async def _serve_generator(role: RoleSettings, settings: RunSettings) -> None:
     seeded = settings.model_copy(update={"generator": settings.generator.model_copy(update={"seed": role.seed})})
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
-    engine = Generator(engine_factory(seeded), settings.generator.weights)
+    payloads = MemoryPayloadStore() if settings.transport.payloads == "value" else None
+    store_of_run = payloads or role.payload_store(settings, writer=role.socket)
+    engine = Generator(engine_factory(seeded), settings.generator.weights, payloads=store_of_run)
     try:
         # It serves while the engine is built: what that raises is told to whoever says hello, with its type.
         await GeneratorServer(
@@ -151,9 +167,11 @@ async def _serve_generator(role: RoleSettings, settings: RunSettings) -> None:
             role.address(role.socket),
             model=settings.model.name,
             report_every_s=settings.generator.router.report_every_s,
+            forwarded=payloads,
         ).serve()
     finally:
         await engine.close()
+        store_of_run.close()
         store.close()
 
 

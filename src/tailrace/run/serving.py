@@ -20,6 +20,7 @@ from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.run.parts import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, torchrun_rank
+from tailrace.transport.payload_store import MemoryPayloadStore
 
 _SIGNALS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 
@@ -42,7 +43,10 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
     with RunResources(uuid.uuid4().hex) as resources, contextlib.ExitStack() as stack:
         uploads = UploadedModelStateDicts(resources.shared_memory)
         stack.callback(uploads.close)
-        new_generator = partial(Generator, engine_factory(settings, rank), settings.generator.weights)
+        payloads = MemoryPayloadStore()
+        new_generator = partial(
+            Generator, engine_factory(settings, rank), settings.generator.weights, payloads=payloads
+        )
         generator = new_generator()
         server = GeneratorServer(
             generator,
@@ -50,6 +54,7 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
             address,
             model=settings.model.name,
             report_every_s=settings.generator.router.report_every_s,
+            forwarded=payloads,
             stand_alone=StandAlone(None if settings.generator.lockstep else new_generator, uploads, keys),
         )
         stack.callback(server.close)

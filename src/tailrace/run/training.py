@@ -167,7 +167,7 @@ class _Training:
             ended = await orchestrator.run()
         return await self._sum_up(orchestrator, ended, meter, signals)
 
-    def _count_completion(self, completion: Completion) -> None:
+    def _count_completion(self, _session_id: str, completion: Completion) -> None:
         if self._orchestrator and self._orchestrator.observer:
             self._orchestrator.observer.completion_sampled(completion)
 
@@ -216,6 +216,7 @@ class _Training:
             replicas=placement.replicas,
             environments=lambda: tasks.environments,
             judge_usage=lambda: rollouter.judge_usage,
+            payloads=placement.payloads,
         )
         scheduler = StreamScheduler(
             tasks,
@@ -235,7 +236,13 @@ class _Training:
         )
         evaluator = Evaluator(
             self._held_out,
-            EnvironmentRunner(rollouter, self._environments, settings, evaluation_seed=settings.seed),
+            EnvironmentRunner(
+                rollouter,
+                self._environments,
+                settings,
+                evaluation_seed=settings.seed,
+                on_ended=placement.payloads.release,
+            ),
             observer.evaluated,
             settings=settings.evaluation,
             max_running=settings.max_running,

@@ -21,3 +21,13 @@ class TransportSettings(BaseModel):
         " checksummed files in the run's folder, each batch published by one rename: slower, on any file system. zmq:"
         " by value, through a socket. Unset: memory inline, shared_memory otherwise.",
     )
+    payloads: Literal["reference", "value"] = Field(
+        default="reference",
+        description="How routed experts reach the trainer: the generator leaves them in shared memory and a reference "
+        "travels, or (value) they travel over its socket, for generators of other hosts (generator.connect)",
+    )
+    payload_folder: str | None = Field(
+        default=None,
+        description="Folder that takes them instead of shared memory; unset: shared memory, and the run's folder where "
+        "that is full",
+    )

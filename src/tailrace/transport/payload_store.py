@@ -1,0 +1,155 @@
+"""Big arrays on their way from the process that makes them to the one that uses them.
+
+    put (generator) ──► PayloadRef ──► completions, branches, batches ──► open (trainer)
+                                   └──► release (the ledger), once the rollout is terminal ──► room for others
+
+A reference is all that travels. Nobody but `put` writes, and nobody copies what `open` lends. `PayloadAccounts` knows
+who holds what; a store knows only how many of a file's payloads are released.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import CorruptData, PayloadLost, TransportError
+from tailrace.records import PayloadRef
+
+_logger = logging.getLogger(__name__)
+
+
+class PayloadStoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What this end of a store did, and has on its hands."""
+
+    written_bytes: int
+    """Of all payloads put here."""
+    capacity_bytes: int
+    """Memory or disk that this end has taken for payloads; it is used again and again."""
+
+
+class PayloadStore(Protocol):
+    """Every process has its own end; which methods it calls is its role. Safe across threads; all of it may block."""
+
+    def put(self, array: NDArray[np.generic]) -> PayloadRef:
+        """Leave a copy in the store. Raises `TransportError` where there is no room."""
+        ...
+
+    def open(self, ref: PayloadRef) -> NDArray[np.generic]:
+        """The array, read-only, valid until it is released. Copies nothing where it can.
+
+        Raises `PayloadLost` for what was released or never there, and `CorruptData` for a reference that cannot be
+        meant: of another type or shape than what was put, or outside of the store.
+        """
+        ...
+
+    def release(self, refs: Iterable[PayloadRef]) -> None:
+        """Nobody will open these any more; their room may be used again. Each is released once, by one process."""
+        ...
+
+    def withdraw(self, ref: PayloadRef) -> None:
+        """Take back what was put here and what nobody else was told of."""
+        ...
+
+    def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
+        """The process that put under this name is gone; all but `held` of what it left is released.
+
+        For whoever releases: the rest goes with the last of `held`.
+        """
+        ...
+
+    def statistics(self) -> PayloadStoreStatistics:
+        """A snapshot."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything that this end holds. Closing twice does nothing."""
+        ...
+
+
+class Refusals:
+    """Payloads that found no room. That costs no completion: it goes on without them, and a warning says so."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def tell(self, error: TransportError) -> None:
+        """One more; the 1st, 2nd, 4th, 8th ... is logged."""
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            _logger.warning("%d payloads were not kept: %s", self._count, error)
+
+
+class MemoryPayloadStore:
+    """A store within one process. It keeps the very array that was put, which nobody may write to any more.
+
+    >>> store = MemoryPayloadStore()
+    >>> ref = store.put(np.arange(3, dtype=np.uint8))
+    >>> ref.uri, store.open(ref).tolist()
+    ('memory:1', [0, 1, 2])
+    >>> store.release([ref])
+    >>> store.open(ref)
+    Traceback (most recent call last):
+    tailrace.errors.PayloadLost: there is no payload memory:1 (any more)
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[np.generic]] = {}
+        self._numbers = itertools.count(1)
+        self._written_bytes = 0
+        self._lock = threading.Lock()
+
+    def put(self, array: NDArray[np.generic]) -> PayloadRef:
+        """See `PayloadStore.put`."""
+        kept = array.view()
+        kept.flags.writeable = False
+        with self._lock:
+            uri = f"memory:{next(self._numbers)}"
+            self._arrays[uri] = kept
+            self._written_bytes += kept.nbytes
+        return PayloadRef(uri, str(kept.dtype), kept.shape)
+
+    def open(self, ref: PayloadRef) -> NDArray[np.generic]:
+        """See `PayloadStore.open`."""
+        with self._lock:
+            array = self._arrays.get(ref.uri)
+        if array is None:
+            raise PayloadLost(f"there is no payload {ref.uri} (any more)")
+        if (str(array.dtype), array.shape) != (ref.dtype, tuple(ref.shape)):
+            raise CorruptData(f"{ref.uri} is {array.dtype}{list(array.shape)}, not {ref.dtype}{list(ref.shape)}")
+        return array
+
+    def holds(self, ref: PayloadRef) -> bool:
+        """Whether it was put here, and not released."""
+        with self._lock:
+            return ref.uri in self._arrays
+
+    def release(self, refs: Iterable[PayloadRef]) -> None:
+        """See `PayloadStore.release`."""
+        with self._lock:
+            for ref in refs:
+                self._arrays.pop(ref.uri, None)
+
+    def withdraw(self, ref: PayloadRef) -> None:
+        """See `PayloadStore.withdraw`."""
+        self.release([ref])
+
+    def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
+        """See `PayloadStore.abandon`: a process that is gone has taken its memory along."""
+
+    def statistics(self) -> PayloadStoreStatistics:
+        """See `PayloadStore.statistics`."""
+        with self._lock:
+            held = sum(array.nbytes for array in self._arrays.values())
+            return PayloadStoreStatistics(written_bytes=self._written_bytes, capacity_bytes=held)
+
+    def close(self) -> None:
+        """See `PayloadStore.close`."""
+        with self._lock:
+            self._arrays.clear()

@@ -1,0 +1,248 @@
+"""Files that hold many payloads each, written from left to right, and again from the left once all are released.
+
+    slab      [64: header][64: entry header][payload, padded to 64][64: entry header][payload] ...
+    tally     [generation, released, checksum]     a small file beside each slab
+
+The process that owns a slab writes the slab, the one that keeps the ledger writes the tally, so no two processes ever
+write one file. A slab starts over, under the next generation, when as many of its payloads are released as it holds. An
+entry's header repeats generation, size and kind, so a reference that is out of date, or made up, is seen to be one.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import re
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tailrace.errors import CorruptData, PayloadLost, TransportError
+from tailrace.records import PayloadRef
+
+ALIGNMENT_BYTES = 64
+MAGIC = int.from_bytes(b"TRslab01", "little")
+SLAB_SUFFIX, TALLY_SUFFIX = ".slab", ".released"
+
+_HEADER = struct.Struct("<QQQ")  # magic, generation, payloads
+_ENTRY = struct.Struct("<QQQ")  # generation, bytes, kind
+_TALLY = struct.Struct("<QQQ")  # generation, released, checksum: it is read while it is written
+_URI = re.compile(r"([a-z]+):([\w.-]{1,200}\.slab)@(\d{1,18})\+(\d{1,18})", re.ASCII)
+_DTYPES = frozenset({"bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64", "float16", "float32"})
+_SIZE_STEP_BYTES = 1 << 16
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What a reference's URI says: `store:slab@generation+offset`.
+
+    >>> Place.of(PayloadRef("memory:a-1.slab@3+64", "uint8", (2,)))
+    Place(store='memory', slab='a-1.slab', generation=3, offset=64)
+    """
+
+    store: str
+    slab: str
+    generation: int
+    offset: int
+    """Of the entry's header."""
+
+    @classmethod
+    def of(cls, ref: PayloadRef) -> Place:
+        """Where a reference points to. Raises `CorruptData` for one that points nowhere."""
+        match = _URI.fullmatch(ref.uri)
+        if match is None or match[2].startswith("."):
+            raise CorruptData(f"{ref.uri[:200]!r} is no reference of a payload")
+        return cls(match[1], match[2], int(match[3]), int(match[4]))
+
+    def uri(self) -> str:
+        """For a reference."""
+        return f"{self.store}:{self.slab}@{self.generation}+{self.offset}"
+
+
+class OwnedSlab:
+    """A slab as its owner has it. In shared memory it stays mapped: a recycled page is then written at a copy's cost.
+
+    Raises `TransportError` when the folder has no room for it.
+    """
+
+    def __init__(self, path: Path, size: int, *, is_mapped: bool) -> None:
+        self.path, self.size = path, size
+        self.generation = self.payloads = self._end = 0
+        self.withdrawn = 0
+        """Payloads that nobody was ever told of."""
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._view: NDArray[np.uint8] | None = None
+        try:
+            _reserve(self._file, path, self.size)
+            if is_mapped:
+                self._view = np.frombuffer(mmap.mmap(self._file, self.size), np.uint8)
+        except TransportError:
+            self.remove()
+            raise
+        self.start_over()
+
+    @property
+    def room(self) -> int:
+        """Bytes of the largest payload that still fits."""
+        return self.size - self._end - ALIGNMENT_BYTES
+
+    def start_over(self) -> None:
+        """Forget every payload: references of earlier generations mean nothing from now on."""
+        self.generation += 1
+        self.payloads, self.withdrawn, self._end = 0, 0, ALIGNMENT_BYTES
+        self._write_header()
+
+    def append(self, array: NDArray[np.generic], shape: tuple[int, ...]) -> tuple[int, int]:
+        """Write a contiguous array that fits and will be read in this shape; (generation, offset) of its entry."""
+        offset, start = self._end, self._end + ALIGNMENT_BYTES
+        entry = _ENTRY.pack(self.generation, array.nbytes, kind_of(str(array.dtype), shape))
+        if array.nbytes:
+            self._write(start, array.reshape(-1).view(np.uint8))
+        self._write(offset, np.frombuffer(entry, np.uint8))
+        self.payloads += 1
+        self._end = start + -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._write_header()
+        return self.generation, offset
+
+    def is_released(self) -> bool:
+        """Whether nobody needs any of its payloads any more."""
+        return self.withdrawn + read_tally(self.path, self.generation) == self.payloads
+
+    def flush(self) -> None:
+        """Have what was written on its way to where other hosts read it."""
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        """Let go of the file, which stays. Closing twice does nothing."""
+        self._view = None
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def remove(self) -> None:
+        """Delete the files. What a reader has mapped stays readable to it."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+        tally_of(self.path).unlink(missing_ok=True)
+
+    def _write_header(self) -> None:
+        header = _HEADER.pack(MAGIC, self.generation, self.payloads)
+        self._write(0, np.frombuffer(header, np.uint8))
+
+    def _write(self, offset: int, content: NDArray[np.uint8]) -> None:
+        if self._view is not None:
+            np.copyto(self._view[offset : offset + len(content)], content)
+            return
+        rest = content.data
+        while len(rest):
+            written = os.pwrite(self._file, rest, offset)
+            rest, offset = rest[written:], offset + written
+
+
+class MappedSlab:
+    """A slab as its readers have it. Raises `PayloadLost` where there is none and `CorruptData` for what is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PayloadLost(f"there is no {path} (any more): {error.strerror}") from error
+        try:
+            self.size = os.fstat(file).st_size
+            if self.size < 2 * ALIGNMENT_BYTES:
+                raise CorruptData(f"{path} is too short to hold payloads")
+            self._mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
+        if _HEADER.unpack_from(self._mapping, 0)[0] != MAGIC:
+            raise CorruptData(f"{path} holds no payloads")
+
+    def header(self) -> tuple[int, int]:
+        """(generation, payloads), as of now."""
+        _, generation, payloads = _HEADER.unpack_from(self._mapping, 0)
+        return generation, payloads
+
+    def array(self, ref: PayloadRef, place: Place) -> NDArray[np.generic]:
+        """The payload, read-only. Raises `PayloadLost` for one of another generation, `CorruptData` for none at all."""
+        num_bytes = checked_bytes(ref)
+        start = place.offset + ALIGNMENT_BYTES
+        if place.offset < ALIGNMENT_BYTES or place.offset % ALIGNMENT_BYTES or start + num_bytes > self.size:
+            raise CorruptData(f"{ref.uri} lies outside of its file of {self.size:,} bytes")
+        generation, size, kind = _ENTRY.unpack_from(self._mapping, place.offset)
+        if self.header()[0] != place.generation:
+            raise PayloadLost(f"{ref.uri} was released: its file was written anew")
+        if (generation, size, kind) != (place.generation, num_bytes, kind_of(ref.dtype, ref.shape)):
+            raise CorruptData(f"{ref.uri} is not {ref.dtype}{list(ref.shape)}, or nothing begins there")
+        count = num_bytes // np.dtype(ref.dtype).itemsize
+        return np.frombuffer(self._mapping, ref.dtype, count, start).reshape(ref.shape)
+
+
+def slab_bytes_for(num_bytes: int) -> int:
+    """Size of a slab with room for one payload of so many bytes.
+
+    >>> slab_bytes_for(1 << 16)
+    131072
+    """
+    return -(-(num_bytes + 2 * ALIGNMENT_BYTES) // _SIZE_STEP_BYTES) * _SIZE_STEP_BYTES
+
+
+def checked_bytes(ref: PayloadRef) -> int:
+    """Bytes of the array that a reference describes. Raises `CorruptData` for a type or shape that none has."""
+    if ref.dtype not in _DTYPES or not all(0 <= extent < 2**48 for extent in ref.shape) or len(ref.shape) > 8:
+        raise CorruptData(f"{ref.uri} is said to be {ref.dtype[:40]!r} of shape {list(ref.shape)[:8]}: no array is")
+    return math.prod(ref.shape) * np.dtype(ref.dtype).itemsize
+
+
+def kind_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """A number that hardly two types and shapes share."""
+    return xxhash.xxh3_64_intdigest(f"{dtype}{list(shape)}".encode())
+
+
+def tally_of(path: Path) -> Path:
+    """The small file beside a slab that says how many of its payloads are released."""
+    return path.with_name(path.name + TALLY_SUFFIX)
+
+
+def read_tally(path: Path, generation: int) -> int:
+    """Payloads of a slab's generation that are released."""
+    try:
+        counted, released, checksum = _TALLY.unpack(tally_of(path).read_bytes())
+    except (OSError, struct.error):  # none yet
+        return 0
+    return released if counted == generation and checksum == _checksum(counted, released) else 0
+
+
+def write_tally(path: Path, generation: int, released: int) -> None:
+    """Say how many are released. Only one process does so for a slab; what it says replaces what it said before."""
+    file = os.open(tally_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.pwrite(file, _TALLY.pack(generation, released, _checksum(generation, released)), 0)
+    finally:
+        os.close(file)
+
+
+def _checksum(generation: int, released: int) -> int:
+    return xxhash.xxh3_64_intdigest(generation.to_bytes(8, "little") + released.to_bytes(8, "little"))
+
+
+def _reserve(file: int, path: Path, size: int) -> None:
+    """Have the room before writing: a write into a full tmpfs through a mapping would be a signal, not an error."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)
+        else:
+            os.ftruncate(file, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
+            raise
+        stat = os.statvfs(path.parent)
+        raise TransportError(
+            f"{path.parent} has no room for {size:,} bytes of payloads ({stat.f_bavail * stat.f_frsize:,} are free); "
+            "enlarge it (docker: --shm-size), or set transport.payload_folder"
+        ) from error

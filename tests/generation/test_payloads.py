@@ -1,0 +1,223 @@
+"""What engines record on its way to whoever trains on it: through the generator, over its socket, into branches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from tailrace.errors import CorruptData, TransportError
+from tailrace.generation.generator import Generator
+from tailrace.generation.rpc import GeneratorClient
+from tailrace.generation.rpc_messages import CompletionHeader, unpack_payloads
+from tailrace.generation.rpc_server import GeneratorServer
+from tailrace.records import (
+    Branch,
+    Completion,
+    FinishReason,
+    Generate,
+    PayloadChunk,
+    PayloadRef,
+    PayloadTableBuilder,
+    SamplingParams,
+)
+from tailrace.transport.channels import create_socket_folder, ipc_address
+from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
+from tailrace.transport.payload_accounts import PayloadAccounts
+from tailrace.transport.payload_store import MemoryPayloadStore, PayloadStore
+from tailrace.transport.slab_store import SlabPayloadStore
+from tests.generation.engine_support import make_engine
+from tests.support.expert_models import expert_model, plain_routing
+
+PROMPT = [3, 5, 7, 9, 11]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return expert_model("qwen3-moe")
+
+
+async def ask(
+    generate: Generate, branch: Branch, max_tokens: int = 20, *, name: str = "r", prefix: Completion | None = None
+) -> Completion:
+    return await generate(
+        branch.token_ids,
+        sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
+        request_id=name,
+        session_id="rollout/0",
+        group_id="g",
+        prefix=prefix,
+    )
+
+
+def started(token_ids: list[int]) -> Branch:
+    branch = Branch()
+    branch.extend_context(token_ids)
+    return branch
+
+
+def assert_recorded(branch: Branch, model: PreTrainedModel, open_payload: Callable[[PayloadRef], NDArray]) -> None:
+    """All positions but the last one read as the model chooses."""
+    builder = PayloadTableBuilder()
+    builder.add(branch.num_tokens, branch.payload_chunks)
+    read = builder.table().read(open_payload)
+    assert read is not None
+    assert (read[-1] == 255).all()
+    expected = plain_routing(model, branch.token_ids.tolist()).numpy()
+    np.testing.assert_array_equal(np.sort(read[:-1], axis=-1), np.sort(expected[:-1], axis=-1))
+
+
+@asynccontextmanager
+async def generating(
+    model: PreTrainedModel, payloads: PayloadStore | None, **options: object
+) -> AsyncIterator[Generator]:
+    async with Generator(
+        lambda: make_engine(model, return_routed_experts=True, **options), payloads=payloads
+    ) as generator:
+        yield generator
+
+
+async def test_a_branch_of_two_turns_knows_the_experts_of_all_that_was_forwarded(model: PreTrainedModel) -> None:
+    store = MemoryPayloadStore()
+    async with generating(model, store) as generator:
+        branch = started(PROMPT)
+        branch.extend_completion(await ask(generator, branch, 6, name="first"))
+        branch.extend_context([1, 2])
+        branch.extend_completion(await ask(generator, branch, 6, name="second"))
+        assert len({chunk.ref for chunk in branch.payload_chunks} - {None}) == 2
+        assert_recorded(branch, model, store.open)
+
+
+async def test_a_completion_that_was_paused_keeps_what_its_parts_recorded(model: PreTrainedModel) -> None:
+    store = MemoryPayloadStore()
+    async with generating(model, store, chunk_tokens=1) as generator:
+        branch, begun = started(PROMPT), asyncio.Event()
+        asking = asyncio.create_task(
+            generator.generate(
+                branch.token_ids,
+                sampling=SamplingParams(temperature=0, max_tokens=60),
+                request_id="r",
+                session_id="rollout/0",
+                group_id="g",
+                on_chunk=lambda _: begun.set(),
+            )
+        )
+        await begun.wait()
+        await generator.pause()
+        await generator.resume()
+        branch.extend_completion(await asking)
+        assert_recorded(branch, model, store.open)
+
+
+async def test_a_completion_that_goes_on_elsewhere_keeps_what_its_prefix_recorded(model: PreTrainedModel) -> None:
+    store = MemoryPayloadStore()
+    async with generating(model, store) as one, generating(model, store) as other:
+        branch = started(PROMPT)
+        prefix = await ask(one, branch, 5)
+        completion = await ask(other, branch, 12, prefix=prefix)
+        assert completion.routed_experts[:1] == prefix.routed_experts
+        branch.extend_completion(completion)
+        assert_recorded(branch, model, store.open)
+
+
+async def test_without_a_store_nothing_is_kept(model: PreTrainedModel) -> None:
+    async with generating(model, None) as generator:
+        assert (await ask(generator, started(PROMPT))).routed_experts == ()
+
+
+class FullStore(MemoryPayloadStore):
+    """Has no room."""
+
+    def put(self, array: NDArray[np.generic]) -> PayloadRef:
+        raise TransportError("no room")
+
+
+async def test_a_full_store_costs_no_completion(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    async with generating(model, FullStore()) as generator:
+        completion = await ask(generator, started(PROMPT))
+    assert (completion.num_tokens, completion.routed_experts) == (20, ())
+    assert "1 payloads were not kept: no room" in caplog.text
+
+
+@asynccontextmanager
+async def served(
+    model: PreTrainedModel, puts: PayloadStore, accounts: PayloadAccounts, *, by_value: bool
+) -> AsyncIterator[GeneratorClient]:
+    folder = create_socket_folder()
+    address = ipc_address(folder, "generator")
+    generator = Generator(lambda: make_engine(model, return_routed_experts=True), payloads=puts)
+    forwarded = puts if isinstance(puts, MemoryPayloadStore) else None
+    server = GeneratorServer(generator, MemoryModelStateDictStore().open, address, forwarded=forwarded)
+    serving = asyncio.create_task(server.serve())
+    client = GeneratorClient(address, payloads=accounts, by_value=by_value)
+    try:
+        await client.statistics()
+        yield client
+    finally:
+        await client.close()
+        await serving
+        (folder / "generator").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+async def test_over_a_socket_a_reference_travels_or_the_bytes(
+    tmp_path: Path, model: PreTrainedModel, by_value: bool
+) -> None:
+    puts = MemoryPayloadStore() if by_value else SlabPayloadStore(tmp_path, writer="generator")
+    ledger, trainer = SlabPayloadStore(tmp_path, writer="orchestrator"), SlabPayloadStore(tmp_path)
+    accounts = PayloadAccounts(ledger)
+    async with served(model, puts, accounts, by_value=by_value) as client:
+        branch = started(PROMPT)
+        prefix = await ask(client, branch, 5, name="first")
+        branch.extend_completion(await ask(client, branch, 40, name="second", prefix=prefix))
+        assert_recorded(branch, model, trainer.open)
+        sizes = {chunk.ref.uri: chunk.ref.num_bytes for chunk in branch.payload_chunks if chunk.ref is not None}
+        assert accounts.figures.held_bytes == sum(sizes.values()) > 0
+        if by_value:
+            assert puts.statistics().capacity_bytes == 0
+        accounts.release("rollout")
+        assert accounts.figures.held_bytes == 0
+    accounts.close()
+
+
+async def test_what_comes_for_a_request_that_was_cancelled_is_released(tmp_path: Path, model: PreTrainedModel) -> None:
+    accounts = PayloadAccounts(SlabPayloadStore(tmp_path))
+    async with served(model, SlabPayloadStore(tmp_path, writer="generator"), accounts, by_value=False) as client:
+        asking = [asyncio.create_task(ask(client, started(PROMPT), 20 + n, name=str(n))) for n in range(12)]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        accounts.release("rollout")
+        await ask(client, started(PROMPT), 1, name="the last one, which is answered after all others")
+        assert accounts.figures.held_bytes == 0
+        assert accounts.figures.recorded_bytes > 0
+    accounts.close()
+
+
+@pytest.mark.parametrize(
+    ("ref", "announced", "frames"),
+    [
+        (PayloadRef("memory:1", "uint8", (2, 2, 2)), 1, [bytes(7)]),
+        (PayloadRef("memory:1", "object", (2, 2, 2)), 1, [bytes(64)]),
+        (PayloadRef("memory:1", "uint8", (-2, -2, 2)), 1, [bytes(8)]),
+        (PayloadRef("memory:1", "uint8", (2**40, 2**40, 2**40)), 1, [bytes(8)]),
+        (None, 1, [bytes(8)]),
+        (PayloadRef("memory:1", "uint8", (2, 2, 2)), 2, [bytes(8)]),
+        (PayloadRef("memory:1", "uint8", (2, 2, 2)), -1, [bytes(8)]),
+    ],
+)
+def test_payloads_that_are_not_what_was_announced_are_corrupt(
+    ref: PayloadRef | None, announced: int, frames: list[bytes]
+) -> None:
+    chunks = (PayloadChunk(0, 2, ref),)
+    header = CompletionHeader(FinishReason.STOP, {}, routed_experts=chunks, payload_frames=announced)
+    with pytest.raises(CorruptData):
+        unpack_payloads(header, frames)
