@@ -43,7 +43,6 @@ class RunSettings(BaseModel):
     resume: bool = Field(False, description="Go on from the run folder's newest checkpoint.")
 
     model: ModelSettings
-    transport: TransportSettings = Field(default_factory=TransportSettings)
     environments: tuple[EnvironmentSettings, ...] = Field(min_length=1)
     rollouts: RolloutSettings = Field(default_factory=RolloutSettings)
     scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
