@@ -287,6 +287,9 @@ _RUN = (
     ("phase/{name}/moved_bytes", "bytes", _SUM, "Bytes that this phase worked on."),
     ("phase/{name}/count", "1", _SUM, "How often this phase ended."),
     ("memory/{role}_rss_bytes", "bytes", _MAX, "Resident memory of this role's process."),
+    ("memory/kept_bytes", "bytes", _LAST, "Free memory that the orchestrator's allocator keeps."),
+    ("memory/given_back_bytes", "bytes", _SUM, "Memory that was given back to the system (`malloc_trim`)."),
+    ("memory/give_back_s", "s", _SUM, "Time that giving memory back took, in a thread."),
     ("cpu/{role}_s", "s", _SUM, "User and system CPU time of this role's process."),
     (
         "sinks/dropped_records",

@@ -12,6 +12,7 @@ import numpy as np
 
 from tailrace.batching import FormedBatch
 from tailrace.generation.router.replica import ReplicaFigures
+from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.observability.capture import CaptureWriter
 from tailrace.observability.lag import LoopLagMonitor
 from tailrace.observability.logs import FILE_ONLY
@@ -88,6 +89,7 @@ class RunObserver:
         lag: LoopLagMonitor,
         phases: PhaseRecorder,
         capture: CaptureWriter,
+        trimmer: MemoryTrimmer,
         meter: ProcessMeter,
         statistics: Callable[[], SchedulerStatistics],
         replicas: Callable[[], list[ReplicaFigures]],
@@ -103,7 +105,7 @@ class RunObserver:
         self._recorder = RunRecorder(self._metrics)
         self.bias = self._recorder.bias
         self._sink, self._rollouts = metrics, rollouts
-        self._phases, self._capture = phases, capture
+        self._phases, self._capture, self._trimmer = phases, capture, trimmer
         self._lag, self._meter, self._statistics, self._replicas = lag, meter, statistics, replicas
         self._environments = environments
         self._judge_usage, self._judged = judge_usage, JudgeUsage()
@@ -217,6 +219,7 @@ class RunObserver:
         self._entries = []
         self.last_step_s = now
         self._capture.step_ended()
+        self._trimmer.step_ended()
         _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
 
     def weights_installed(self, duration_s: float) -> None:
@@ -278,6 +281,7 @@ class RunObserver:
         self._metrics.update(lag.metrics())
         for name, used in self._phases.flush().items():
             self._metrics.update(used.metrics(name))
+        self._metrics.update(self._trimmer.flush())
         usage = self._meter.read()
         for role, process in usage.items():
             add(f"memory/{role}_rss_bytes", process.rss_bytes)

@@ -21,6 +21,7 @@ from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
 from tailrace.lifecycle.signals import StopSignals
+from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
 from tailrace.observability.background import BackgroundWriter
 from tailrace.observability.capture import CaptureWriter
 from tailrace.observability.lag import LoopLagMonitor
@@ -204,6 +205,7 @@ class _Training:
             rollouts=RolloutWriter(self._paths.rollouts, self._writer, every_steps=observability.rollouts_every_steps),
             lag=self._lag,
             phases=self._phases,
+            trimmer=self._trimmer(),
             capture=CaptureWriter(
                 self._paths.capture,
                 self._writer,
@@ -250,6 +252,13 @@ class _Training:
             installed=installed,
         )
         return Scheduling(scheduler, observer, evaluator if self._held_out else None)
+
+    def _trimmer(self) -> MemoryTrimmer:
+        """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""
+        trim_mb, is_apart = self._settings.observability.trim_mb, self._settings.placement == "local"
+        reserved = self._settings.max_running * RESERVED_BYTES_PER_ROLLOUT
+        heap = glibc_heap() if trim_mb and is_apart else None
+        return MemoryTrimmer(int(trim_mb * 1e6) + reserved, self._writer.submit, heap)
 
     def _signals(self, orchestrator: Orchestrator, placement: Placement, live: LiveView) -> StopSignals:
         """Once: an orderly stop. Twice: everything at once."""

@@ -68,7 +68,7 @@ def run_view(
         failures=dict(observer.totals.failures),
         rollouts_trained=ledger.total(TerminalState.TRAINED),
         rollouts_filtered=ledger.total(TerminalState.FILTERED),
-        rss_bytes=sum(value for name, value in latest.items() if name.startswith("memory/")),
+        rss_bytes=sum(value for name, value in latest.items() if name.endswith("_rss_bytes")),
     )
 
 
