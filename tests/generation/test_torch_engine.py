@@ -3,13 +3,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tailrace.errors import ModelError
 from tailrace.generation.engines.torch import TorchEngine
-from tailrace.records import FinishReason
+from tailrace.records import Completion, FinishReason, GenerationRequest
 from tests.generation.engine_support import (
     ARCHITECTURES,
+    SHAPE,
     Driver,
     forward_logprobs,
     greedy_reference,
@@ -151,17 +162,64 @@ def test_bfloat16_logprobs_stay_close_to_a_plain_forward_pass() -> None:
 
 def test_bfloat16_generates_what_autocast_over_float32_weights_says() -> None:
     """Of the weights only the matrices are rounded: logits in bfloat16 would be off by hundredths of a nat."""
+    model, asked, completions = sampled_in_bfloat16(native_kernels=False)
+    assert difference(forward_logprobs_under_autocast(model, asked, completions), completions) < 0.006
+
+
+def test_native_passes_in_bfloat16_are_as_close_to_exact_ones_as_autocast_is() -> None:
+    """They round elsewhere, which moves log-probabilities as much as rounding itself does, and no further."""
+    model, asked, completions = sampled_in_bfloat16(native_kernels=True)
+    pairs = zip(asked, completions, strict=True)
+    exact = [forward_logprobs(model, one.prompt_token_ids.tolist(), done.token_ids) for one, done in pairs]
+    rounded = forward_logprobs_under_autocast(model, asked, completions)
+    autocast = np.abs(np.concatenate(rounded) - np.concatenate(exact)).mean()
+    assert 0 < difference(exact, completions) < 1.2 * autocast
+
+
+def sampled_in_bfloat16(*, native_kernels: bool) -> tuple[PreTrainedModel, list[GenerationRequest], list[Completion]]:
+    """The model with its weights as they were rounded, in float32, and what an engine sampled in bfloat16."""
     model = make_model().to(torch.bfloat16)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(4)
     asked = [request(f"r{i}", prompt, max_tokens=20) for i, prompt in enumerate(prompts(6))]
-    completions = Driver(make_engine(model)).run(*asked)
-    model.float()
-    differences = []
+    completions = Driver(make_engine(model, native_kernels=native_kernels)).run(*asked)
+    return model.float(), asked, completions
+
+
+def forward_logprobs_under_autocast(
+    model: PreTrainedModel, asked: list[GenerationRequest], completions: list[Completion]
+) -> list[np.ndarray]:
+    found = []
     for one, done in zip(asked, completions, strict=True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = model.base_model(torch.tensor([[*one.prompt_token_ids.tolist(), *done.token_ids.tolist()]]))[0][0]
         logits = model.get_output_embeddings()(hidden.float()).log_softmax(-1)[len(one.prompt_token_ids) - 1 : -1]
         expected = logits[torch.arange(len(done.token_ids)), torch.tensor(done.token_ids.tolist())]
-        differences.append(np.abs(done.logprobs - expected.detach().numpy()))
-    assert np.concatenate(differences).mean() < 0.006
+        found.append(expected.detach().numpy())
+    return found
+
+
+def difference(expected: list[np.ndarray], completions: list[Completion]) -> float:
+    return float(np.abs(np.concatenate(expected) - np.concatenate([done.logprobs for done in completions])).mean())
+
+
+@pytest.mark.parametrize("native_kernels", [True, False])
+def test_new_weights_and_biases_reach_every_layer(native_kernels: bool) -> None:
+    before, after = (Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=2)).eval() for _ in range(2))
+    for parameter in after.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    driver = Driver(make_engine(before, native_kernels=native_kernels))
+    driver.run(request("old", prompts(1)[0], max_tokens=4))
+    driver.engine.load_model_state_dict(after.state_dict(), version=1)
+    asked = [request(f"r{i}", prompt, max_tokens=20) for i, prompt in enumerate(prompts(6))]
+    for one, done in zip(asked, driver.run(*asked), strict=True):
+        expected = forward_logprobs(after, one.prompt_token_ids.tolist(), done.token_ids)
+        np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+
+
+def test_layers_that_compute_something_else_keep_their_own_code() -> None:
+    model = GraniteForCausalLM(GraniteConfig(**SHAPE, num_key_value_heads=2, residual_multiplier=0.5)).eval()
+    asked = [request(f"r{i}", prompt, max_tokens=20) for i, prompt in enumerate(prompts(4))]
+    for one, done in zip(asked, Driver(make_engine(model)).run(*asked), strict=True):
+        expected = forward_logprobs(model, one.prompt_token_ids.tolist(), done.token_ids)
+        np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)

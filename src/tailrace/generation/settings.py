@@ -63,6 +63,11 @@ class GeneratorSettings(BaseModel):
         description="Tokens of a completion between two reports of the engine: what a generator that dies can lose",
     )
     threads: int = Field(default=1, ge=1, description="CPU threads of the engine")
+    native_kernels: bool = Field(
+        default=True,
+        description="Torch engine on a CPU with one thread and a C++ compiler: compile passes over activations for "
+        "this processor, once, and use them in layers of the common kind (Llama, Qwen, ...)",
+    )
     seed: int = Field(default=0, ge=0, description="Seed of the random streams of requests that bring none")
     weight_update: WeightUpdate = Field(
         default="hot_swap",

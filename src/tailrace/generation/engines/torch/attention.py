@@ -171,6 +171,11 @@ def _decode(step: SlotStep, query: torch.Tensor, kind: _Kind) -> list[torch.Tens
     return attended
 
 
+def prefill(step: SlotStep, index: int, query: torch.Tensor, *, layer: int, scale: float) -> torch.Tensor:
+    """Plain attention of segment `index` over its row's cache, `[1, length, heads, value_dim]`."""
+    return _prefill(step, index, query, _Kind(layer, scale, window=None, softcap=None))
+
+
 def _prefill(step: SlotStep, index: int, query: torch.Tensor, kind: _Kind) -> torch.Tensor:
     """One segment over its own row's cache, what it just wrote included."""
     segment = step.segments[index]

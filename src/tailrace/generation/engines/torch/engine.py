@@ -64,6 +64,7 @@ def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> 
             kv_cache=generator.kv_cache,
             share_prefix_across_versions=generator.share_prefix_across_versions,
             return_routed_experts=generator.return_routed_experts,
+            native_kernels=generator.native_kernels,
         )
 
     return build
@@ -88,8 +89,9 @@ class TorchEngine:
         kv_cache: KvCache = "keep",
         share_prefix_across_versions: bool = False,
         return_routed_experts: bool = False,
+        native_kernels: bool = True,
     ):
-        self._model = SlotModel(model)
+        self._model = SlotModel(model, native_kernels=native_kernels)
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
         self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity)
         self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)
@@ -151,7 +153,8 @@ class TorchEngine:
         self._place_waiting(started_s)
         self._bring_decoding_rows_to_front()
         count = self._table.num_decoding()
-        self._order_decoding_rows(count)
+        if not self._model.reads_exactly:
+            self._order_decoding_rows(count)
         shares = prefill_shares(self._table, self._prefill_chunk_tokens)
         if count or shares:
             logits = self._forward(shares, count)

@@ -12,8 +12,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tailrace.errors import ModelError
-from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, ShapeProbe, SlotStep
-from tailrace.generation.engines.torch.cache import LayerShape
+from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, Segment, ShapeProbe, SlotStep
+from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
+from tailrace.generation.engines.torch.fused_layer import FusedLayers
+from tailrace.generation.engines.torch.lanes import Lane
 from tailrace.generation.engines.torch.packed_linear import PackedLinears
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -30,7 +32,7 @@ class SlotModel:
     interface, or computes something else than before once its attention is replaced (found by trying).
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, *, native_kernels: bool = True):
         self.model = model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
         self.device, self.dtype = model.device, model.dtype
@@ -42,14 +44,27 @@ class SlotModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._require_supported()
         self.layers = self._replace_attention()
-        self._linears = PackedLinears(model)
+        self._fused = self._fuse_layers() if native_kernels else None
+        self._linears = PackedLinears(model, leave=self._fused.linears if self._fused else ())
+
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether a running row's attention reads its own context alone, so that neighbours' lengths don't matter."""
+        return self._fused is not None
 
     def weights_changed(self) -> None:
         """To be called when the model's weights were written."""
         self._linears.repack()
+        if self._fused:
+            self._fused.repack()
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, keep: int) -> torch.Tensor:
         """Logits of the last `keep` of the packed tokens `[num_tokens]`: `[keep, vocabulary]`."""
+        logits = self._forward(token_ids, positions, step, keep)
+        self._linears.forget_inputs()
+        return logits
+
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, keep: int) -> torch.Tensor:
         options: dict[str, Any] = {"logits_to_keep": max(1, keep)} if self._keeps_logits else {}
         with self._precision():
             output = self.model(
@@ -59,7 +74,6 @@ class SlotModel:
                 slot_step=step,
                 **options,
             )
-        self._linears.forget_inputs()
         logits: torch.Tensor = output.logits[0]
         return logits[len(logits) - keep :]
 
@@ -84,6 +98,27 @@ class SlotModel:
             )
 
     @torch.inference_mode()
+    def _fuse_layers(self) -> FusedLayers | None:
+        """Let native passes compute the layers, if those are known and the probe's last token gets the same logits."""
+        own = self._probe_step()
+        fused = FusedLayers(self.model, self.config.num_hidden_layers, self.dtype)
+        if not len(fused):
+            return None
+        difference = _difference(own, self._probe_step())
+        if difference <= PROBE_TOLERANCE.get(self.dtype, 1.0):
+            return fused
+        fused.restore()
+        return None
+
+    def _probe_step(self) -> torch.Tensor:
+        """Logits of one running token after a prompt in the same step."""
+        cache = SlotCache(self.layers, slots=1, capacity=PROBE_TOKENS, dtype=self.dtype, device=self.device)
+        positions = torch.arange(PROBE_TOKENS, device=self.device)
+        segment, lane = Segment(0, 0, 0, PROBE_TOKENS - 1), Lane(0, 1, PROBE_TOKENS)
+        step = SlotStep(cache, torch.zeros_like(positions), positions, [segment], 1, [lane], dtype=self.dtype)
+        return self._forward(positions % self.vocab_size, positions, step, keep=1)
+
+    @torch.inference_mode()
     def _replace_attention(self) -> list[LayerShape]:
         token_ids = (torch.arange(PROBE_TOKENS, device=self.device) % self.vocab_size).unsqueeze(0)
         positions = torch.arange(PROBE_TOKENS, device=self.device).unsqueeze(0)
@@ -100,14 +135,19 @@ class SlotModel:
             )
         window = getattr(self.config, "sliding_window", None)
         comparable = min(PROBE_TOKENS, window) if window else PROBE_TOKENS
-        own, ours = own[0, :comparable].float().log_softmax(-1), ours[0, :comparable].float().log_softmax(-1)
-        difference = (own.exp() * (own - ours).abs()).sum(-1).max().item()
+        difference = _difference(own[0, :comparable], ours[0, :comparable])
         if not difference <= PROBE_TOLERANCE.get(self.dtype, 1.0):
             raise ModelError(
                 f"{self.name} cannot run on the torch engine: its attention is more than scaled dot products over "
                 f"keys and values (log-probabilities differ by {difference:.3g} nats on a probe)"
             )
         return layers
+
+
+def _difference(own: torch.Tensor, ours: torch.Tensor) -> float:
+    """Largest mean difference of log-probabilities, in nats, over rows of logits."""
+    own, ours = own.float().log_softmax(-1), ours.float().log_softmax(-1)
+    return (own.exp() * (own - ours).abs()).sum(-1).max().item()
 
 
 def _keep_precise(model: PreTrainedModel) -> None:

@@ -6,6 +6,8 @@ than over plain weights. The price is a second copy of the matrices. Only on a C
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +22,9 @@ class PackedLinears:
     `repack` brings them up to date with the plain weights; without it they are those of the time of construction.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, leave: Collection[nn.Linear] = ()) -> None:
         self._rounded = _Rounded()
-        linears = [module for module in model.modules() if type(module) is nn.Linear]
+        linears = [module for module in model.modules() if type(module) is nn.Linear and module not in leave]
         self._packed = [_Packed(module, self._rounded) for module in linears if _qualifies(module)]
 
     def __len__(self) -> int:
@@ -36,6 +38,35 @@ class PackedLinears:
     def forget_inputs(self) -> None:
         """Let go of what the last forward pass left behind."""
         self._rounded.clear()
+
+
+class JoinedLinear:
+    """Linear layers that share their input, as one product: [rows, sum of outputs]. Packed where that gains."""
+
+    def __init__(self, modules: Sequence[nn.Linear]) -> None:
+        self._modules = modules
+        self._packs = gains_packed(modules[0].weight.dtype)
+        self.repack()
+
+    @torch.inference_mode()
+    def repack(self) -> None:
+        """Lay out the present weights."""
+        weight = torch.cat([module.weight for module in self._modules])
+        self._weight = _pack(weight) if self._packs else weight
+        self._bias = None
+        if any(module.bias is not None for module in self._modules):
+            self._bias = torch.cat([_bias_of(module) for module in self._modules]).to(weight.dtype)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """`rows` [rows, inputs] are of the weights' dtype."""
+        if self._packs:
+            return _product(rows, self._weight, self._bias)
+        return nn.functional.linear(rows, self._weight, self._bias)
+
+
+def _bias_of(module: nn.Linear) -> Tensor:
+    bias: Tensor | None = module.bias
+    return module.weight.new_zeros(module.out_features) if bias is None else bias
 
 
 class _Packed:
