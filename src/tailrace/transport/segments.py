@@ -27,7 +27,7 @@ import xxhash
 from tailrace.errors import CorruptData, TransportError
 
 ALIGNMENT_BYTES = 64
-MAX_BUFFERS_PER_WRITE = 512
+MAX_BUFFERS_PER_WRITE = 256
 """`writev` takes 1,024. Between two calls the interpreter's lock is free, so that an event loop never waits long."""
 HASHED_AT_ONCE_BYTES = 4 << 20
 PAD_PREFIX = "__pad__"
