@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 
 import pytest
 
@@ -26,6 +27,17 @@ def test_it_returns_what_the_work_returns_and_ends_what_it_left_running() -> Non
     kept: list[asyncio.Task[None]] = []
     assert run_on_event_loop(work()) == 3
     assert ended == [True]
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_it_is_uvloops_where_that_is_installed(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "uvloop", None)  # as if it could not be imported
+
+    async def module() -> str:
+        return type(asyncio.get_running_loop()).__module__
+
+    assert run_on_event_loop(module()).startswith("uvloop") == is_installed
 
 
 def test_it_raises_what_the_work_raises() -> None:

@@ -118,6 +118,36 @@ def test_a_slow_disk_drops_and_counts_and_never_waits(tmp_path: Path, caplog: py
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == accepted.count(True)
 
 
+def test_rollouts_that_wait_for_a_slow_disk_are_bounded_by_their_number(tmp_path: Path) -> None:
+    release = threading.Event()
+    writer = BackgroundWriter()
+    writer.submit(release.wait)  # type: ignore[arg-type]
+    rollouts, metrics = RolloutWriter(tmp_path, writer, waiting_rollouts=5), JsonlSink(tmp_path / "metrics", writer)
+
+    def write(step: int, count: int) -> bool:
+        return rollouts.write(step, [RolloutEntry(a_rollout(), Outcome.trained(step))] * count)
+
+    assert [write(1, 7), write(2, 1)] == [True, False]  # one file is taken, however large
+    assert metrics.write({"step": 1})  # metrics go on
+    release.set()
+    assert writer.close()
+    assert writer.statistics().dropped == 1
+    assert [record.step for record in read_rollouts(tmp_path)] == [1] * 7
+
+
+def test_what_the_disk_refused_makes_room_for_later_rollouts(tmp_path: Path) -> None:
+    folder, turns = tmp_path / "rollouts", [threading.Event() for _ in range(2)]
+    folder.write_text("not a folder")
+    writer = BackgroundWriter()
+    rollouts = RolloutWriter(folder, writer, waiting_rollouts=2)
+    for step, turn in enumerate(turns, 1):
+        assert rollouts.write(step, [RolloutEntry(a_rollout(), Outcome.trained(step))] * 2)
+        writer.submit(turn.set)
+        assert turn.wait(60)
+    assert writer.close()
+    assert (writer.statistics().failed, writer.statistics().dropped) == (2, 0)
+
+
 def test_a_failing_disk_is_logged_once_counted_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "rollouts"
     blocked.write_text("not a folder")

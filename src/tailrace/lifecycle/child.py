@@ -19,6 +19,7 @@ from typing import TypeAlias, cast
 import msgspec
 
 from tailrace.errors import SettingsError
+from tailrace.lifecycle.event_loop import loop_factory
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.roles import Launch
 
@@ -46,7 +47,7 @@ def main() -> int:
 def _run_role(launch: Launch) -> int:
     try:
         function = _resolve(launch.function)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_until_terminated(function, launch.settings))
     except asyncio.CancelledError:
         _logger.info("role %s was stopped", launch.role)
@@ -71,15 +72,6 @@ def _resolve(name: str) -> RoleFunction:
     if not callable(function):
         raise SettingsError(f"{name!r} names no function; a role's function is written as module:function")
     return cast("RoleFunction", function)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _take_standard_input() -> int:

@@ -21,7 +21,7 @@ def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
     `asyncio.run` waits for ever for a task that ignores its cancellation. This names it in the log and leaves the loop
     as it is: the process is about to end.
     """
-    runner = asyncio.Runner(loop_factory=_loop_factory())
+    runner = asyncio.Runner(loop_factory=loop_factory())
     refusing: set[asyncio.Task[Any]] = set()
     try:
         return runner.run(_to_its_end(work, refusing))
@@ -47,7 +47,8 @@ async def _to_its_end(work: Coroutine[Any, Any, ResultT], refusing: set[asyncio.
             _logger.error("left behind at the end of the process, as it ignores its cancellation: %s", task.get_name())
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes this process's event loop: uvloop's where it is, else None for asyncio's own."""
     try:
         import uvloop
     except ImportError:

@@ -46,10 +46,14 @@ class BackgroundWriter:
                 return True
             except queue.Full:
                 pass
+        self.drop()
+        return False
+
+    def drop(self) -> None:
+        """Count a record that its sink could not take."""
         self._dropped += 1
         if self._dropped == 1:
             _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
-        return False
 
     def statistics(self) -> SinkStatistics:
         """Counts so far."""

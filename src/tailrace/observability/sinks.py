@@ -50,12 +50,20 @@ class JsonlSink:
 
 
 class RolloutWriter:
-    """A folder of readable rollouts, one file per step: `rollouts/step_000012.jsonl`."""
+    """A folder of readable rollouts, one file per step: `rollouts/step_000012.jsonl`.
 
-    def __init__(self, folder: Path, writer: BackgroundWriter, *, every_steps: int = 1) -> None:
+    What waits holds on to its rollouts' tokens, so it is bounded in rollouts, not only in files.
+    """
+
+    def __init__(
+        self, folder: Path, writer: BackgroundWriter, *, every_steps: int = 1, waiting_rollouts: int = 1024
+    ) -> None:
+        """At most `waiting_rollouts` wait for the disk, or one file's worth where that is more."""
         self._folder = folder
         self._writer = writer
         self._every_steps = every_steps
+        self._max_waiting = waiting_rollouts
+        self._submitted = self._written = 0
 
     def write(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
         """Append these rollouts to the file of `step`. Never waits and never raises: False when they were dropped.
@@ -73,13 +81,22 @@ class RolloutWriter:
 
     def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> bool:
         kept = tuple(entries)
-        return self._writer.submit(lambda: self._append(path, step, kept))
+        waiting = self._submitted - self._written
+        if waiting and waiting + len(kept) > self._max_waiting:
+            self._writer.drop()
+            return False
+        accepted = self._writer.submit(lambda: self._append(path, step, kept))
+        self._submitted += len(kept) * accepted
+        return accepted
 
     def _append(self, path: Path, step: int, entries: tuple[RolloutEntry, ...]) -> None:
-        with phase("write_rollouts") as writing:
-            data = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
-            writing.add_bytes(len(data))
-            _append_bytes(path, data)
+        try:
+            with phase("write_rollouts") as writing:
+                data = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
+                writing.add_bytes(len(data))
+                _append_bytes(path, data)
+        finally:
+            self._written += len(entries)
 
 
 def rollouts_path(folder: Path, step: int) -> Path:

@@ -1,0 +1,46 @@
+"""A disk that blocks or refuses costs what was to be written, and nothing else of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tailrace.records import TrainerEnded
+from tailrace.transport.event_log import read_events
+from tests.run.runs import PATIENCE_S, records, run_inline
+
+
+async def until_training_ended(events: Path) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not (events.exists() and any(isinstance(event, TrainerEnded) for event in read_events(events))):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_run_trains_on_while_metrics_hang_and_rollouts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works_again, opened = threading.Event(), Path.open
+
+    def open_on_a_bad_disk(path: Path, mode: str = "r", *args: Any, **options: Any) -> IO[Any]:
+        if path.name == "metrics.jsonl" and "a" in mode:
+            assert works_again.wait(PATIENCE_S)
+        if path.parent.name == "rollouts" and "a" in mode:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_on_a_bad_disk)
+    running = asyncio.create_task(run_inline(tmp_path, "--max_steps", "4", "--observability.queue_records", "2"))
+    ended = asyncio.create_task(until_training_ended(tmp_path / "run" / "events.jsonl"))
+    await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+    works_again.set()
+    await ended
+    summary = await running
+    assert (summary.steps, summary.exit_code) == (4, 0)
+    written = [record["step"] for record in records(tmp_path / "run" / "metrics.jsonl")]
+    assert summary.dropped_records >= 1
+    assert summary.dropped_records >= 4 - len(written)
