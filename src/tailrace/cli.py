@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import tyro
 from rich.console import Console
@@ -224,12 +224,15 @@ class Recipes:
 class Settings:
     """Print the reference of all settings, in Markdown."""
 
+    of: Literal["run", "simulation"] = "run"
+    """Of a run, or of a plan of `tailrace simulate`."""
+
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
-        from tailrace.config import settings_reference
+        from tailrace.config import settings_reference, simulation_reference
 
         _refuse(overrides)
-        sys.stdout.write(settings_reference())
+        sys.stdout.write(settings_reference() if self.of == "run" else simulation_reference())
         return 0
 
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tailrace.config import list_recipes, load_settings, plan_run, settings_reference
+from tailrace.config import list_recipes, load_settings, plan_run, settings_reference, simulation_reference
 from tailrace.errors import SettingsError
 
 MINIMAL = """
@@ -193,6 +194,17 @@ def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: 
     assert any(sentence in line for line in plan_run(settings, {"alphabet-sort": 800}).describe())
 
 
-def test_the_settings_page_is_what_the_code_says() -> None:
-    page = Path(__file__).parents[2] / "docs" / "settings.md"
-    assert page.read_text() == settings_reference(), "run `make docs`"
+@pytest.mark.parametrize(
+    ("page", "reference"), [("settings", settings_reference), ("simulation-settings", simulation_reference)]
+)
+def test_the_settings_pages_are_what_the_code_says(page: str, reference: Callable[[], str]) -> None:
+    written = Path(__file__).parents[2] / "docs" / f"{page}.md"
+    assert written.read_text() == reference(), "run `make docs`"
+
+
+def test_the_page_of_a_simulation_tells_every_kind_of_lengths() -> None:
+    page = simulation_reference()
+    for name in ("engines", "engines.router", "trainer", "load", "load.lengths", "load.lengths.parts"):
+        assert f"## `{name}`" in page
+    for setting in ("step_base_s", "kv_capacity_tokens", "train_s_per_token", "task_sigma", "weight", "file"):
+        assert f"| `{setting}` |" in page

@@ -63,6 +63,37 @@ def test_nothing_is_released_among_too_few_or_equals(rewards: list[float], min_k
             assert len(set(rewards[:known])) > 1
 
 
+@given(REWARDS, st.integers(2, 8), st.integers(0, 8), st.integers(1, 3))
+def test_a_group_that_expires_waits_for_fewer_siblings_from_then_on(
+    rewards: list[float], min_known: int, expires_after: int, least: int
+) -> None:
+    release, seen, numbers = EarlyRelease(min_known, min(least, min_known)), 0, []
+    for known, reward in enumerate(rewards, 1):
+        given_out = release.learn(reward)
+        if known == expires_after:
+            given_out = [*given_out, *release.expire()]
+        seen, numbers = known, [*numbers, *(number for number, _ in given_out)]
+        enough = min(least, min_known) if expires_after and known >= expires_after else min_known
+        assert not given_out or (known > enough and len(set(rewards[:known])) > 1)
+        assert not release.waiting or known <= enough or len(set(rewards[:known])) == 1
+    assert len(numbers) == len(set(numbers)) <= seen
+
+
+async def test_a_finished_rollout_is_trained_on_before_it_would_be_too_old() -> None:
+    world = make_world(
+        lambda number: float(number % 2),
+        rows=16,
+        group_release="early",
+        min_known_siblings=3,
+        max_staleness=2,
+        pauses=lambda number: 400 if number in (1, 6) else 2,
+    )
+    await world.run()
+    stale = world.scheduler.ledger.reasons(TerminalState.FILTERED).get("stale", 0)
+    assert stale == 0
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 64
+
+
 async def test_a_group_is_trained_in_parts_and_wholly() -> None:
     slow = {3, 10, 17}
     world = make_world(
@@ -127,12 +158,13 @@ async def test_resuming_starts_no_group_over_of_which_a_part_is_trained() -> Non
         assert before | after == set(range(16))
 
 
-def test_early_release_makes_far_fewer_tokens_too_old() -> None:
+def test_early_release_makes_far_fewer_tokens_too_old_and_wastes_none() -> None:
     def too_old(release: str) -> float:
         load = {"group_size": 8, "lengths": {"mean_log": 4.5, "sigma": 1.2, "task_sigma": 0.5, "cap": 2048}}
         scheduling = {"batch_size": 32, "group_release": release, "max_staleness": 2}
         run = simulate(small_plan(steps=30, load=load, scheduling=scheduling))
         assert run.staleness_max <= 2
+        assert (run.wasted_share == 0) == (release == "early")
         return run.masked_share + run.wasted_share
 
     assert too_old("early") < 0.5 * too_old("together")

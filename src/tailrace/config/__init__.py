@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.plan import Plan, plan_run
 from tailrace.config.problems import explain
-from tailrace.config.reference import settings_reference
+from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.settings import Placement, RunSettings
 from tailrace.config.sources import Key, Places, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
@@ -30,6 +30,7 @@ __all__ = [
     "placed",
     "plan_run",
     "settings_reference",
+    "simulation_reference",
 ]
 
 

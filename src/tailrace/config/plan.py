@@ -71,7 +71,8 @@ _STREAM = "Streaming: generation never stops for the trainer while the budgets b
 
 _GROUP_RELEASE = {
     "together": "A group is trained on once all of its rollouts have come back.",
-    "early": "A rollout is trained on once enough of its siblings are known, before its group's stragglers.",
+    "early": "A rollout is trained on once enough of its siblings are known, before its group's stragglers; with fewer,"
+    " before it becomes too old.",
 }
 _ON_STALE = {
     "mask": "older ones are masked.",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Annotated, Any, get_args, get_origin
+
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from tailrace.config.problems import model_in
 from tailrace.config.settings import RunSettings
+from tailrace.simulation import SimulationPlan
 
 _INTRODUCTION = """\
 # Settings
@@ -17,39 +20,79 @@ command line the same names are dotted: `--trainer.learning_rate 1e-4`. `[[envir
 `--environment.*` edits the only one. `--max_steps unset` takes away what a recipe sets.
 """
 
+_SIMULATION_INTRODUCTION = """\
+# Settings of a simulation
+
+Every setting of a plan of `tailrace simulate`, generated from the code by `tailrace settings --of simulation`. What a
+plan is, and an example, is in [scheduling](scheduling.md). In a plan's TOML file a section is a table; on the command
+line the same names are dotted: `--engines.slots 32`. `[[policies]]` is an array of tables, each any part of the plan,
+laid over the rest; `--sweep KEY=VALUE,VALUE` runs each policy once with each value. The section `scheduling` is that
+of a run (see [settings](settings.md)), with `batch_size = 512` and `row_tokens = 32768` where it is left out.
+"""
+
 
 def settings_reference() -> str:
-    """Markdown with one table per section."""
-    top = {name: field for name, field in RunSettings.model_fields.items() if not model_in(field.annotation)}
-    sections = [_section("Top level", "", top)]
-    for name, field in RunSettings.model_fields.items():
-        if model := model_in(field.annotation):
-            sections += _sections(name, model)
-    return "\n".join([_INTRODUCTION, *sections])
+    """Markdown with one table per section, of a run."""
+    return "\n".join([_INTRODUCTION, *_tables(RunSettings)])
 
 
-def _sections(name: str, model: type[BaseModel]) -> list[str]:
+def simulation_reference() -> str:
+    """The same of a plan of `tailrace simulate`, but for what is a run's as well."""
+    return "\n".join([_SIMULATION_INTRODUCTION, *_tables(SimulationPlan, left_out=("scheduling",))])
+
+
+def _tables(settings: type[BaseModel], left_out: Collection[str] = ()) -> list[str]:
+    fields = settings.model_fields
+    top = {name: field for name, field in fields.items() if not model_in(field.annotation)}
+    sections = [_section("Top level", "", top, None)]
+    for name, field in fields.items():
+        if (model := model_in(field.annotation)) and name not in left_out:
+            sections += _sections(f"`{name}`", name, model, _made(field))
+    return sections
+
+
+def _sections(title: str, name: str, model: type[BaseModel], made: BaseModel | None) -> list[str]:
+    """The tables of a section and of those in it. `made` is what it is by default, where it can be left out."""
     plain = {key: field for key, field in model.model_fields.items() if not model_in(field.annotation)}
-    doc = (model.__doc__ or "").strip().splitlines()[0]
-    nested = [
-        section
-        for key, field in model.model_fields.items()
-        if (inner := model_in(field.annotation))
-        for section in _sections(f"{name}.{key}", inner)
-    ]
-    return [_section(f"`{name}`", doc, plain), *nested]
+    sections = [_section(title, (model.__doc__ or "").strip().splitlines()[0], plain, made)]
+    for key, field in model.model_fields.items():
+        inner_name = f"{name}.{key}"
+        if inner := model_in(field.annotation):
+            inner_made = _made(field) if made is None else getattr(made, key)
+            sections += _sections(
+                f"`{inner_name}`", inner_name, inner, inner_made if isinstance(inner_made, inner) else None
+            )
+        for kind in _kinds(field.annotation):
+            told = kind.model_fields["kind"].default
+            sections += _sections(f'`{inner_name}` with `kind = "{told}"`', inner_name, kind, None)
+    return sections
 
 
-def _section(title: str, text: str, fields: dict[str, FieldInfo]) -> str:
+def _section(title: str, text: str, fields: dict[str, FieldInfo], made: BaseModel | None) -> str:
     lines = [f"## {title}", "", *([text, ""] if text else []), "| setting | type | default | what it does |"]
     lines.append("| --- | --- | --- | --- |")
     for name, field in fields.items():
-        lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_escape(field.description or '')} |")
+        default = _default(field) if made is None else _told(getattr(made, name))
+        lines.append(f"| `{name}` | {_type(field)} | {default} | {_escape(field.description or '')} |")
     return "\n".join([*lines, ""])
+
+
+def _made(field: FieldInfo) -> BaseModel | None:
+    """What a section is where it is left out; None where it has to be given, or is one of several."""
+    made = None if field.is_required() else field.get_default(call_default_factory=True)
+    return made if isinstance(made, BaseModel) else None
+
+
+def _kinds(annotation: Any) -> list[type[BaseModel]]:
+    """The settings classes of a choice between several, told apart by their `kind`."""
+    parts = [get_args(part)[0] for part in get_args(annotation) if get_origin(part) is Annotated]
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def _type(field: FieldInfo) -> str:
     annotation = field.annotation
+    if kinds := _kinds(annotation):
+        return "one of " + ", ".join(f"`{kind.model_fields['kind'].default}`" for kind in kinds)
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return f"`{_escape(text.replace('typing.', '').replace('Literal', '').replace('NoneType', 'None'))}`"
 
@@ -57,7 +100,13 @@ def _type(field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
+    return _told(field.get_default(call_default_factory=True))
+
+
+def _told(value: object) -> str:
+    if isinstance(value, BaseModel):
+        settings = ", ".join(f"{name} = {given!r}" for name, given in value)
+        return f"`{{ {_escape(settings)} }}`"
     return "unset" if value is None else f"`{_escape(repr(value))}`"
 
 

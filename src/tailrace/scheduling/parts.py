@@ -8,7 +8,7 @@ from tailrace.batching import ZERO_SPREAD
 from tailrace.records import Group, Rollout, Task
 from tailrace.scheduling.groups import GROUP_TOO_SMALL, GroupPlayer, OpenGroup
 from tailrace.scheduling.observer import SchedulerObserver
-from tailrace.scheduling.release import EarlyRelease, min_known_siblings
+from tailrace.scheduling.release import EarlyRelease, least_known_siblings, min_known_siblings
 from tailrace.scheduling.settings import SchedulingSettings
 
 Push = Callable[[OpenGroup, Group, int], None]
@@ -24,7 +24,8 @@ class PartReleaser:
     def begin(self, group: OpenGroup) -> None:
         """A group starts."""
         if self._settings.group_release == "early":
-            group.release = EarlyRelease(min_known_siblings(self._settings, group.size))
+            settings, size = self._settings, group.size
+            group.release = EarlyRelease(min_known_siblings(settings, size), least_known_siblings(settings, size))
 
     def learn(self, group: OpenGroup, task: Task) -> None:
         """A rollout has finished: it, and what waited for it, may be trained on before the group is complete."""
@@ -33,6 +34,13 @@ class PartReleaser:
             assert rollout is not None
             reward = Group(group.group_id, task, [rollout]).rewards[0]
             self._release(group, task, group.release.learn(reward))
+
+    def expire(self, group: OpenGroup) -> None:
+        """The next batch is the last that takes its oldest tokens: what is known of it goes along."""
+        if group.release is not None and group.given_up is None and (released := group.release.expire()):
+            rollout = group.known[0].rollout
+            assert rollout is not None
+            self._release(group, rollout.task, released)
 
     def close(self, group: OpenGroup, task: Task, rollouts: list[Rollout], player: GroupPlayer) -> None:
         """Every place has come back: what was not released is now, unless there is nothing to compare it with."""

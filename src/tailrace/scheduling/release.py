@@ -19,7 +19,14 @@ def min_known_siblings(settings: SchedulingSettings, group_size: int) -> int:
     (4, 1)
     """
     chosen = group_size // 2 if settings.min_known_siblings is None else settings.min_known_siblings
-    return max(1, chosen, min(settings.min_group_size, group_size) - 1)
+    return max(chosen, least_known_siblings(settings, group_size))
+
+
+def least_known_siblings(settings: SchedulingSettings, group_size: int) -> int:
+    """Siblings that must be known even where waiting for more would make the group too old: one, or what
+    `min_group_size` asks for.
+    """
+    return max(1, min(settings.min_group_size, group_size) - 1)
 
 
 class EarlyRelease:
@@ -34,8 +41,9 @@ class EarlyRelease:
     [(4, 0.25)]
     """
 
-    def __init__(self, min_known_siblings: int) -> None:
-        self._min_known_siblings = min_known_siblings
+    def __init__(self, min_known_siblings: int, least_known_siblings: int = 1) -> None:
+        """`least_known_siblings` are enough once the group expires."""
+        self._min_known_siblings, self._least_known_siblings = min_known_siblings, least_known_siblings
         self._rewards: list[float] = []
         self._waiting: list[int] = []
 
@@ -55,6 +63,18 @@ class EarlyRelease:
         if len(self._rewards) <= self._min_known_siblings:
             return []
         return self._release()
+
+    def expire(self) -> list[tuple[int, float]]:
+        """No later batch takes the group whole; (number, advantage) of those that are released now.
+
+        >>> release = EarlyRelease(min_known_siblings=7)
+        >>> release.learn(1.0), release.learn(0.0)
+        ([], [])
+        >>> release.expire(), release.learn(0.5)
+        ([(0, 1.0), (1, -1.0)], [(2, 0.0)])
+        """
+        self._min_known_siblings = self._least_known_siblings
+        return self._release() if len(self._rewards) > self._min_known_siblings else []
 
     def close(self) -> list[tuple[int, float]]:
         """No more rollouts will be known; (number, advantage) of those that are released now.

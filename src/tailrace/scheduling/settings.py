@@ -76,7 +76,8 @@ class SchedulingSettings(BatchingSettings):
         None,
         ge=1,
         description="Under group_release = early: siblings that must be known before a group's first rollouts are"
-        " trained on; unset: half the group.",
+        " trained on; unset: half the group. Where waiting for them would make what has finished too old, one is"
+        " enough, so with all siblings (group_size - 1) a group is released in parts only where it would be masked.",
     )
     max_retries: int = Field(1, ge=0, description="How often a failed rollout is tried again in its group's place.")
     min_group_size: int = Field(

@@ -351,6 +351,7 @@ class StreamScheduler:
     async def _form_batch(self) -> FormedBatch | None:
         progress = self._progress
         step, judged_version = progress.step + progress.ahead + 1, progress.judged_version
+        self._release_expiring(oldest_allowed(judged_version, self._max_staleness))
         progress.is_forming = True
         with phase("form_batch", track="batches", about={"step": step}):
             forming = self._former.form(step=step, judged_version=judged_version, scheduler_state=self._state)
@@ -379,6 +380,15 @@ class StreamScheduler:
             return False
         nothing_left = self._exhausted and not self._again
         return nothing_left or self._verdict() not in (Verdict.ADMIT, Verdict.WEIGHTS_OLD)
+
+    def _release_expiring(self, oldest: int) -> None:
+        """Under early release what is known of a group goes into the last batch that takes `oldest`, its first tokens.
+
+        The batch takes the oldest first, so what waits with younger tokens stays behind for the next one.
+        """
+        if self._settings.group_release == "early":
+            for group in self._floors.below(oldest + 1):
+                self._releaser.expire(group)
 
     def _taken(self, ready: ReadyGroup) -> None:
         """A part of a group went into a batch."""

@@ -53,7 +53,7 @@ class ModelledTrainerSettings(_Section):
 class LognormalLengths(_Section):
     """Lognormal, cut off."""
 
-    kind: Literal["lognormal"] = "lognormal"
+    kind: Literal["lognormal"] = Field("lognormal", description="Need not be said.")
     mean_log: float = Field(6.0, description="Mean of the natural logarithm of the length.")
     sigma: float = Field(1.2, ge=0, description="Standard deviation of that logarithm, over all rollouts.")
     task_sigma: float = Field(0.7, ge=0, description="The part of it that the rollouts of one task share.")
@@ -78,20 +78,20 @@ class MixturePart(_Section):
     """One kind of completion among others."""
 
     weight: float = Field(gt=0, description="Its share, up to a common factor.")
-    lengths: LognormalLengths
+    lengths: LognormalLengths = Field(description="Of its completions.")
 
 
 class MixtureLengths(_Section):
     """Several lognormals: a tail of its own, runaways."""
 
-    kind: Literal["mixture"] = "mixture"
-    parts: tuple[MixturePart, ...] = Field(min_length=1)
+    kind: Literal["mixture"] = Field("mixture", description="Says which kind it is.")
+    parts: tuple[MixturePart, ...] = Field(min_length=1, description="One at least.")
 
 
 class EmpiricalLengths(_Section):
     """Measured lengths, drawn at random."""
 
-    kind: Literal["empirical"] = "empirical"
+    kind: Literal["empirical"] = Field("empirical", description="Says which kind it is.")
     file: Path = Field(description="A text file with one length in tokens a line.")
 
 
