@@ -1,0 +1,202 @@
+"""Sending a batch: what the event loop pays, and how long it takes until every rank has its rows.
+
+    groups ──sample, form──► plan ──send──► (a thread writes) ──► receive, rank by rank
+
+64 rollouts of 20 turns (2.6 million tokens) and four times as many, for 8 data-parallel ranks, through each of the
+carriers. `loop_s` is the time of the turns that the event loop gave to `send`: all that a size could cost others.
+`form_s` is that of sampling and forming, in slices of at most `form_slice_max_s`. `wall_s` is from the call of `send`
+to its return, `receive_s` until the last rank has mapped (or received) its rows, `write_floor_s` one plain write of as
+many bytes into a file of recycled shared memory. Medians of the rounds after the first, whose memory is fresh.
+
+    python benchmarks/batch_queue.py [--json] [--quick] [--case zmq]
+"""
+
+from __future__ import annotations
+
+import kit  # isort: skip  - pins threads
+
+import os
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace.batching import Packing, SampledGroup, compute_advantages, sample_group
+from tailrace.batching.batches import form_batch_in_slices
+from tailrace.lifecycle.event_loop import run_on_event_loop
+from tailrace.lifecycle.resources import RunResources
+from tailrace.records import Group, PlannedBatch
+from tailrace.run.replay.synthetic import SyntheticLoad, synthetic_groups
+from tailrace.transport.batch_channels import (
+    file_receiver,
+    file_sender,
+    shared_memory_receiver,
+    shared_memory_sender,
+    value_receiver,
+    value_sender,
+)
+from tailrace.transport.batch_queue import BatchReceiver, BatchSender, MemoryBatchQueue
+
+RANKS = 8
+TARGET_S = 1e-3
+CARRIERS = ("memory", "shared_memory", "files", "zmq")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One carrier and size."""
+
+    case: str
+    tokens: int
+    ranks: int
+    batch_bytes: int
+    form_s: float
+    form_slice_max_s: float
+    loop_s: float
+    wall_s: float
+    receive_s: float
+    write_floor_s: float
+    target: float
+    met: bool
+
+
+class Turns:
+    """Awaits something, and adds up the time of the turns that it takes from the event loop."""
+
+    def __init__(self, work: Awaitable[object]) -> None:
+        self._work = work
+        self.total_s = 0.0
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        steps = self._work.__await__()
+        answer = None
+        while True:
+            began_s = time.perf_counter()
+            try:
+                asked = steps.send(answer)
+            except StopIteration:
+                return
+            finally:
+                self.total_s += time.perf_counter() - began_s
+            answer = yield asked
+
+
+def main() -> None:
+    """Run the chosen cases."""
+    options = kit.parse_options(__doc__)
+    carriers, rows = options.choose(CARRIERS), []
+    for rollouts in (64,) if options.quick else (64, 256):
+        groups = synthetic_groups(SyntheticLoad(rollouts=rollouts))
+        for group in groups:
+            compute_advantages(group, "mean")
+        for carrier in carriers:
+            kit.progress(f"{carrier}: {rollouts} rollouts ...")
+            rows.append(run_on_event_loop(measure(carrier, groups, rounds=5 if options.quick else 15)))
+    kit.report("Sending a batch", rows, options)
+
+
+async def measure(carrier: str, groups: Sequence[Group], *, rounds: int) -> Row:
+    """One carrier, the same groups again and again."""
+    formed, sent = [], []
+    with RunResources(uuid.uuid4().hex) as resources, tempfile.TemporaryDirectory() as folder:
+        sender, receivers = open_queue(carrier, resources, Path(folder))
+        for step in range(1, rounds + 1):
+            batch, slices_s = form(groups, step)
+            formed.append(slices_s)
+            sent.append(await send(sender, receivers, batch))
+        floor_s = write_floor_s(resources.shared_memory, batch.num_bytes)
+        for end in (*receivers, sender):
+            await end.close()
+    loop_s, wall_s, receive_s = (statistics.median(figures) for figures in zip(*sent[1:], strict=True))
+    return Row(
+        carrier,
+        tokens=batch.num_tokens,
+        ranks=RANKS,
+        batch_bytes=batch.num_bytes,
+        form_s=statistics.median(sum(slices_s) for slices_s in formed[1:]),
+        form_slice_max_s=statistics.median(max(slices_s) for slices_s in formed[1:]),
+        loop_s=loop_s,
+        wall_s=wall_s,
+        receive_s=receive_s,
+        write_floor_s=floor_s,
+        target=TARGET_S,
+        met=loop_s < TARGET_S,
+    )
+
+
+def form(groups: Sequence[Group], step: int) -> tuple[PlannedBatch, list[float]]:
+    """A batch, and the seconds of each slice of forming it."""
+    sampled: list[SampledGroup] = []
+    slices_s = []
+    for group in groups:
+        began_s = time.perf_counter()
+        sampled.append(sample_group(group, judged_version=0, max_staleness=0))
+        slices_s.append(time.perf_counter() - began_s)
+    row_tokens = max(sample.num_tokens for group in sampled for sample in group.samples)
+    forming = form_batch_in_slices(sampled, step=step, judged_version=0, packing=Packing(row_tokens, RANKS))
+    while True:
+        began_s = time.perf_counter()
+        try:
+            next(forming)
+        except StopIteration as end:
+            batch: PlannedBatch = end.value.batch
+            return batch, slices_s
+        finally:
+            slices_s.append(time.perf_counter() - began_s)
+
+
+async def send(sender: BatchSender, receivers: Sequence[BatchReceiver], batch: PlannedBatch) -> tuple[float, ...]:
+    """Seconds of the loop, until `send` returns, and from there until the last rank has its rows."""
+    turns, began_s = Turns(sender.send(batch)), time.perf_counter()
+    await turns
+    sent_s = time.perf_counter()
+    parts = [await receiver.receive() for receiver in receivers]
+    received_s = time.perf_counter()
+    assert sum(len(part.token_ids) for part in parts) == batch.num_tokens
+    for receiver in receivers:
+        await receiver.acknowledge(batch.summary.step)
+    return turns.total_s, sent_s - began_s, received_s - sent_s
+
+
+def open_queue(carrier: str, resources: RunResources, folder: Path) -> tuple[BatchSender, list[BatchReceiver]]:
+    """Both ends."""
+    address, shared_memory = resources.address("batches"), resources.shared_memory
+    ranks = [{"rank": rank, "num_ranks": RANKS} for rank in range(RANKS)]
+    if carrier == "memory":
+        queue = MemoryBatchQueue(num_ranks=RANKS)
+        return queue, [queue.receiver(rank) for rank in range(RANKS)]
+    if carrier == "files":
+        return file_sender(address, folder, num_ranks=RANKS), [file_receiver(address, folder, **of) for of in ranks]
+    if carrier == "zmq":
+        return value_sender(address, num_ranks=RANKS), [value_receiver(address, **of) for of in ranks]
+    sender = shared_memory_sender(address, shared_memory, num_ranks=RANKS)
+    return sender, [shared_memory_receiver(address, shared_memory, **of) for of in ranks]
+
+
+def write_floor_s(folder: Path, num_bytes: int) -> float:
+    """The best of a few plain writes into a file that was written before."""
+    content = np.ones(num_bytes, np.uint8)
+    file = os.open(folder / "floor", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.pwrite(file, content.data, 0)
+        return min(timed(lambda: os.pwrite(file, content.data, 0)) for _ in range(5))
+    finally:
+        os.close(file)
+        (folder / "floor").unlink()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+if __name__ == "__main__":
+    main()
