@@ -53,3 +53,12 @@ def test_every_example_names_itself_in_the_command_that_runs_it(path: Path) -> N
     named = re.findall(r"--environment\.name (\S+)", path.read_text())
     assert named
     assert all(name.startswith(f"examples.{path.stem}:") for name in named)
+
+
+async def test_the_stalling_reward_compares_letter_by_letter() -> None:
+    spec = load_environment(EnvironmentSettings(name="examples.stalling_reward:copy_text"))
+    task = spec.train_task(0)
+    assert (await play(spec, task, [task["reference"]])).value == 1.0
+    assert 0.0 < (await play(spec, task, ["The mill"])).value < 0.5
+    mended = load_environment(EnvironmentSettings(name="examples.stalling_reward:mended"))
+    assert (spec.trusted, mended.trusted) == (True, False)

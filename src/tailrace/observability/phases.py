@@ -37,10 +37,12 @@ class PhaseRecorder:
         self,
         trace: TraceWriter | None = None,
         *,
+        other: str = OTHER,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         cpu_clock_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
-        self.trace = trace
+        """`other` is the name of what is in no phase."""
+        self.trace, self._other = trace, other
         self._clock_ns, self._cpu_clock_ns = clock_ns, cpu_clock_ns
         self._clocks: dict[int, _Clock] = {}
         self._loop_clock: _Clock | None = None
@@ -53,7 +55,7 @@ class PhaseRecorder:
         before = loop.get_task_factory()
         clock = self._loop_clock = self.clock()
         clock.is_loop = True
-        outermost = phase(OTHER)
+        outermost = phase(self._other)
         outermost.enter_outermost(self)
 
         loop.set_task_factory(watching_task_factory(clock))
@@ -75,7 +77,7 @@ class PhaseRecorder:
     def in_force(self) -> str:
         """The phase that holds the event loop now. From any thread."""
         clock = self._loop_clock
-        return OTHER if clock is None or clock.scope is None else clock.scope.name
+        return self._other if clock is None or clock.scope is None else clock.scope.name
 
     def held_ns(self) -> dict[str, int]:
         """How long each phase has held the event loop so far."""

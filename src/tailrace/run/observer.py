@@ -112,6 +112,7 @@ class RunObserver:
         self._payloads, self._payloads_before = payloads, PayloadFigures()
         self._clock = asyncio.get_running_loop().time
         self.started_s = self.last_step_s = self._clock()
+        self._phases.flush()  # the first step is not charged for the start
         self._usage = meter.read()
         self._cpu_before_s = total_cpu_s(self._usage)
         self._waited_s: Mapping[Verdict, float] = dict.fromkeys(Verdict, 0.0)

@@ -7,10 +7,13 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tailrace.observability.phases import PhaseRecorder
+from tailrace.observability.lag import LoopLagMonitor
+from tailrace.observability.phases import OTHER, PhaseRecorder
 from tailrace.observability.settings import ObservabilitySettings
 from tailrace.observability.traces import TraceWriter, join_trace, remove_parts
 from tailrace.run.folder import RunPaths
+
+ORCHESTRATOR = "orchestrator"
 
 _logger = logging.getLogger(__name__)
 
@@ -25,11 +28,17 @@ async def recording_phases(role: str, paths: RunPaths, settings: ObservabilitySe
         except OSError as error:
             _logger.warning("there will be no trace of this process: %s", error.strerror)
     try:
-        with PhaseRecorder(trace).recording() as recorder:
+        other = OTHER if role == ORCHESTRATOR else f"{OTHER} ({role})"
+        with PhaseRecorder(trace, other=other).recording() as recorder:
             yield recorder
     finally:
         if trace is not None:
             await asyncio.to_thread(trace.close)
+
+
+def watched_loop(settings: ObservabilitySettings, phases: PhaseRecorder) -> LoopLagMonitor:
+    """Measures the loop's lag; a stall is in this process's log, with its stack and phase, and in the trace."""
+    return LoopLagMonitor(settings.lag_interval_s, stall_s=settings.stall_s, phases=phases)
 
 
 @asynccontextmanager

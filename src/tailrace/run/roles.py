@@ -19,7 +19,7 @@ from tailrace.run.batches import batch_receiver
 from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory, make_trainer
 from tailrace.run.payloads import open_payload_store
-from tailrace.run.phases import recording_phases
+from tailrace.run.phases import recording_phases, watched_loop
 from tailrace.transport.batch_queue import BatchReceiver
 from tailrace.transport.event_log import EventLog
 from tailrace.transport.event_log_rpc import EventLogClient
@@ -89,7 +89,10 @@ async def trainer(encoded: bytes) -> None:
     """The trainer's process. Leaves when the event log ends: by then its terminal record was read."""
     role = msgspec.json.decode(encoded, type=RoleSettings)
     setup_logging("trainer", role.paths.logs, level=role.run.observability.log_level)
-    async with recording_phases("trainer", role.paths, role.run.observability) as phases:
+    async with (
+        recording_phases("trainer", role.paths, role.run.observability) as phases,
+        watched_loop(role.run.observability, phases),
+    ):
         await asyncio.create_task(_serve_trainer(role, phases), name="trainer")
 
 
@@ -149,7 +152,10 @@ async def generator(encoded: bytes) -> None:
     role = msgspec.json.decode(encoded, type=RoleSettings)
     settings = role.run
     setup_logging(role.name, role.paths.logs, level=settings.observability.log_level)
-    async with recording_phases(role.name, role.paths, settings.observability):
+    async with (
+        recording_phases(role.name, role.paths, settings.observability) as phases,
+        watched_loop(settings.observability, phases),
+    ):
         await asyncio.create_task(_serve_generator(role, settings), name=role.name)
 
 

@@ -36,7 +36,6 @@ from tailrace.records import Completion, RunStatus, Task, TrainerEnded, TrainerS
 from tailrace.rollouts import ChatRenderer, Rollouter
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
-from tailrace.run.orchestrator import ROLE as ORCHESTRATOR
 from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
 from tailrace.run.parts import (
     EnvironmentRunner,
@@ -49,7 +48,7 @@ from tailrace.run.parts import (
     require_held_out_tasks,
     task_stream,
 )
-from tailrace.run.phases import recording_phases, traced_run
+from tailrace.run.phases import ORCHESTRATOR, recording_phases, traced_run, watched_loop
 from tailrace.run.placement import Placement, open_placement
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.summary import Figures, figures
@@ -87,9 +86,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
             reserve_memory(plan.max_running * RESERVED_BYTES_PER_ROLLOUT)
         await stack.enter_async_context(traced_run(paths, observability))
         phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
-        lag = await stack.enter_async_context(
-            LoopLagMonitor(observability.lag_interval_s, stall_s=observability.stall_s, phases=phases)
-        )
+        lag = await stack.enter_async_context(watched_loop(observability, phases))
         run = _Training(settings, paths, environments, renderer, lag=lag, phases=phases)
         live = LiveView(
             run.view,

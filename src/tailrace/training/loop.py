@@ -133,6 +133,7 @@ class _TrainerLoop:
             self._scheduler_state = await self._in_thread(lambda: trainer.restore(checkpoint))
             self._saved_step = trainer.step
         self._step = trainer.step
+        self._phase_metrics()  # the first step is not charged for the start
         await self._events.append(
             TrainerStarted(
                 epoch=self._plan.epoch,

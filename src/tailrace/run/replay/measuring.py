@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from tailrace.observability.formats import num_bytes, seconds
+from tailrace.observability.formats import compact, num_bytes, seconds
 from tailrace.observability.loop_load import LagSampler, LoopTraffic, SampledLag
 from tailrace.observability.memory import PeakMemory, copy_s
 from tailrace.observability.phases import OTHER, PhaseRecorder, phase
@@ -125,10 +125,14 @@ def rows(costs: list[StageCost]) -> Iterator[tuple[str, ...]]:
             cost.phase,
             seconds(cost.wall_s),
             seconds(cost.cpu_s),
-            f"{cost.memory_copies:.1f}" if cost.memory_copies else "",
+            _copies(cost.memory_copies),
             *(seconds(lag_s) for lag_s in (cost.lag_p50_s, cost.lag_p99_s, cost.lag_max_s)),
             num_bytes(cost.peak_bytes),
         )
+
+
+def _copies(count: float) -> str:
+    return "" if not count else f"{count:.1f}" if count < 100 else compact(count)
 
 
 def as_json(costs: list[StageCost]) -> str:
