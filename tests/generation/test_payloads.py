@@ -184,7 +184,7 @@ async def test_over_a_socket_a_reference_travels_or_the_bytes(
             assert puts.statistics().capacity_bytes == 0
         accounts.release("rollout")
         assert accounts.figures.held_bytes == 0
-    accounts.close()
+    await accounts.close()
 
 
 async def test_what_comes_for_a_request_that_was_cancelled_is_released(tmp_path: Path, model: PreTrainedModel) -> None:
@@ -199,7 +199,7 @@ async def test_what_comes_for_a_request_that_was_cancelled_is_released(tmp_path:
         await ask(client, started(PROMPT), 1, name="the last one, which is answered after all others")
         assert accounts.figures.held_bytes == 0
         assert accounts.figures.recorded_bytes > 0
-    accounts.close()
+    await accounts.close()
 
 
 @pytest.mark.parametrize(

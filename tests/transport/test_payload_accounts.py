@@ -45,6 +45,10 @@ ACTIONS = st.lists(
 @given(actions=ACTIONS)
 @settings(deadline=None)
 def test_every_payload_is_released_once_and_none_before_its_owner_ended(actions: list[tuple[str, str]]) -> None:
+    asyncio.run(keep_accounts(actions))
+
+
+async def keep_accounts(actions: list[tuple[str, str]]) -> None:
     store, known = RecordingStore(), dict[str, list[PayloadChunk]]()
     accounts, ended = PayloadAccounts(store), set[str]()
     for action, owner in actions:
@@ -65,7 +69,7 @@ def test_every_payload_is_released_once_and_none_before_its_owner_ended(actions:
         assert figures.held_bytes == 8 * sum(len(chunks) for name, chunks in known.items() if name not in ended)
     held = [chunk.ref for owner, chunks in known.items() if owner not in ended for chunk in chunks]
     assert all(ref is not None and store.releases[ref.uri] == 0 for ref in held)
-    accounts.close()
+    await accounts.close()
     assert set(store.releases.values()) <= {1}
     assert store.statistics().capacity_bytes == 0
 
@@ -94,7 +98,7 @@ async def test_what_arrived_for_a_rollout_that_was_cancelled_meanwhile_is_releas
     store.may_put.set()
     assert await accounts.put("b", np.zeros(8, np.uint8)) is not None  # after the first one, in the same thread
     assert accounts.figures.held_bytes == 8
-    await asyncio.to_thread(accounts.close)
+    await accounts.close()
     assert store.statistics().capacity_bytes == 0
 
 
@@ -109,4 +113,4 @@ async def test_without_room_a_completion_goes_on_without_its_payload(caplog: pyt
     accounts = PayloadAccounts(FullStore())
     assert [await accounts.put("a", np.zeros(8, np.uint8)) for _ in range(5)] == [None] * 5
     assert [record.message for record in caplog.records] == [f"{n} payloads were not kept: no room" for n in (1, 2, 4)]
-    accounts.close()
+    await accounts.close()

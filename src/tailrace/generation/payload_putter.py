@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from tailrace.errors import TransportError
 from tailrace.generation.inbox import RecordedExperts
 from tailrace.records import PayloadChunk, PayloadRef
 from tailrace.transport.payload_store import PayloadStore, Refusals
+from tailrace.transport.put_queue import PutQueue
 
 
 class PayloadPutter:
-    """Puts in a thread of its own, one after the other. Without a store everything is forgotten."""
+    """Without a store everything is forgotten."""
 
     def __init__(self, store: PayloadStore | None) -> None:
         self._store = store
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payloads")
+        self._queue = None if store is None else PutQueue(store)
         self._refusals = Refusals()
 
     async def put(self, experts: Sequence[RecordedExperts]) -> tuple[PayloadChunk, ...]:
@@ -26,11 +26,11 @@ class PayloadPutter:
 
         Cancelled, it takes back what nobody will hear of.
         """
-        if (store := self._store) is None:
+        if (store := self._store) is None or self._queue is None:
             return ()
-        putting = [self._executor.submit(store.put, recorded.array) for recorded in experts]
+        putting = [self._queue.put(recorded.array) for recorded in experts]
         try:
-            await asyncio.wait([asyncio.wrap_future(future) for future in putting])
+            await asyncio.wait(putting)
         except asyncio.CancelledError:
             for future in putting:
                 future.add_done_callback(partial(self._take_back, store))
@@ -44,15 +44,16 @@ class PayloadPutter:
     async def close(self) -> None:
         """Wait for what is being put, and forget the rest. Closing twice does nothing."""
         self._store = None
-        await asyncio.to_thread(self._executor.shutdown)
+        if self._queue is not None:
+            await self._queue.close()
 
-    def _result(self, future: Future[PayloadRef]) -> PayloadRef | None:
+    def _result(self, future: asyncio.Future[PayloadRef]) -> PayloadRef | None:
         try:
             return future.result()
         except TransportError as error:
             self._refusals.tell(error)
             return None
 
-    def _take_back(self, store: PayloadStore, future: Future[PayloadRef]) -> None:
-        if not future.cancelled() and (ref := self._result(future)) is not None:
+    def _take_back(self, store: PayloadStore, future: asyncio.Future[PayloadRef]) -> None:
+        if (ref := self._result(future)) is not None:
             store.withdraw(ref)

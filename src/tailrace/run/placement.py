@@ -124,7 +124,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
             await asyncio.gather(trainer, return_exceptions=True)
             await batches.close()
             store.close()
-            await asyncio.to_thread(accounts.close)
+            await accounts.close()
 
 
 @asynccontextmanager
@@ -142,7 +142,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
             )
             role = RoleSettings.of(settings, paths, log.epoch, resources)
             accounts = PayloadAccounts(role.payload_store(settings, writer=ORCHESTRATOR))
-            stack.push_async_callback(asyncio.to_thread, accounts.close)
+            stack.push_async_callback(accounts.close)
             router, fleet = start_fleet(settings, role, resources, supervisor, payloads=accounts)
             supervisor.start(
                 RoleSpec(

@@ -45,7 +45,8 @@ class MicroBatch:
         """Prepare a row for a trainer that holds policy `version`. On a CPU samples share the beginnings they share;
         elsewhere attention's own packing leaves no room for that.
 
-        Nothing of `routed_experts` is kept; its unknown entries may be filled in.
+        On a CPU `routed_experts` may stay where they are, until the row is trained on; where they are unknown, they may
+        be filled in.
 
         Raises `TrainingError` for a sample whose first token bears loss: nothing predicts it.
         """
@@ -75,7 +76,7 @@ class MicroBatch:
             tokens=tokens,
             fresh=_tensor(own & ~mixed, device),
             mixed=_tensor(own & mixed, device),
-            routed_experts=None if routed_experts is None else _tensor(routed_experts, device),
+            routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts).to(device),
         )
 
 

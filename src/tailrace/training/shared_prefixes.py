@@ -31,7 +31,9 @@ class SharedPrefixes:
     """Among the computed tokens, in row order."""
 
     def gather_experts(self, routed_experts: ExpertArray) -> ExpertArray:
-        """Of [num_tokens of the plain row, layers, top_k] those of the computed tokens; a copy."""
+        """Of [num_tokens of the plain row, layers, top_k] those of the computed tokens; a copy, unless that is all."""
+        if self.computed.all():
+            return routed_experts
         gathered: ExpertArray = routed_experts[self.computed]
         lacking = _is_unknown(gathered)
         others = np.flatnonzero(~self.computed)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TransportError
 from tailrace.records import PayloadChunk, PayloadRef
 from tailrace.transport.payload_store import PayloadStore, Refusals
+from tailrace.transport.put_queue import PutQueue
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class PayloadAccounts:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._recorded_bytes = self._released_bytes = 0
         self._refusals = Refusals()
-        self._puts = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payloads")
+        self._puts = PutQueue(store)
+        self._is_closed = False
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payload-releases")
 
     def record(self, owner: str, chunks: Iterable[PayloadChunk]) -> None:
@@ -62,7 +64,9 @@ class PayloadAccounts:
 
     async def put(self, owner: str, array: NDArray[np.generic]) -> PayloadRef | None:
         """Leave what arrived here in the store, in a thread, for `owner`. None without room for it, which is told."""
-        putting = asyncio.wrap_future(self._puts.submit(self._store.put, array))
+        if self._is_closed:
+            return None
+        putting = self._puts.put(array)
         putting.add_done_callback(partial(self._record_put, owner))
         try:
             return await asyncio.shield(putting)  # so that it is recorded even if nobody waits any more
@@ -103,12 +107,14 @@ class PayloadAccounts:
             held_bytes=self._recorded_bytes - self._released_bytes,
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Release everything, and wait until the store was told. Closing twice does nothing."""
+        self._is_closed = True
+        await self._puts.close()
+        await asyncio.sleep(0)  # so that the last of them are recorded
         for owner in [*self._held]:
             self.release(owner)
-        self._puts.shutdown()
-        self._releases.shutdown()
+        await asyncio.to_thread(self._releases.shutdown)
 
     def _record_put(self, owner: str, putting: asyncio.Future[PayloadRef]) -> None:
         if not putting.cancelled() and putting.exception() is None:

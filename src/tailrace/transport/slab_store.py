@@ -82,7 +82,7 @@ class SlabPayloadStore:
         place = self._place(ref)
         with self._opening:
             slab = self._mapped.get(place.slab)
-            if slab is None or (self._is_remote and slab.header()[0] != place.generation):
+            if slab is None or (self._is_remote and slab.generation != place.generation):
                 slab = self._map(place.slab)
         return slab.array(ref, place)
 

@@ -30,7 +30,7 @@ ALIGNMENT_BYTES = 64
 MAGIC = int.from_bytes(b"TRslab01", "little")
 SLAB_SUFFIX, TALLY_SUFFIX = ".slab", ".released"
 
-_HEADER = struct.Struct("<QQQ")  # magic, generation, payloads
+_HEADER = struct.Struct("<QQ")  # magic, generation
 _ENTRY = struct.Struct("<QQQ")  # generation, bytes, kind
 _TALLY = struct.Struct("<QQQ")  # generation, released, checksum: it is read while it is written
 _URI = re.compile(r"([a-z]+):([\w.-]{1,200}\.slab)@(\d{1,18})\+(\d{1,18})", re.ASCII)
@@ -95,7 +95,7 @@ class OwnedSlab:
         """Forget every payload: references of earlier generations mean nothing from now on."""
         self.generation += 1
         self.payloads, self.withdrawn, self._end = 0, 0, ALIGNMENT_BYTES
-        self._write_header()
+        self._write(0, np.frombuffer(_HEADER.pack(MAGIC, self.generation), np.uint8))
 
     def append(self, array: NDArray[np.generic], shape: tuple[int, ...]) -> tuple[int, int]:
         """Write a contiguous array that fits and will be read in this shape; (generation, offset) of its entry."""
@@ -106,7 +106,6 @@ class OwnedSlab:
         self._write(offset, np.frombuffer(entry, np.uint8))
         self.payloads += 1
         self._end = start + -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._write_header()
         return self.generation, offset
 
     def is_released(self) -> bool:
@@ -129,10 +128,6 @@ class OwnedSlab:
         self.close()
         self.path.unlink(missing_ok=True)
         tally_of(self.path).unlink(missing_ok=True)
-
-    def _write_header(self) -> None:
-        header = _HEADER.pack(MAGIC, self.generation, self.payloads)
-        self._write(0, np.frombuffer(header, np.uint8))
 
     def _write(self, offset: int, content: NDArray[np.uint8]) -> None:
         if self._view is not None:
@@ -163,10 +158,11 @@ class MappedSlab:
         if _HEADER.unpack_from(self._mapping, 0)[0] != MAGIC:
             raise CorruptData(f"{path} holds no payloads")
 
-    def header(self) -> tuple[int, int]:
-        """(generation, payloads), as of now."""
-        _, generation, payloads = _HEADER.unpack_from(self._mapping, 0)
-        return generation, payloads
+    @property
+    def generation(self) -> int:
+        """As of now."""
+        _, generation = _HEADER.unpack_from(self._mapping, 0)
+        return int(generation)
 
     def array(self, ref: PayloadRef, place: Place) -> NDArray[np.generic]:
         """The payload, read-only. Raises `PayloadLost` for one of another generation, `CorruptData` for none at all."""
@@ -175,7 +171,7 @@ class MappedSlab:
         if place.offset < ALIGNMENT_BYTES or place.offset % ALIGNMENT_BYTES or start + num_bytes > self.size:
             raise CorruptData(f"{ref.uri} lies outside of its file of {self.size:,} bytes")
         generation, size, kind = _ENTRY.unpack_from(self._mapping, place.offset)
-        if self.header()[0] != place.generation:
+        if self.generation != place.generation:
             raise PayloadLost(f"{ref.uri} was released: its file was written anew")
         if (generation, size, kind) != (place.generation, num_bytes, kind_of(ref.dtype, ref.shape)):
             raise CorruptData(f"{ref.uri} is not {ref.dtype}{list(ref.shape)}, or nothing begins there")

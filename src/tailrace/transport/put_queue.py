@@ -1,0 +1,80 @@
+"""Into a payload store from an event loop: in one thread, in order, with one wake-up of the loop for many payloads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.records import PayloadRef
+from tailrace.transport.payload_store import PayloadStore
+
+TOLD_AT_ONCE = 16
+"""Payloads that are put before the loop hears of them: some milliseconds of work."""
+
+_Put: TypeAlias = "asyncio.Future[PayloadRef]"
+
+
+class PutQueue:
+    """Belongs to one event loop; a future of it that nobody awaits any more is resolved all the same."""
+
+    def __init__(self, store: PayloadStore) -> None:
+        self._store = store
+        self._waiting: deque[tuple[NDArray[np.generic], _Put]] = deque()
+        self._lock = threading.Lock()
+        self._is_working = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payloads")
+
+    def put(self, array: NDArray[np.generic]) -> _Put:
+        """Resolved with where the array lies, or with the `TransportError` of a store without room.
+
+        Do not cancel it: who may be cancelled awaits a shield of it.
+        """
+        loop = asyncio.get_running_loop()
+        future: _Put = loop.create_future()
+        with self._lock:
+            self._waiting.append((array, future))
+            starts, self._is_working = not self._is_working, True
+        if starts:
+            self._thread.submit(self._work, loop)
+        return future
+
+    async def close(self) -> None:
+        """Wait for all that waits to be put. Closing twice does nothing."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        while taken := self._take():
+            told = [(future, self._try(array)) for array, future in taken]
+            try:
+                loop.call_soon_threadsafe(_tell, told)
+            except RuntimeError:  # the loop is closed, and with it whoever would hear
+                if not loop.is_closed():
+                    raise
+
+    def _take(self) -> list[tuple[NDArray[np.generic], _Put]]:
+        with self._lock:
+            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), TOLD_AT_ONCE))]
+            self._is_working = bool(taken)
+            return taken
+
+    def _try(self, array: NDArray[np.generic]) -> PayloadRef | Exception:
+        try:
+            return self._store.put(array)
+        except Exception as error:  # noqa: BLE001 - told to whoever waits for it
+            return error
+
+
+def _tell(told: list[tuple[_Put, PayloadRef | Exception]]) -> None:
+    for future, result in told:
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
