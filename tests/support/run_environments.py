@@ -189,3 +189,18 @@ async def answer_for_long(task: Task, policy: Policy) -> Reward:
 def uneven() -> EnvironmentSpec:
     rows = [{"word": f"word {number}"} for number in range(64)]
     return EnvironmentSpec(name="uneven", agent=answer_for_long, train_tasks=rows, trusted=True)
+
+
+async def converse(task: Task, policy: Policy) -> float:
+    """Three turns that only append."""
+    messages: list[Message] = []
+    for question in (task["word"], "and then?", "why?"):
+        messages.append({"role": "user", "content": str(question)})
+        reply = await policy.chat(messages)
+        messages.append({"role": "assistant", "content": reply.content})
+    return zlib.crc32(repr(messages).encode()) % 97 / 97
+
+
+def conversing() -> EnvironmentSpec:
+    rows = [{"word": f"word {number}"} for number in range(32)]
+    return EnvironmentSpec(name="conversing", agent=converse, train_tasks=rows, trusted=True)

@@ -127,7 +127,8 @@ def test_the_weights_of_replayed_experts_are_the_routers_own() -> None:
     recorded = torch.tensor([[0, 1], [2, 3], [3, 1], [UNKNOWN, UNKNOWN]], dtype=torch.uint8)
     logits, own_weights, own_experts = router(hidden)
     with replay.using(recorded[:, None].expand(-1, 3, -1)):
-        _, weights, experts = router(hidden)
+        answers = [one(hidden) for one in routers(model)]
+    _, weights, experts = answers[0]
     assert experts[:3].tolist() == recorded[:3].tolist()
     expected = torch.softmax(logits.gather(1, experts), dim=-1)
     torch.testing.assert_close(weights, expected)
@@ -194,8 +195,15 @@ def test_a_record_of_another_shape_is_refused(record: torch.Tensor) -> None:
 def test_a_record_of_another_number_of_tokens_is_refused() -> None:
     model = expert_model("mixtral")
     replay = RouterReplay(model)
-    with replay.using(torch.zeros(4, 3, 2, dtype=torch.uint8)), pytest.raises(TrainingError, match="4 tokens"):
+    with pytest.raises(TrainingError, match="4 tokens"), replay.using(torch.zeros(4, 3, 2, dtype=torch.uint8)):
         model(torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_a_pass_that_goes_round_the_routers_is_found_out() -> None:
+    model = expert_model("mixtral")
+    replay = RouterReplay(model)
+    with pytest.raises(TrainingError, match="1 of 3 routers"), replay.using(torch.zeros(4, 3, 2, dtype=torch.uint8)):
+        routers(model)[0](torch.randn(4, 64))
 
 
 def test_experts_that_the_model_lacks_are_never_trained_on() -> None:

@@ -101,7 +101,7 @@ class RouterReplay:
 
         `recorded` is uint8 or uint16 on the model's device; of its layers either only those with experts are there, or
         all of the model's. A token whose entries are all the type's greatest number routes itself. Raises
-        `TrainingError` for an array of another shape.
+        `TrainingError` for an array of another shape, and where a router was never asked.
         """
         if recorded is None:
             yield
@@ -162,10 +162,13 @@ class RouterReplay:
 
     def _count(self, num_tokens: int) -> None:
         sums = [layer for layer in self._sums if layer is not None]
-        if sums:
-            total = torch.stack(sums).sum(dim=0)
-            self._totals = total if self._totals is None else self._totals + total
-            self._routed += num_tokens * len(sums)
+        if len(sums) < len(self._routers):
+            raise TrainingError(
+                f"{len(sums)} of {len(self._routers)} routers were asked while their experts were replayed"
+            )
+        total = torch.stack(sums).sum(dim=0)
+        self._totals = total if self._totals is None else self._totals + total
+        self._routed += num_tokens * len(sums)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tailrace.errors import ModelError
+from tailrace.errors import GenerationError, ModelError
 from tailrace.generation.engines.routers import as_routing, find_routers, index_dtype
 from tailrace.generation.engines.torch.slots import Placement
 from tailrace.records import ExpertArray
@@ -45,18 +45,24 @@ class RouterTap:
         self.shape = (len(routers), top_k)
         self._device = device
         self._step: Tensor | None = None
+        self._asked = 0
         for index, router in enumerate(routers):
             router.module.register_forward_hook(partial(self._note, index))
 
     def begin(self, num_tokens: int) -> None:
         """A forward pass over so many tokens comes."""
         dtype = torch.uint8 if self.dtype == np.uint8 else torch.uint16
-        self._step = torch.empty((num_tokens, *self.shape), dtype=dtype, device=self._device)
+        self._step, self._asked = torch.empty((num_tokens, *self.shape), dtype=dtype, device=self._device), 0
 
     def take(self) -> ExpertArray:
-        """[num_tokens, layers, top_k] of the pass since `begin`; on a GPU this waits for it."""
+        """[num_tokens, layers, top_k] of the pass since `begin`; on a GPU this waits for it.
+
+        Raises `GenerationError` where the pass went round a router.
+        """
         assert self._step is not None
         step, self._step = self._step, None
+        if self._asked != self.shape[0]:
+            raise GenerationError(f"{self._asked} of {self.shape[0]} routers were asked in a forward pass")
         taken: ExpertArray = step.cpu().numpy()
         return taken
 
@@ -64,6 +70,7 @@ class RouterTap:
         routing = as_routing(answer)
         if self._step is not None and routing is not None:
             self._step[:, index] = routing.experts
+            self._asked += 1
 
 
 class ExpertStore:
