@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from tailrace.errors import CorruptData, TransportError
 from tailrace.generation.generator import Generator
 from tailrace.generation.rpc import GeneratorClient
-from tailrace.generation.rpc_messages import CompletionHeader, unpack_payloads
+from tailrace.generation.rpc_messages import CompletionHeader, unpack_completion, unpack_payloads
 from tailrace.generation.rpc_server import GeneratorServer
 from tailrace.records import (
     Branch,
@@ -221,3 +222,43 @@ def test_payloads_that_are_not_what_was_announced_are_corrupt(
     header = CompletionHeader(FinishReason.STOP, {}, routed_experts=chunks, payload_frames=announced)
     with pytest.raises(CorruptData):
         unpack_payloads(header, frames)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        PayloadChunk(-1, 1, PayloadRef("shm:w-1.slab@1+64", "uint8", (2, 2, 2))),
+        PayloadChunk(2, 1, PayloadRef("shm:w-1.slab@1+64", "uint8", (2, 2, 2))),
+        PayloadChunk(0, 3, PayloadRef("shm:w-1.slab@1+64", "uint8", (2, 2, 2))),
+        PayloadChunk(0, 2, PayloadRef("shm:w-1.slab@1+64", "uint8", (2, 2, 2)), 1),
+        PayloadChunk(0, 2, PayloadRef("shm:w-1.slab@1+64", "uint8", (2, 2, 2)), -1),
+        PayloadChunk(0, 2, PayloadRef("shm:w-1.slab@1+64", "uint8", (2,))),
+        PayloadChunk(0, 2),
+    ],
+)
+def test_a_chunk_beyond_its_payload_is_corrupt(chunk: PayloadChunk) -> None:
+    header = CompletionHeader(FinishReason.STOP, {}, routed_experts=(chunk,))
+    with pytest.raises(CorruptData):
+        unpack_completion(header, [b"", b"", b""])
+
+
+async def test_a_generator_of_another_host_cannot_name_payloads_of_ours(tmp_path: Path, model: PreTrainedModel) -> None:
+    ours = SlabPayloadStore(tmp_path, writer="orchestrator")
+    victim, accounts = ours.put(np.zeros((4, 3, 2), np.uint8)), PayloadAccounts(ours)
+    async with served(model, Lying(victim), accounts, by_value=True) as client:
+        completion = await ask(client, started(PROMPT), 5)
+    assert completion.routed_experts == ()
+    assert accounts.figures.held_bytes == 0
+    await accounts.close()
+    np.testing.assert_array_equal(ours.open(victim), 0)
+
+
+class Lying(SlabPayloadStore):
+    """What it puts it says to be somewhere else."""
+
+    def __init__(self, ref: PayloadRef) -> None:
+        super().__init__(Path())
+        self._ref = ref
+
+    def put(self, array: NDArray[np.generic]) -> PayloadRef:
+        return msgspec.structs.replace(self._ref, shape=array.shape)

@@ -67,7 +67,15 @@ from tailrace.generation.rpc_messages import (
     unpack_reply,
 )
 from tailrace.generation.rpc_uploads import PIECE_BYTES, PIECES_IN_FLIGHT
-from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams, as_token_ids, rollout_of_session
+from tailrace.records import (
+    Completion,
+    Int32Array,
+    ModelStateDictRef,
+    PayloadChunk,
+    SamplingParams,
+    as_token_ids,
+    rollout_of_session,
+)
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
 from tailrace.transport.payload_accounts import PayloadAccounts
 
@@ -104,7 +112,7 @@ class GeneratorClient:
 
         Without a `progress_deadline_s` a server that is alive and stuck is waited for. With `lend_file` weights are
         sent over the socket: the server does not see the store that references mean. `payloads` is told of every
-        payload that completions name, and keeps those that come along (`by_value`, so that they are not copied here).
+        payload that completions name, or, `by_value`, keeps those that come along and believes no other.
         """
         self._payloads, self._by_value = payloads, by_value
         self._sessions: dict[int, str] = {}
@@ -187,22 +195,23 @@ class GeneratorClient:
             self._listeners.pop(call.call_id, None)
             del self._sessions[call.call_id]
         completion = unpack_completion(reply.completion, frames)
-        if reply.completion.payload_frames:
-            return await self._keep_payloads(completion, reply.completion, frames, session_id)
-        return completion
+        if not self._by_value:
+            return completion
+        known = () if prefix is None else prefix.routed_experts
+        return replace(completion, routed_experts=known + await self._keep(reply.completion, frames, session_id))
 
     __call__ = generate
 
-    async def _keep_payloads(
-        self, completion: Completion, header: CompletionHeader, frames: Frames, session_id: str
-    ) -> Completion:
-        """Payloads that came along go into the store of this side, or nowhere; chunks say where."""
-        kept, owner = list(completion.routed_experts[: -header.payload_frames]), rollout_of_session(session_id)
+    async def _keep(self, header: CompletionHeader, frames: Frames, session_id: str) -> tuple[PayloadChunk, ...]:
+        """Payloads that came along go into this side's store, or nowhere; references of the other side mean nothing."""
+        kept = []
         for chunk, array in unpack_payloads(header, frames):
-            ref = await self._payloads.put(owner, array) if self._payloads is not None else None
+            ref = (
+                await self._payloads.put(rollout_of_session(session_id), array) if self._payloads is not None else None
+            )
             if ref is not None:
                 kept.append(msgspec.structs.replace(chunk, ref=ref))
-        return replace(completion, routed_experts=tuple(kept))
+        return tuple(kept)
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install a published model state dict; the version installed. See `Generator.load_model_state_dict`."""
@@ -359,7 +368,7 @@ class GeneratorClient:
             raise unpack_error(reply)
         future = self._replies.get(reply.call_id)
         is_awaited = future is not None and not future.done()
-        if self._payloads is not None and isinstance(reply, CompletionReply) and not reply.completion.payload_frames:
+        if self._payloads is not None and isinstance(reply, CompletionReply) and not self._by_value:
             self._account(self._payloads, reply, is_awaited=is_awaited)
         if future is not None and is_awaited:
             future.set_result((reply, frames))

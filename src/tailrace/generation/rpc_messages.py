@@ -292,6 +292,8 @@ def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
         token_ids, logprobs, policy_versions, *payloads = frames
         if len(payloads) != header.payload_frames:
             raise ValueError(f"{len(payloads)} payloads came, and {header.payload_frames} were announced")
+        for chunk in header.routed_experts:
+            _require_sound(chunk)
         return Completion(
             token_ids=np.frombuffer(token_ids, np.int32),
             logprobs=np.frombuffer(logprobs, np.float32),
@@ -303,6 +305,13 @@ def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
         )
     except ValueError as error:
         raise CorruptData(f"a completion came without its arrays: {error}") from error
+
+
+def _require_sound(chunk: PayloadChunk) -> None:
+    """Raise `CorruptData` for a chunk that goes backwards, or beyond what its reference says of itself."""
+    entries = chunk.ref.shape[0] if chunk.ref is not None and len(chunk.ref.shape) == 3 else 0
+    if not (0 <= chunk.start <= chunk.end and 0 <= chunk.offset <= entries - (chunk.end - chunk.start)):
+        raise CorruptData(f"{chunk} is not within its payload")
 
 
 def unpack_payloads(header: CompletionHeader, frames: Frames) -> list[tuple[PayloadChunk, NDArray[np.generic]]]:

@@ -21,7 +21,7 @@ _Put: TypeAlias = "asyncio.Future[PayloadRef]"
 
 
 class PutQueue:
-    """Belongs to one event loop; a future of it that nobody awaits any more is resolved all the same."""
+    """Safe across event loops; a future that nobody awaits any more is resolved all the same."""
 
     def __init__(self, store: PayloadStore) -> None:
         self._store = store
@@ -35,27 +35,23 @@ class PutQueue:
 
         Do not cancel it: who may be cancelled awaits a shield of it.
         """
-        loop = asyncio.get_running_loop()
-        future: _Put = loop.create_future()
+        future: _Put = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.append((array, future))
             starts, self._is_working = not self._is_working, True
         if starts:
-            self._thread.submit(self._work, loop)
+            self._thread.submit(self._work)
         return future
 
     async def close(self) -> None:
         """Wait for all that waits to be put. Closing twice does nothing."""
         await asyncio.to_thread(self._thread.shutdown)
 
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _work(self) -> None:
         while taken := self._take():
             told = [(future, self._try(array)) for array, future in taken]
-            try:
-                loop.call_soon_threadsafe(_tell, told)
-            except RuntimeError:  # the loop is closed, and with it whoever would hear
-                if not loop.is_closed():
-                    raise
+            for loop in {future.get_loop() for future, _ in told}:
+                _wake(loop, [pair for pair in told if pair[0].get_loop() is loop])
 
     def _take(self) -> list[tuple[NDArray[np.generic], _Put]]:
         with self._lock:
@@ -68,6 +64,14 @@ class PutQueue:
             return self._store.put(array)
         except Exception as error:  # noqa: BLE001 - told to whoever waits for it
             return error
+
+
+def _wake(loop: asyncio.AbstractEventLoop, told: list[tuple[_Put, PayloadRef | Exception]]) -> None:
+    try:
+        loop.call_soon_threadsafe(_tell, told)
+    except RuntimeError:  # the loop is closed, and with it whoever would hear
+        if not loop.is_closed():
+            raise
 
 
 def _tell(told: list[tuple[_Put, PayloadRef | Exception]]) -> None:
