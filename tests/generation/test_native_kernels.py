@@ -143,7 +143,7 @@ def test_padded_groups_to_rows_and_back(kernels: Kernels, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("heads", [HEADS, Heads(4, 2, 64), Heads(2, 2, 64), Heads(2, 1, 128)])
+@pytest.mark.parametrize("heads", [HEADS, Heads(4, 2, 64), Heads(2, 2, 64), Heads(9, 3, 64), Heads(2, 1, 128)])
 def test_a_token_of_each_slot_over_its_cache(
     kernels: Kernels, dtype: torch.dtype, window: int | None, heads: Heads
 ) -> None:

@@ -304,10 +304,10 @@ inline float exponentials(float *x, int64_t count) {
 }
 
 // One query per row over the row's own cache: [rows, queries, size]. A row sees its last `window` positions.
-template <class T, int64_t kSize, int64_t kShared>
-void decode_heads(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
+template <class T>
+void decode_any(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
                   Heads heads, int64_t room, int64_t window, T *out) {
-  int64_t size = kSize ? kSize : heads.size, shared = kShared ? kShared : heads.queries / heads.keys;
+  int64_t size = heads.size, shared = heads.queries / heads.keys;
   std::vector<float> scores(shared * room), wide(shared * size), sums(shared * size);
   for (int64_t row = 0; row < rows; ++row) {
     int64_t first = lengths[row] > window ? lengths[row] - window : 0, count = lengths[row] - first;
@@ -343,14 +343,106 @@ void decode_heads(const T *query, const T *key_cache, const T *value_cache, cons
   }
 }
 
+// Sixteen lanes at a time, in pairs of vectors: two neighbours, or, of bfloats, those at even and those at odd places.
+typedef float vector __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+constexpr int64_t kLanes = 16, kPair = 2 * kLanes;
+
+struct Pair {
+  vector first, second;
+};
+
+inline Pair load_pair(const float *from) {
+  Pair pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return pair;
+}
+inline Pair load_pair(const bfloat *from) {
+  words both;
+  std::memcpy(&both, from, sizeof both);
+  return {(vector)(both << 16), (vector)(both & 0xffff0000)};
+}
+inline void store_pair(float *to, Pair pair) { std::memcpy(to, &pair, sizeof pair); }
+inline void store_pair(bfloat *to, Pair pair) {
+  for (int64_t i = 0; i < kLanes; ++i) store(to + 2 * i, pair.first[i]), store(to + 2 * i + 1, pair.second[i]);
+}
+
+inline float sum_lanes(vector lanes) {
+  typedef float half __attribute__((vector_size(32)));
+  typedef float quarter __attribute__((vector_size(16)));
+  half halves[2];
+  std::memcpy(halves, &lanes, sizeof halves);
+  halves[0] += halves[1];
+  quarter quarters[2];
+  std::memcpy(quarters, halves, sizeof quarters);
+  quarters[0] += quarters[1];
+  return (quarters[0][0] + quarters[0][2]) + (quarters[0][1] + quarters[0][3]);
+}
+
+// The same for the usual sizes, with queries and sums in registers: what reads bfloats is bound by arithmetic.
+template <class T, int64_t kSize, int64_t kShared>
+void decode_heads(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
+                  Heads heads, int64_t room, int64_t window, T *out) {
+  constexpr int64_t kParts = kSize / kPair;
+  std::vector<float> scores(kShared * room);
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t first = lengths[row] > window ? lengths[row] - window : 0, count = lengths[row] - first;
+    for (int64_t head = 0; head < heads.keys; ++head) {
+      int64_t begin = ((row * heads.keys + head) * room + first) * kSize;
+      int64_t place = (row * heads.queries + head * kShared) * kSize;
+      const T *keys = key_cache + begin, *values = value_cache + begin;
+      Pair own[kShared][kParts], sums[kShared][kParts] = {};
+      for (int64_t q = 0; q < kShared; ++q)
+        for (int64_t i = 0; i < kParts; ++i) own[q][i] = load_pair(query + place + q * kSize + i * kPair);
+      for (int64_t past = 0; past < count; ++past) {
+        const T *key = keys + past * kSize;
+        vector products[kShared] = {};
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < kParts; ++i) {
+          Pair part = load_pair(key + i * kPair);
+#pragma GCC unroll 8
+          for (int64_t q = 0; q < kShared; ++q)
+            products[q] += own[q][i].first * part.first + own[q][i].second * part.second;
+        }
+#pragma GCC unroll 8
+        for (int64_t q = 0; q < kShared; ++q) scores[q * room + past] = sum_lanes(products[q]);
+      }
+      float scales[kShared];
+      for (int64_t q = 0; q < kShared; ++q) scales[q] = 1.0f / exponentials(&scores[q * room], count);
+      for (int64_t past = 0; past < count; ++past) {
+        const T *value = values + past * kSize;
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < kParts; ++i) {
+          Pair part = load_pair(value + i * kPair);
+#pragma GCC unroll 8
+          for (int64_t q = 0; q < kShared; ++q) {
+            float weight = scores[q * room + past];
+            sums[q][i].first += weight * part.first;
+            sums[q][i].second += weight * part.second;
+          }
+        }
+      }
+      for (int64_t q = 0; q < kShared; ++q)
+        for (int64_t i = 0; i < kParts; ++i)
+          store_pair(out + place + q * kSize + i * kPair,
+                     {sums[q][i].first * scales[q], sums[q][i].second * scales[q]});
+    }
+  }
+}
+
 template <class T>
 void decode(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
             Heads heads, int64_t room, int64_t window, T *out) {
   int64_t shared = heads.queries / heads.keys;
-  auto run = decode_heads<T, 0, 0>;
-  if (heads.size == 64) run = shared == 1 ? decode_heads<T, 64, 1> : shared == 2 ? decode_heads<T, 64, 2>
-                            : shared == 3 ? decode_heads<T, 64, 3> : decode_heads<T, 64, 0>;
-  if (heads.size == 128) run = decode_heads<T, 128, 0>;
+  auto run = decode_any<T>;
+  if (heads.size == 64)
+    run = shared == 1   ? decode_heads<T, 64, 1>
+          : shared == 2 ? decode_heads<T, 64, 2>
+          : shared == 3 ? decode_heads<T, 64, 3>
+          : shared == 4 ? decode_heads<T, 64, 4>
+                        : run;
+  if (heads.size == 128)
+    run = shared == 1 ? decode_heads<T, 128, 1> : shared == 2 ? decode_heads<T, 128, 2> : run;
   run(query, key_cache, value_cache, lengths, rows, heads, room, window, out);
 }
 
