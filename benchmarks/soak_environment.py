@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 
-from tailrace.environments import EnvironmentSpec, Policy, Task
+from tailrace.environments import EnvironmentSpec, Message, Task, single_turn_agent
 
 _ended = itertools.count()
-TASKS = [{"question": f"Count from {number} on."} for number in range(1000)]
 
 
-async def _agent(task: Task, policy: Policy) -> float:
-    """Two turns; the reward does not depend on what is said, so that nothing is learned and no length drifts."""
-    messages = [{"role": "user", "content": task["question"]}]
-    reply = await policy.chat(messages)
-    await policy.chat([*messages, reply.message, {"role": "user", "content": "Go on."}])
+def reward(task: Task, messages: list[Message]) -> float:
+    """1 and 0 in turn, whatever is said: every group has a gradient, and nothing is learned."""
     return float(next(_ended) % 2)
 
 
-def count() -> EnvironmentSpec:
-    return EnvironmentSpec(name="count", agent=_agent, train_tasks=TASKS, trusted=True)
+same = EnvironmentSpec(
+    name="same",
+    agent=single_turn_agent(),
+    reward=reward,
+    train_tasks=[{"prompt": "one two three"}] * 1000,
+    trusted=True,
+)

@@ -14,7 +14,7 @@ import pytest
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.records import Event, RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.transport.channels import ipc_address
-from tailrace.transport.event_log import EventLog, FileEventLog, MemoryEventLog, read_events
+from tailrace.transport.event_log import RECENT, EventLog, FileEventLog, MemoryEventLog, read_events
 from tailrace.transport.event_log_rpc import EventLogClient, EventLogServer
 
 EPOCH = "this-epoch"
@@ -90,6 +90,31 @@ async def test_a_closed_log_takes_nothing(events: Log) -> None:
     await events.log.close()
     with pytest.raises(TransportError):
         await events.log.append(trained(1))
+
+
+async def test_old_steps_keep_their_place_and_let_go_of_their_metrics(events: Log) -> None:
+    count = 3 * RECENT
+    for step in range(count):
+        await events.log.append(trained(step))
+    seen: list[Event] = []
+    async for event in events.log.follow():
+        seen.append(event)
+        if len(seen) == count:
+            break
+    steps = [event for event in seen if isinstance(event, StepTrained)]
+    assert [event.step for event in steps] == list(range(count))
+    assert [bool(event.metrics) for event in steps[-RECENT:]] == [True] * RECENT
+    assert not steps[0].metrics
+
+
+async def test_a_file_keeps_the_metrics_of_every_step(tmp_path: Path) -> None:
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    for step in range(2 * RECENT):
+        await log.append(trained(step))
+    await log.close()
+    kept = [event for event in read_events(tmp_path / "events.jsonl") if isinstance(event, StepTrained)]
+    assert len(kept) == 2 * RECENT
+    assert all(event.metrics for event in kept)
 
 
 async def test_a_file_holds_one_json_object_per_event_and_survives_metrics_that_json_has_no_word_for(

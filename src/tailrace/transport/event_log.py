@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from tailrace.errors import CorruptData, TransportError
-from tailrace.records import Event
+from tailrace.records import Event, StepTrained
 from tailrace.transport.channels import wait_until
 
 
@@ -44,6 +44,22 @@ class EventLog(Protocol):
         ...
 
 
+RECENT = 32
+"""Events back to which a step's metrics stay in memory."""
+
+
+def remember(events: list[Event], event: Event) -> None:
+    """Append; a step's metrics go once it is old, so that a log does not grow by them: who follows has read them.
+
+    A log in a file keeps them there.
+    """
+    events.append(event)
+    if len(events) > RECENT:
+        old = events[-RECENT - 1]
+        if isinstance(old, StepTrained):
+            events[-RECENT - 1] = msgspec.structs.replace(old, metrics={})
+
+
 class MemoryEventLog:
     """An event log within one process."""
 
@@ -67,7 +83,7 @@ class MemoryEventLog:
         """See `EventLog.append`."""
         self._require_acceptable(event)
         self._store(event)
-        self._events.append(event)
+        remember(self._events, event)
         self._changed.set()
 
     async def follow(self, after: int = 0) -> AsyncIterator[Event]:

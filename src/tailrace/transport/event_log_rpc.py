@@ -25,7 +25,7 @@ import zmq.asyncio
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import Event
 from tailrace.transport.channels import CLOSE_LINGER_MS, Channel, decode, encode, wait_until
-from tailrace.transport.event_log import MemoryEventLog
+from tailrace.transport.event_log import MemoryEventLog, remember
 
 _logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class EventLogClient:
         answer: _Answer = decode(message, _Answer)  # type: ignore[arg-type]
         match answer:
             case EventLogged(event) if event.epoch == self._epoch:
-                self._events.append(event)
+                remember(self._events, event)
             case LogEnded():
                 self._ended = True
             case EventAccepted(id) | EventRefused(id) if id in self._waiting:
