@@ -97,15 +97,25 @@ class OpenGroup:
     """Places whose rollouts have finished, in that order."""
     released: int = 0
     """Rollouts that went on to be trained."""
-    is_taken: bool = False
-    """A batch took a part of it."""
+    taken: int = 0
+    """Of those, the ones in batches."""
     unfinished: int = 0
     """Places whose end was not told yet."""
+    is_over: bool = False
+    """Nothing more of it will be released."""
 
     @property
     def size(self) -> int:
         """Rollouts that were asked for."""
         return len(self.places)
+
+    @property
+    def left(self) -> int:
+        """Rollouts that may still go into a batch."""
+        if self.is_over:
+            return self.released - self.taken
+        running = sum(place.rollout is None and place.is_running for place in self.places)
+        return running + len(self.known) - self.taken
 
     def __post_init__(self) -> None:
         self.unfinished = self.size

@@ -37,6 +37,12 @@ class Ledger:
         self._in_flight.remove(rollout_id)
         self._terminal[outcome.state, outcome.reason] += 1
 
+    def count(self, rollouts: int, outcome: Outcome) -> None:
+        """So many rollouts of an earlier run, admitted there, ended like this; nobody knows their names any more."""
+        if rollouts:
+            self._admitted += rollouts
+            self._terminal[outcome.state, outcome.reason] += rollouts
+
     def check(self) -> None:
         """Raise `AccountingError` unless the invariant holds."""
         if self._admitted != self._terminal.total() + len(self._in_flight):

@@ -41,6 +41,9 @@ from tailrace.scheduling.waits import Stopwatch
 MAX_BATCHES_AHEAD = 2
 """Batches sent and not yet trained: one that the trainer works on, one that waits, so that it never idles."""
 
+RESUMED = "resumed"
+"""Of a group that was trained in part before the run was resumed: the rest is not started over."""
+
 STARTED_AT_ONCE = 16
 """Rollouts started before the event loop may turn to others."""
 
@@ -131,6 +134,7 @@ class StreamScheduler:
         Raises `TrainingError` when nothing trainable comes for too long, and what an engine's failure raises.
         """
         self._trainer_waits.set(True)
+        self.ledger.count(self._tasks.take_lost_rollouts(), Outcome.cancelled(RESUMED))
         async with asyncio.TaskGroup() as running:
             running.create_task(self._form_batches())
             running.create_task(self._retire())
@@ -269,6 +273,7 @@ class StreamScheduler:
             sizes = shared_out(group.size, [len(one.rollouts) for one in scored])
             for one, size in zip(scored, sizes, strict=True):
                 self._push(group, one, size)
+        group.is_over = True
         self._in_progress -= 1
         self._floors.remove(group, group.floor)
         self._untaken -= group.size - group.released
@@ -393,7 +398,7 @@ class StreamScheduler:
     def _taken(self, ready: ReadyGroup) -> None:
         """A part of a group went into a batch."""
         self._untaken -= ready.size
-        ready.opened.is_taken = True
+        ready.opened.taken += ready.size
         self._close_part(ready.opened)
 
     def _barren(self, ready: ReadyGroup) -> None:
@@ -404,12 +409,13 @@ class StreamScheduler:
     def _state(self) -> Generator[None, None, bytes]:
         """Where a run resumed after the batch that is being formed goes on; in slices, of what is outstanding now.
 
-        A group of which a part is in a batch is not started over, or that part would be trained on twice. None is taken
-        between two slices: only batches take.
+        A group of which a part is in a batch is not started over, or that part would be trained on twice: what is left
+        of it is lost to a run that is resumed, and counted. None is taken between two slices: only batches take.
         """
         groups, again = list(self._open), [key for key, _ in self._again]
-        running = (group.key for group in groups if not group.is_taken)
-        return (yield from self._tasks.state_in_slices(chain(running, again)))
+        running = (group.key for group in groups if not group.taken)
+        lost = sum(group.left for group in groups if group.taken)
+        return (yield from self._tasks.state_in_slices(chain(running, again), lost_rollouts=lost))
 
     # --- the edge of a step, under over-sampling -----------------------------------------------------------------
 

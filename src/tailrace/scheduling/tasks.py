@@ -47,6 +47,8 @@ class TaskStreamState(msgspec.Struct, frozen=True):
     positions: dict[str, Position]
     outstanding: list[TaskKey]
     mix: MixState = msgspec.field(default_factory=lambda: MixState({}))
+    lost_rollouts: int = 0
+    """Of groups that were trained in part, and are not started over."""
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ class TaskStream:
         self._again: deque[TaskKey] = deque()
         self._mix = EnvironmentMix({source.environment: source.weight for source in sources})
         self._in_flight: set[TaskKey] = set()
+        self._lost_rollouts = 0
         self._making = asyncio.Lock()
 
     def draw(self) -> TaskKey | None:
@@ -149,11 +152,21 @@ class TaskStream:
         """What the task of `key` is called."""
         return self._sources[key.environment].spec.train_task_id(key.index)
 
-    def state(self, outstanding: Iterable[TaskKey]) -> bytes:
-        """Encode the position; `outstanding` names the tasks handed out and not trained, to be started over."""
-        return drained(self.state_in_slices(outstanding))
+    def take_lost_rollouts(self) -> int:
+        """Rollouts of groups that were trained in part before this run was resumed; told once."""
+        lost, self._lost_rollouts = self._lost_rollouts, 0
+        return lost
 
-    def state_in_slices(self, outstanding: Iterable[TaskKey]) -> Generator[None, None, bytes]:
+    def state(self, outstanding: Iterable[TaskKey], *, lost_rollouts: int = 0) -> bytes:
+        """Encode the position; `outstanding` names the tasks handed out and not trained, to be started over.
+
+        `lost_rollouts` belong to tasks that will not be, since a part of their group was trained.
+        """
+        return drained(self.state_in_slices(outstanding, lost_rollouts=lost_rollouts))
+
+    def state_in_slices(
+        self, outstanding: Iterable[TaskKey], *, lost_rollouts: int = 0
+    ) -> Generator[None, None, bytes]:
         """See `state`; yields now and then. The position is the one at the first slice.
 
         So `outstanding` may be walked slice by slice, as long as it gives what was outstanding then.
@@ -166,7 +179,8 @@ class TaskStream:
             parts.append(msgspec.json.encode(part)[1:-1])
             yield
         listed = msgspec.Raw(b"[" + b",".join(parts) + b"]")
-        return msgspec.json.encode({"positions": positions, "outstanding": listed, "mix": mix})
+        state = {"positions": positions, "outstanding": listed, "mix": mix, "lost_rollouts": lost_rollouts}
+        return msgspec.json.encode(state)
 
     def restore(self, state: bytes) -> None:
         """Go on where `state` was taken. Raises `DataError` when it belongs to other environments."""
@@ -181,6 +195,7 @@ class TaskStream:
             source.epoch, source.drawn = position.epoch, position.drawn
         self._again, self._in_flight = deque(decoded.outstanding), set()
         self._mix.restore(decoded.mix)
+        self._lost_rollouts = decoded.lost_rollouts
 
 
 def _generator(seed: int, environment: str, *numbers: int) -> np.random.Generator:
