@@ -66,7 +66,7 @@ def logprob_difference(model: PreTrainedModel, row: BatchRow, experts: np.ndarra
 
 
 def train_on(
-    model: PreTrainedModel, row: BatchRow, experts: np.ndarray | None, **options: str
+    model: PreTrainedModel, row: BatchRow, experts: np.ndarray | None, **options: object
 ) -> tuple[torch.Tensor, ReplayCounts]:
     """Log-probabilities of one forward and backward pass; the model is used up, and keeps its gradients."""
     policy = PolicyModel(model, replay=RouterReplay(model), **options)
@@ -156,11 +156,13 @@ def test_bfloat16_and_sixteen_bit_indices_replay_alike(family: str, wide: bool) 
 def test_activations_computed_twice_are_replayed_twice(family: str) -> None:
     row, experts = sampled_row(expert_model(family))
     plain, checkpointed = expert_model(family), expert_model(family)
-    checkpointed.activation_checkpointing_enable()
+    asked: list[bool] = []
+    routers(checkpointed)[0].register_forward_hook(lambda *_: asked.append(torch.is_grad_enabled()))
     for model in (plain, checkpointed):
         perturb_routers(model, 0.5)
     expected, expected_counts = train_on(plain, row, experts)
-    found, counts = train_on(checkpointed, row, experts)
+    found, counts = train_on(checkpointed, row, experts, gradient_checkpointing=True)
+    assert sum(asked) == 2
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert counts == expected_counts
     for (name, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):

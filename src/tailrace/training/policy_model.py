@@ -17,6 +17,7 @@ from torch import Tensor
 from tailrace.errors import ModelError
 from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
+from tailrace.training.checkpointed_layers import checkpoint_layers
 from tailrace.training.fused_layer import fuse_layers, restore_layers
 from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
@@ -40,7 +41,7 @@ class PolicyModel:
 
     `packs` says whether rows of several samples may be given to it, `has_plain_head` whether logits are hidden states
     times one matrix, `num_fused_layers` how many layers native passes compute (see `fused_layer`). `replay` holds the
-    hooks on this model's routers.
+    hooks on this model's routers. Raises `ModelError` where `gradient_checkpointing` is asked of a model that can't.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PolicyModel:
         dtype: Literal["float32", "bfloat16"] = "float32",
         head_dtype: Literal["float32", "bfloat16"] = "float32",
         native_kernels: bool = True,
+        gradient_checkpointing: bool = False,
         replay: RouterReplay | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
@@ -63,6 +65,8 @@ class PolicyModel:
             speed_up_linears(self.model)
         self._fused_layers = fuse_layers(self.model) if native_kernels else []
         self.packs, self.has_plain_head = self._probe()
+        if gradient_checkpointing:
+            checkpoint_layers(self.model)
         self._replay = replay
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:

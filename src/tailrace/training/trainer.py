@@ -82,14 +82,13 @@ class Trainer:
         self._max_staleness = max_staleness
         self._skipped_in_a_row = 0
         self._model = load_causal_lm(model_name, dtype="float32", device=settings.device)
-        if settings.gradient_checkpointing:
-            self._model.activation_checkpointing_enable()
         self._open_payload = None if settings.router_replay == "off" else open_payload
         self._policy = PolicyModel(
             self._model,
             dtype=settings.dtype,
             head_dtype=settings.head_dtype,
             native_kernels=settings.native_kernels,
+            gradient_checkpointing=settings.gradient_checkpointing,
             replay=self._make_replay(),
         )
         self._experts: ExpertArray | None = None
