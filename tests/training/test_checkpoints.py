@@ -42,6 +42,14 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_trainer_without_a_scheduler_resumes_too(model_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(model_folder)
+    train(trainer, range(1, 2))
+    resumed = make_trainer(model_folder)
+    assert resumed.restore(trainer.save_checkpoint(tmp_path)) == b""
+    assert resumed.step == 1
+
+
 def test_resuming_equals_never_having_stopped_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
     straight = make_trainer(model_folder)
     train(straight, range(1, 7))

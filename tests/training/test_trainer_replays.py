@@ -136,7 +136,7 @@ def test_a_checkpoint_of_experts_is_a_model_that_trains_on(
     trainer = make_trainer(folder, opens(own_routing))
     trainer.train_step(recorded_batch(own_routing))
     resumed = make_trainer(folder, opens(own_routing))
-    resumed.restore(trainer.save_checkpoint(tmp_path, b"state"))
+    resumed.restore(trainer.save_checkpoint(tmp_path))
     batches = recorded_batch(own_routing, step=2, version=1)
     assert resumed.train_step(batches).metrics["training/loss"] == pytest.approx(
         trainer.train_step(batches).metrics["training/loss"], rel=1e-5

@@ -106,7 +106,7 @@ def read_checkpoint(path: Path, model: PreTrainedModel, *, device: str = "cpu") 
         step=state["step"],
         version=state["version"],
         optimizer=state["optimizer"],
-        scheduler_state=state["scheduler_state"],
+        scheduler_state=state["scheduler_state"] or b"",
         skipped_in_a_row=state["skipped_in_a_row"],
     )
 
@@ -181,7 +181,7 @@ def _write_files(folder: Path, model: PreTrainedModel, model_name: str, state: T
                 "step": state.step,
                 "version": state.version,
                 "optimizer": state.optimizer,
-                "scheduler_state": state.scheduler_state,
+                "scheduler_state": state.scheduler_state or None,  # torch does not read empty bytes back
                 "skipped_in_a_row": state.skipped_in_a_row,
                 "randomness": _randomness(),
             },
