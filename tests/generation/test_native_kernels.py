@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from tailrace.generation.engines.native import Heads, Kernels, find_kernels
 from tailrace.generation.engines.native.build import compiled, find_compiler, load_library
 from tailrace.generation.engines.native.kernels import Rotation
+from tailrace.generation.engines.torch.sampler import sample
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -170,6 +172,50 @@ def test_keys_and_values_go_to_their_slots(kernels: Kernels, dtype: torch.dtype)
     close(caches[0][slots, :, positions], rotated(heads[1], rotation.key_weight, rotation), dtype)
     assert torch.equal(caches[1][slots, :, positions], heads[2].to(dtype))
     assert int(caches[0].any(-1).sum()) == 3 * HEADS.keys
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_causal_softmax_of_a_block_of_queries(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Two heads with 5 queries each, which stand at 3, 4, ..., 7."""
+    scores = (3 * torch.randn(2, 10, 8)).to(dtype)
+    hidden = torch.arange(8) > (torch.arange(10) % 5 + 3)[:, None]
+    given = scores.float().requires_grad_()
+    expected = given.masked_fill(hidden, float("-inf")).softmax(-1)
+    gradient = torch.randn(2, 10, 8).to(dtype)
+    (grad,) = torch.autograd.grad(expected, given, gradient.float())
+    found = kernels.causal_softmax(scores, block=5, start=3)
+    close(found, expected, dtype)
+    assert not found[:, hidden].any()
+    close(kernels.causal_softmax_backward(found, gradient, block=5, start=3), grad, dtype)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 64, 1000])
+def test_tokens_and_logprobs_are_those_of_torchs_sampler(kernels: Kernels, vocabulary: int) -> None:
+    rows = 300
+    logits = 3 * torch.randn(rows, vocabulary)
+    generator = np.random.default_rng(0)
+    arguments = {
+        "temperatures": np.where(np.arange(rows) % 3, generator.uniform(0.3, 2, rows), 0).astype(np.float32),
+        "top_ps": np.ones(rows, np.float32),
+        "top_ks": np.zeros(rows, np.int32),
+        "draws": np.where(np.arange(rows) % 7, generator.uniform(size=rows), 0.0),
+    }
+    arguments["draws"][-1] = np.nextafter(1.0, 0.0)
+    expected, found = sample(logits, **arguments), sample(logits, kernels=kernels, **arguments)
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_says_so_and_leaves_others_alone(kernels: Kernels, wrong: float) -> None:
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = wrong
+    ones, none = np.ones(3, np.float32), np.zeros(3, np.int32)
+    token_ids, logprobs = sample(
+        logits, temperatures=ones, top_ps=ones, top_ks=none, draws=np.full(3, 0.5), kernels=kernels
+    )
+    assert np.isfinite(logprobs).tolist() == [True, False, True]
+    assert ((token_ids >= 0) & (token_ids < 4)).all()
 
 
 def test_a_library_is_compiled_once_and_a_compiler_that_fails_is_told(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ class _Attention(torch.autograd.Function):
         for group in layout.segments.groups:
             places = _padded_places(group)
             padded = kernels.rotate_gather(packed, layout.rotation, heads, gather=places, segments=group.num_segments)
-            attended, probabilities = attend(*padded, window=None)
+            attended, probabilities = attend(*padded, window=None, kernels=kernels)
             kernels.scatter(attended, group.scatter, group.positions, output)
             kept += [*padded, *probabilities]
             ctx.counts.append(len(probabilities))
@@ -207,7 +207,9 @@ class _Attention(torch.autograd.Function):
             (query, key, value), probabilities, kept = kept[:3], kept[3 : 3 + count], kept[3 + count :]
             grad_output = torch.zeros_like(query)
             layout.kernels.gather(grads[0].contiguous(), group.scatter, group.positions, grad_output)
-            padded_grads.append(attend_backward((query, key, value), probabilities, grad_output, window=None))
+            padded_grads.append(
+                attend_backward((query, key, value), probabilities, grad_output, window=None, kernels=layout.kernels)
+            )
         grad = torch.empty_like(packed)
         weights = layout.rotation.query_weight, layout.rotation.key_weight
         grad_weights = [packed.new_zeros(layout.heads.size, dtype=torch.float32) for _ in weights]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailrace.generation.engines.native import Kernels
+
 MATERIALIZE_UP_TO = 512
 """Longest segments whose scores are held at once; longer ones go through torch's blockwise kernel."""
 
@@ -34,7 +36,9 @@ class Rule:
     """Tokens that a query sees at most, itself included; None is all."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> tuple[Tensor, list[Tensor]]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, kernels: Kernels | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Attention of scaled queries [segments, heads, length, size], and the probabilities that are worth keeping.
 
     `key` and `value` have as many heads, or a divisor of it; all are contiguous.
@@ -45,7 +49,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> tup
     kept = []
     for start, end in _blocks(length):
         block = queries[:, :, start:end].flatten(1, 2)
-        probabilities = _probabilities(block, keys[:, :end], start, window)
+        probabilities = _probabilities(block, keys[:, :end], start, window, kernels)
         output[:, :, start:end] = torch.bmm(probabilities, values[:, :end]).view(batch, -1, end - start, size)
         kept.append(probabilities)
     worth_keeping = sum(probabilities.nbytes for probabilities in kept) <= _KEEP_BYTES
@@ -53,7 +57,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> tup
 
 
 def attend_backward(
-    inputs: tuple[Tensor, Tensor, Tensor], kept: list[Tensor], grad_output: Tensor, *, window: int | None
+    inputs: tuple[Tensor, Tensor, Tensor],
+    kept: list[Tensor],
+    grad_output: Tensor,
+    *,
+    window: int | None,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `inputs`: scaled queries, keys and values."""
     query, key, value = inputs
@@ -63,11 +72,15 @@ def attend_backward(
     for index, (start, end) in enumerate(_blocks(queries.shape[2])):
         block, grad_block = (tensor[:, :, start:end].flatten(1, 2) for tensor in (queries, grad))
         own_keys = keys[:, :end]
-        probabilities = kept[index] if kept else _probabilities(block, own_keys, start, window)
+        probabilities = kept[index] if kept else _probabilities(block, own_keys, start, window, kernels)
         grad_values[:, :end] += torch.bmm(probabilities.mT, grad_block)
-        grad_scores = torch._softmax_backward_data(
-            torch.bmm(grad_block, values[:, :end].mT), probabilities, -1, probabilities.dtype
-        )
+        grad_probabilities = torch.bmm(grad_block, values[:, :end].mT)
+        if kernels is not None and window is None:
+            grad_scores = kernels.causal_softmax_backward(
+                probabilities, grad_probabilities, block=end - start, start=start
+            )
+        else:
+            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)
         grad_keys[:, :end] += torch.bmm(grad_scores.mT, block)
         part = grad_query[:, :, start:end]
         part.copy_(torch.bmm(grad_scores, own_keys).view(part.shape))
@@ -86,7 +99,7 @@ class _MaterializedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         query, key, value = (query * rule.scale).contiguous(), key.contiguous(), value.contiguous()
-        output, kept = attend(query, key, value, rule.window)
+        output, kept = attend(query, key, value, window=rule.window)
         ctx.save_for_backward(query, key, value, *kept)
         ctx.rule = rule
         return output
@@ -116,11 +129,14 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _probabilities(block: Tensor, keys: Tensor, start: int, window: int | None) -> Tensor:
+def _probabilities(block: Tensor, keys: Tensor, start: int, window: int | None, kernels: Kernels | None) -> Tensor:
     """[batch, queries per key head * block, keys] of scaled queries, the first of which stands at `start`."""
     length = keys.shape[1]
+    scores = torch.bmm(block, keys.mT)
+    if kernels is not None and window is None:
+        return kernels.causal_softmax(scores, block=length - start, start=start)
     bias = causal_bias(length, window, block)[start:].repeat(block.shape[1] // (length - start), 1)
-    return torch.softmax(torch.bmm(block, keys.mT).add_(bias), dim=-1)
+    return torch.softmax(scores.add_(bias), dim=-1)
 
 
 materialized_attention: Callable[[Tensor, Tensor, Tensor, Rule], Tensor] = _MaterializedAttention.apply

@@ -303,6 +303,72 @@ inline float exponentials(float *x, int64_t count) {
   return sum;
 }
 
+// Scores [batch, rows, keys] of blocks of queries, in place: softmax over what a query sees, 0 elsewhere. Row r of a batch
+// is the query at `start + r % block` and sees so many keys and its own.
+template <class T>
+void causal_softmax(T *scores, int64_t batch, int64_t rows, int64_t keys, int64_t block, int64_t start) {
+  std::vector<float> wide(keys);
+  for (int64_t row = 0; row < batch * rows; ++row, scores += keys) {
+    int64_t seen = start + row % rows % block + 1;
+#pragma omp simd
+    for (int64_t i = 0; i < seen; ++i) wide[i] = load(scores[i]);
+    float scale = 1.0f / exponentials(wide.data(), seen);
+#pragma omp simd
+    for (int64_t i = 0; i < seen; ++i) store(scores + i, wide[i] * scale);
+    std::memset(scores + seen, 0, (keys - seen) * sizeof(T));
+  }
+}
+
+// The gradient of scores, in place of that of probabilities p: p (g - sum of g p).
+template <class T>
+void causal_softmax_backward(const T *probabilities, T *grad, int64_t batch, int64_t rows, int64_t keys, int64_t block,
+                             int64_t start) {
+  for (int64_t row = 0; row < batch * rows; ++row, grad += keys, probabilities += keys) {
+    int64_t seen = start + row % rows % block + 1;
+    float mean = 0;
+#pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < seen; ++i) mean += load(grad[i]) * load(probabilities[i]);
+#pragma omp simd
+    for (int64_t i = 0; i < seen; ++i) store(grad + i, load(probabilities[i]) * (load(grad[i]) - mean));
+    std::memset(grad + seen, 0, (keys - seen) * sizeof(T));
+  }
+}
+
+// One token per row of logits at its temperature (0: the likeliest), and its log-probability: the first token at which
+// the sum of weights passes `draws` of the total. What is not finite makes that NaN.
+inline void sample_rows(const float *logits, int64_t rows, int64_t size, const float *temperatures, const double *draws,
+                        int64_t *chosen, float *logprobs) {
+  constexpr int64_t kBlock = 64;
+  std::vector<float> weights(size);
+  for (int64_t row = 0; row < rows; ++row, logits += size) {
+    float scale = temperatures[row] > 0 ? 1.0f / temperatures[row] : 1.0f;
+    float largest = logits[0];
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < size; ++i) largest = logits[i] > largest ? logits[i] : largest;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) weights[i] = exponential((logits[i] - largest) * scale);
+    auto sum = [&](int64_t begin) {
+      float part = 0;
+      int64_t end = begin + kBlock < size ? begin + kBlock : size;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = begin; i < end; ++i) part += weights[i];
+      return part;
+    };
+    double total = 0, passed = 0;
+    for (int64_t begin = 0; begin < size; begin += kBlock) total += sum(begin);
+    double point = temperatures[row] > 0 ? total * draws[row] : -1.0;
+    int64_t begin = 0, token = 0;
+    if (point < 0) {
+      while (token < size - 1 && logits[token] != largest) ++token;
+    } else {
+      for (; begin + kBlock < size && passed + sum(begin) <= point; begin += kBlock) passed += sum(begin);
+      for (token = begin; token < size - 1 && (passed += weights[token]) <= point;) ++token;
+    }
+    chosen[row] = token;
+    logprobs[row] = (logits[token] - largest) * scale - float(std::log(total));
+  }
+}
+
 // One query per row over the row's own cache: [rows, queries, size]. A row sees its last `window` positions.
 template <class T>
 void decode_any(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
@@ -492,6 +558,14 @@ void decode(const T *query, const T *key_cache, const T *value_cache, const int6
     rotate_store(packed, query_weight, key_weight, epsilon, cosine, sine, {queries, keys, size}, factor, slots,       \
                  positions, tokens, room, query, key_cache, value_cache);                                              \
   }                                                                                                                    \
+  extern "C" void causal_softmax_##NAME(T *scores, int64_t batch, int64_t rows, int64_t keys, int64_t block,          \
+                                        int64_t start) {                                                              \
+    causal_softmax(scores, batch, rows, keys, block, start);                                                           \
+  }                                                                                                                    \
+  extern "C" void causal_softmax_backward_##NAME(const T *probabilities, T *grad, int64_t batch, int64_t rows,        \
+                                                 int64_t keys, int64_t block, int64_t start) {                        \
+    causal_softmax_backward(probabilities, grad, batch, rows, keys, block, start);                                     \
+  }                                                                                                                    \
   extern "C" void decode_##NAME(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths,     \
                                 int64_t rows, int64_t queries, int64_t keys, int64_t size, int64_t room,              \
                                 int64_t window, T *out) {                                                              \
@@ -500,3 +574,8 @@ void decode(const T *query, const T *key_cache, const T *value_cache, const int6
 
 EXPORT(float, float32)
 EXPORT(bfloat, bfloat16)
+
+extern "C" void sample_float32(const float *logits, int64_t rows, int64_t size, const float *temperatures,
+                               const double *draws, int64_t *chosen, float *logprobs) {
+  sample_rows(logits, rows, size, temperatures, draws, chosen, logprobs);
+}

@@ -186,6 +186,28 @@ class Kernels:
         self._call("decode", query.dtype, query, *caches, lengths, len(query), *heads, caches[0].shape[2], reach, out)
         return out
 
+    def causal_softmax(self, scores: Tensor, *, block: int, start: int) -> Tensor:
+        """Softmax of `scores` [batch, heads * block, keys], in place, over what each query of a block sees.
+
+        The block's queries stand at `start`, `start` + 1, ...; each sees the keys up to its own place.
+        """
+        self._call("causal_softmax", scores.dtype, scores, *scores.shape, block, start)
+        return scores
+
+    def causal_softmax_backward(self, probabilities: Tensor, grad: Tensor, *, block: int, start: int) -> Tensor:
+        """The gradient of scores, in place of `grad`, that of `probabilities`."""
+        self._call("causal_softmax_backward", grad.dtype, probabilities, grad, *grad.shape, block, start)
+        return grad
+
+    def sample(self, logits: Tensor, temperatures: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probabilities [rows] of `logits` [rows, vocabulary]; see `torch.sampler.sample`.
+
+        `temperatures` are float32, `draws` float64; all are [rows].
+        """
+        chosen, logprobs = draws.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
+        self._call("sample", logits.dtype, logits, *logits.shape, temperatures, draws, chosen, logprobs)
+        return chosen, logprobs
+
     def _call(self, name: str, dtype: torch.dtype, *arguments: Argument) -> None:
         getattr(self._library, f"{name}_{_SUFFIXES[dtype]}")(*map(_native, arguments))
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tailrace.errors import GenerationError, RequestRefused, SettingsError
 from tailrace.generation.decisions import KvCache
 from tailrace.generation.engines.loading import load_causal_lm
+from tailrace.generation.engines.native import find_kernels
 from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
 from tailrace.generation.engines.torch.attention import Segment, SlotStep
@@ -92,6 +93,7 @@ class TorchEngine:
         native_kernels: bool = True,
     ):
         self._model = SlotModel(model, native_kernels=native_kernels)
+        self._kernels = find_kernels() if native_kernels and self._model.device.type == "cpu" else None
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
         self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity)
         self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)
@@ -336,6 +338,7 @@ class TorchEngine:
             top_ps=table.top_p[:count],
             top_ks=table.top_k[:count],
             draws=uniforms(table.seed[:count], table.total[:count] - table.completion_start[:count]),
+            kernels=self._kernels,
         )
 
     def _record(self, token_ids: NDArray[np.int64], logprobs: Float32Array) -> list[SampledTokens]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tailrace.generation.engines.native import Kernels
 from tailrace.records import Float32Array, Int32Array
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -41,18 +42,24 @@ def sample(
     top_ps: Float32Array,  # [rows]
     top_ks: Int32Array,  # [rows]; 0 keeps all
     draws: NDArray[np.float64],  # [rows], in [0, 1)
+    kernels: Kernels | None = None,
 ) -> tuple[NDArray[np.int64], Float32Array]:
     """Token ids and their log-probabilities in float32 under the distribution sampled from, `[rows]` each.
 
     A greedy row's log-probability is that of temperature 1. Rows with logits that are not finite come back with a
-    log-probability that is not finite. Waits for the device once.
+    log-probability that is not finite. Waits for the device once. With `kernels` a row is read once, where all of its
+    tokens count.
     """
+    narrowed = np.flatnonzero(((top_ps < 1) | (top_ks > 0)) & (temperatures > 0))
+    if kernels is not None and logits.dtype is torch.float32 and not len(narrowed):
+        columns = (torch.from_numpy(np.ascontiguousarray(column)) for column in (temperatures, draws))
+        token_ids, chosen_logprobs = kernels.sample(logits.contiguous(), *columns)
+        return token_ids.numpy(), chosen_logprobs.numpy()
     scores = logits.float()
     if not (temperatures == 1).all():
         scores = scores / _column(np.where(temperatures > 0, temperatures, 1), scores)
     elif scores is logits:
         scores = scores.clone()
-    narrowed = np.flatnonzero(((top_ps < 1) | (top_ks > 0)) & (temperatures > 0))
     if len(narrowed):
         rows = torch.from_numpy(narrowed).to(scores.device)
         scores[rows] = _narrow(scores[rows], _column(top_ps[narrowed], scores), _column(top_ks[narrowed], scores))
