@@ -28,6 +28,9 @@ from tailrace.errors import SettingsError, TailraceError
 
 ResultT = TypeVar("ResultT")
 
+_TABLE_WIDTH = 100
+"""Columns that a table of figures needs, wherever it is printed."""
+
 Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
@@ -198,7 +201,7 @@ class Replay:
             table.add_column(heading, no_wrap=True, justify="left" if heading == HEADINGS[0] else "right")
         for row in rows(costs):
             table.add_row(*row)
-        Console().print(table)
+        Console(width=max(_TABLE_WIDTH, Console().width)).print(table)
         if self.json:
             sys.stdout.write(as_json(costs) + "\n")
         return 0

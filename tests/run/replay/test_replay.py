@@ -7,6 +7,7 @@ import pytest
 from tailrace.cli import main
 from tailrace.errors import DataError, SettingsError
 from tailrace.run.replay.command import captured, made_up, parse_bytes, replay
+from tailrace.run.replay.experts import num_bytes
 from tests.run.runs import records, run_inline
 
 STAGES = ["advantages", "sample", "form_batch", "send_batch", "receive_batch", "record"]
@@ -16,10 +17,10 @@ async def test_what_a_run_captured_goes_through_the_pipeline_again(tmp_path: Pat
     await run_inline(tmp_path, "--max_steps", "2", "--observability.capture", "2")
     plan = captured(tmp_path / "run")
     trained = {record["rollout_id"] for record in _trained(tmp_path / "run")}
-    assert trained <= {rollout.rollout_id for group in plan.groups for rollout in group.rollouts}
+    assert trained <= {rollout.rollout_id for group in plan.captured for rollout in group.rollouts}
     costs = await replay(plan, repeat=2)
     assert [cost.phase for cost in costs] == ["idle loop", *STAGES, "all together"]
-    assert all(cost.wall_s > 0 and cost.payload_bytes == plan.payload_bytes > 0 for cost in costs)
+    assert all(cost.wall_s > 0 and cost.payload_bytes == num_bytes(plan.captured) > 0 for cost in costs)
     assert all(cost.lag_p50_s <= cost.lag_p99_s <= cost.lag_max_s for cost in costs)
 
 
@@ -38,11 +39,12 @@ async def test_a_phase_that_there_is_not_is_refused_with_those_that_there_are() 
         await replay(made_up("2x1"), only="scoring")
 
 
-def test_made_up_groups_are_as_large_as_asked() -> None:
+async def test_made_up_groups_are_as_large_as_asked() -> None:
     plan = made_up("4x2", "1MB")
-    tokens = sum(rollout.num_tokens for group in plan.groups for rollout in group.rollouts)
-    assert tokens == 4 * 2 * 2032
-    assert plan.payload_bytes == pytest.approx(tokens * 13 + 1_000_000, rel=0.05)
+    assert plan.load is not None
+    assert plan.load.num_tokens == 4 * 2 * 2032
+    (_, cost) = await replay(plan, only="advantages")
+    assert cost.payload_bytes == pytest.approx(plan.load.num_tokens * 13 + 1_000_000, rel=0.05)
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

@@ -11,15 +11,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tailrace.config import RunSettings
 from tailrace.errors import DataError, SettingsError
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.observability.capture import SETTINGS_FILE, read_capture
 from tailrace.observability.phases import PhaseRecorder
-from tailrace.records import Group, OpenPayload, PayloadRef
+from tailrace.records import Group
+from tailrace.run.replay.experts import ReplayedExperts, num_bytes
 from tailrace.run.replay.measuring import Replay, StageCost
 from tailrace.run.replay.scoring import Rescoring
 from tailrace.run.replay.stages import Pipeline
@@ -34,20 +32,25 @@ _QUEUE = "replay"
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay, and how."""
+    """What to replay: what a run captured, or a load to make up."""
 
-    groups: Sequence[Group]
-    settings: RunSettings | None
-    """Of the run that was captured; None for made-up groups."""
-    payload_bytes: int
-    open_payload: OpenPayload | None
+    captured: Sequence[Group] = ()
+    settings: RunSettings | None = None
+    """Of the run that was captured."""
+    load: SyntheticLoad | None = None
 
-    @property
-    def scheduling(self) -> SchedulingSettings:
+    def groups(self, experts: ReplayedExperts) -> Sequence[Group]:
+        """What enters the pipeline, its routed experts in the store."""
+        if self.load is not None:
+            return synthetic_groups(self.load, experts.put)
+        experts.stand_in(self.captured)
+        return self.captured
+
+    def scheduling(self, groups: Sequence[Group]) -> SchedulingSettings:
         """As the run formed its batches; made-up groups come in rows that hold a rollout each."""
         if self.settings is not None:
             return self.settings.scheduling
-        longest = max(rollout.num_tokens for group in self.groups for rollout in group.rollouts)
+        longest = max(rollout.num_tokens for group in groups for rollout in group.rollouts)
         return SchedulingSettings(row_tokens=max(16, longest))
 
 
@@ -71,19 +74,21 @@ async def replay(
         ]
         for receiver in receivers:
             stack.push_async_callback(receiver.close)
+        experts = stack.enter_context(ReplayedExperts(shared_memory))
+        groups = await asyncio.to_thread(plan.groups, experts)
         scoring = await stack.enter_async_context(Rescoring(plan.settings)) if plan.settings is not None else None
         pipeline = Pipeline(
-            plan.groups,
-            plan.scheduling,
+            groups,
+            plan.scheduling(groups),
             sender,
             receivers,
             folder,
             score_groups=scoring.score if scoring is not None and scoring.is_possible else None,
-            open_payload=plan.open_payload,
+            open_payload=experts.open if experts else None,
         )
         if only is not None and only not in pipeline.stages:
             raise SettingsError(f"--phase is {only!r}; this replay has: {', '.join(pipeline.stages)}")
-        measuring = Replay(pipeline, recorder, payload_bytes=plan.payload_bytes, traffic=traffic, repeat=repeat)
+        measuring = Replay(pipeline, recorder, payload_bytes=num_bytes(groups), traffic=traffic, repeat=repeat)
         return await asyncio.create_task(measuring.measure(only))
 
 
@@ -95,13 +100,7 @@ def captured(folder: Path) -> ReplayPlan:
     settings = place / SETTINGS_FILE
     if not settings.is_file():
         raise DataError(f"{settings} is missing: it tells how the run formed its batches")
-    experts = _StandIns()
-    return ReplayPlan(
-        groups,
-        RunSettings.model_validate_json(settings.read_text(encoding="utf-8")),
-        _num_bytes(groups),
-        experts.open,
-    )
+    return ReplayPlan(groups, RunSettings.model_validate_json(settings.read_text(encoding="utf-8")))
 
 
 def made_up(shape: str, routed_experts: str = "0B") -> ReplayPlan:
@@ -109,10 +108,9 @@ def made_up(shape: str, routed_experts: str = "0B") -> ReplayPlan:
     rollouts, _, turns = shape.lower().partition("x")
     if not (rollouts.isdecimal() and turns.isdecimal() and int(rollouts) and int(turns)):
         raise SettingsError(f"--synthetic is {shape!r}; it is rollouts x turns, such as 64x20")
-    experts = _StandIns()
-    load = SyntheticLoad(rollouts=int(rollouts), turns=int(turns), experts_bytes=parse_bytes(routed_experts))
-    groups = synthetic_groups(load, experts.put)
-    return ReplayPlan(groups, None, _num_bytes(groups), experts.open if load.experts_layers else None)
+    return ReplayPlan(
+        load=SyntheticLoad(rollouts=int(rollouts), turns=int(turns), experts_bytes=parse_bytes(routed_experts))
+    )
 
 
 def parse_bytes(text: str) -> int:
@@ -125,33 +123,3 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise SettingsError(f"--routed-experts is {text!r}; a size is written as 1GB, 500MB or 0")
     return int(float(match["number"]) * _UNITS[(match["unit"] or "B").upper()])
-
-
-def _num_bytes(groups: Sequence[Group]) -> int:
-    """Of the token columns, and of the experts that belong to them."""
-    branches = [branch for group in groups for rollout in group.rollouts for branch in rollout.branches]
-    columns = sum(
-        branch.token_ids.nbytes + branch.logprobs.nbytes + branch.policy_versions.nbytes + branch.loss_mask.nbytes
-        for branch in branches
-    )
-    refs = {chunk.ref.uri: chunk.ref for branch in branches for chunk in branch.payload_chunks if chunk.ref is not None}
-    return columns + sum(ref.num_bytes for ref in refs.values())
-
-
-class _StandIns:
-    """Routed experts in this process's memory. What a capture only counted is made up when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, NDArray[np.generic]] = {}
-
-    def put(self, array: NDArray[np.uint8]) -> PayloadRef:
-        """Keep a copy."""
-        ref = PayloadRef(f"replay:{len(self._arrays)}", str(array.dtype), array.shape)
-        self._arrays[ref.uri] = array.copy()
-        return ref
-
-    def open(self, ref: PayloadRef) -> NDArray[np.generic]:
-        """See `OpenPayload`."""
-        if ref.uri not in self._arrays:
-            self._arrays[ref.uri] = np.ones(ref.shape, ref.dtype)
-        return self._arrays[ref.uri]
