@@ -218,6 +218,11 @@ def test_full_shared_memory_is_one_clear_message_and_leaves_no_file(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_to_is_a_transport_error(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="cannot be written to"):
+        SlabPayloadStore(tmp_path / "gone", writer="w").put(experts(1))
+
+
 def test_full_shared_memory_sends_payloads_to_a_folder_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,12 +63,11 @@ class SlabPayloadStore:
         """See `PayloadStore.put`."""
         contiguous = np.ascontiguousarray(array)
         with self._putting:
-            slab = self._pool.with_room(contiguous.nbytes)
-            generation, offset = slab.append(contiguous, array.shape)
-            if self._is_remote:
-                slab.flush()
+            try:
+                place = self._append(contiguous, array.shape)
+            except OSError as error:
+                raise TransportError(f"a payload cannot be written to {self._folder}: {error.strerror}") from error
             self._written_bytes += contiguous.nbytes
-        place = Place(self._name, slab.path.name, generation, offset)
         return PayloadRef(place.uri(), str(array.dtype), array.shape)
 
     def withdraw(self, ref: PayloadRef) -> None:
@@ -110,6 +109,13 @@ class SlabPayloadStore:
         with self._putting, self._opening:
             self._pool.close()
             self._mapped.clear()
+
+    def _append(self, contiguous: NDArray[np.generic], shape: tuple[int, ...]) -> Place:
+        slab = self._pool.with_room(contiguous.nbytes)
+        generation, offset = slab.append(contiguous, shape)
+        if self._is_remote:
+            slab.flush()
+        return Place(self._name, slab.path.name, generation, offset)
 
     def _place(self, ref: PayloadRef) -> Place:
         place = Place.of(ref)
