@@ -21,6 +21,7 @@ Each message says what was found, what was expected and what to do about it, and
     │   └── EngineFailed            the engine is gone; every outstanding and later call fails with this
     ├── TransportError
     │   ├── CorruptData             bytes that are not what their header promises
+    │   ├── NoRoom                  a folder has no room for what was to be written
     │   ├── PayloadLost             a payload is gone: released, or its store was removed
     │   └── PeerGone                the process on the other side ended or stopped answering
     ├── TrainingError
@@ -144,6 +145,10 @@ class CorruptData(TransportError):
 
 class PayloadLost(TransportError):
     """A payload that is referred to does not exist any more, or was never there."""
+
+
+class NoRoom(TransportError):
+    """A folder, shared memory for example, has no room for what was to be written."""
 
 
 class PeerGone(TransportError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -153,6 +154,35 @@ async def test_a_full_folder_is_one_clear_message_and_costs_one_batch(
             await sender.send(make_batch(2))
             assert (await receiver.receive()).summary.step == 2
             assert len(list(tmp_path.glob("*batch-*"))) == 1
+
+
+async def test_what_shared_memory_has_no_room_for_goes_to_files_and_is_told_once(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserve, small = os.posix_fallocate, tmp_path / "small"
+    small.mkdir()
+
+    def nearly_full(file: int, start: int, size: int) -> None:
+        if size > 100_000 and os.readlink(f"/proc/self/fd/{file}").startswith(str(small)):
+            raise OSError(28, "No space left on device")
+        reserve(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    address, spill = ipc_address(sockets, "batches"), tmp_path / "spill"
+    sender = shared_memory_sender(address, small, spill=spill, num_ranks=2)
+    receivers = [shared_memory_receiver(address, small, spill=spill, rank=rank, num_ranks=2) for rank in range(2)]
+    with caplog.at_level(logging.WARNING):
+        async with ends(sender, *receivers):
+            for step, tokens in enumerate((10, 100_000, 100_000, 10, 120_000), 1):
+                sent = make_batch(step, num_samples=4, tokens_per_sample=tokens, num_ranks=2)
+                await sender.send(sent)
+                for rank, receiver in enumerate(receivers):
+                    assert_same_batch(await receiver.receive(), sent, rank)
+                    await receiver.acknowledge(step)
+            assert 1 <= len(list(spill.iterdir())) <= 4
+    assert caplog.text.count("has no room for") == 1
+    assert not list(small.iterdir())
+    assert not spill.exists()
 
 
 async def test_what_files_accepted_outlives_its_sender_and_its_receiver(sockets: Path, tmp_path: Path) -> None:

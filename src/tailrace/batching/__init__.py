@@ -1,7 +1,7 @@
 """Groups to batches: advantages, filters, samples, packing.
 
-Scored groups flow in; a `Batch` flows out, with its row plan and the loss's planned denominator computed once, here.
-Pure functions over arrays: nothing here waits, sends or knows a model, and nothing loops over tokens in Python.
+Scored groups flow in; a `PlannedBatch` flows out, with its plan of rows and ranks and the loss's planned denominator
+computed once, here. Pure functions, O(samples): nothing here waits, sends, knows a model, or looks at a token.
 """
 
 from tailrace.batching.advantages import INCREMENTAL, AdvantageFn, compute_advantages, group_advantages

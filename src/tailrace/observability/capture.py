@@ -68,7 +68,7 @@ class _GroupRecord(msgspec.Struct, frozen=True):
     task: tuple[str, str, int, dict[str, Json], int]
     """Its id, environment, index, row and seed."""
     rollouts: list[_RolloutRecord]
-    advantages: list[float | list[float]] | None
+    advantages: list[float | bytes] | None
     """One for each rollout, or one for each of its tokens."""
     steps: int
     """That were done when it came."""
@@ -201,14 +201,15 @@ def _group(record: _GroupRecord, columns: Mapping[str, NDArray[Any]]) -> Group:
     group = Group(GroupId(record.group_id), task, rollouts)
     if record.advantages is not None:
         group.advantages = [
-            np.asarray(advantage, np.float32) if isinstance(advantage, list) else advantage
+            np.frombuffer(advantage, "<f4").astype(np.float32) if isinstance(advantage, bytes) else advantage
             for advantage in record.advantages
         ]
     return group
 
 
-def _plain(advantage: float | Float32Array) -> float | list[float]:
-    return advantage.tolist() if isinstance(advantage, np.ndarray) else float(advantage)
+def _plain(advantage: float | Float32Array) -> float | bytes:
+    """One per token as the bytes of float32, little-endian."""
+    return advantage.astype("<f4").tobytes() if isinstance(advantage, np.ndarray) else float(advantage)
 
 
 def _rollout(record: _RolloutRecord, task: Task, group_id: GroupId, branches: Iterator[Branch]) -> Rollout:

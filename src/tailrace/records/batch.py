@@ -70,7 +70,7 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     """Over tokens that bear loss."""
     padding: float
-    """True padding share: 1 - tokens / tokens that the rows are padded to."""
+    """1 - tokens / tokens that the rows are padded to, where a trainer pads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

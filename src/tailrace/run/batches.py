@@ -28,7 +28,7 @@ def batch_sender(settings: RunSettings, address: str, *, shared_memory: Path, fi
         case "zmq":
             return value_sender(address, capacity=BATCH_QUEUE_CAPACITY)
         case _:
-            return shared_memory_sender(address, shared_memory, capacity=BATCH_QUEUE_CAPACITY)
+            return shared_memory_sender(address, shared_memory, spill=files, capacity=BATCH_QUEUE_CAPACITY)
 
 
 def batch_receiver(settings: RunSettings, address: str, *, shared_memory: Path, files: Path) -> ChannelBatchReceiver:
@@ -39,4 +39,4 @@ def batch_receiver(settings: RunSettings, address: str, *, shared_memory: Path, 
         case "zmq":
             return value_receiver(address)
         case _:
-            return shared_memory_receiver(address, shared_memory)
+            return shared_memory_receiver(address, shared_memory, spill=files)

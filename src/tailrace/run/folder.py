@@ -51,7 +51,7 @@ class RunPaths:
 
     @property
     def batches(self) -> Path:
-        """Batches on their way to the trainer, where `transport.batches` is files; gone when the run has ended."""
+        """Batches on their way that go by files, or have no room in shared memory; gone when the run has ended."""
         return self.root / "batches"
 
     @property

@@ -9,6 +9,9 @@ from tailrace.errors import SettingsError
 from tailrace.scheduling.groups import HoldsGroups, OpenGroup
 from tailrace.scheduling.settings import SchedulingSettings
 
+HELD_AT_ONCE = 64
+"""Groups that engines are asked for before the event loop may turn to others."""
+
 
 class Stragglers:
     """Set aside together, resumed together. Raises `SettingsError` when they have to and nobody can hold them."""
@@ -41,8 +44,10 @@ class Stragglers:
         """Waits until the engines have let go of them."""
         assert self._holder is not None
         async with asyncio.TaskGroup() as holding:
-            for group in groups:
+            for number, group in enumerate(groups, 1):
                 holding.create_task(self._holder.hold(group.group_id))
+                if number % HELD_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     def resume(self) -> int:
         """All of them go on; how many rollouts that are."""

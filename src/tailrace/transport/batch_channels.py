@@ -231,16 +231,27 @@ def rank_address(address: str, rank: int) -> str:
 
 
 def shared_memory_sender(
-    address: str, folder: Path, *, num_ranks: int = 1, capacity: int = 2, checksum_bodies: bool = False
+    address: str,
+    folder: Path,
+    *,
+    spill: Path | None = None,
+    num_ranks: int = 1,
+    capacity: int = 2,
+    checksum_bodies: bool = False,
 ) -> ChannelBatchSender:
-    """Through recycled files in a folder of shared memory, for processes of one host."""
-    store = SharedMemoryStore(folder, checksum_bodies=checksum_bodies)
+    """Through recycled files in a folder of shared memory, for processes of one host.
+
+    What does not fit in there goes to files in `spill`, and is refused without.
+    """
+    store = SharedMemoryStore(folder, spill=spill, checksum_bodies=checksum_bodies)
     return ChannelBatchSender(address, store, num_ranks=num_ranks, capacity=capacity)
 
 
-def shared_memory_receiver(address: str, folder: Path, *, rank: int = 0, num_ranks: int = 1) -> ChannelBatchReceiver:
-    """The other end of `shared_memory_sender`."""
-    return ChannelBatchReceiver(address, FileSource(folder, recycled=True), rank=rank, num_ranks=num_ranks)
+def shared_memory_receiver(
+    address: str, folder: Path, *, spill: Path | None = None, rank: int = 0, num_ranks: int = 1
+) -> ChannelBatchReceiver:
+    """The other end of `shared_memory_sender`, with the same folders."""
+    return ChannelBatchReceiver(address, FileSource(folder, recycled=True, spill=spill), rank=rank, num_ranks=num_ranks)
 
 
 def file_sender(

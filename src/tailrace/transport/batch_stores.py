@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import mmap
 import os
 import re
@@ -23,10 +24,12 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from tailrace.errors import CorruptData
+from tailrace.errors import CorruptData, NoRoom
 from tailrace.records import Batch, PlannedBatch
 from tailrace.transport.batch_codec import part_tensors, read_batch
 from tailrace.transport.segments import SegmentFile, map_segment, read_segment, verify_body
+
+_logger = logging.getLogger(__name__)
 
 
 class BatchRef(msgspec.Struct, frozen=True):
@@ -77,15 +80,19 @@ class BatchSource(Protocol):
 
 
 class SharedMemoryStore:
-    """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy."""
+    """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy.
 
-    def __init__(self, folder: Path, *, checksum_bodies: bool = False) -> None:
-        self._folder, self._checksum_bodies = folder, checksum_bodies
-        self._pool = _Pool(lambda number: SegmentFile(folder / f"batch-{os.getpid()}-{number}.safetensors"))
+    What finds no room there goes to files in the folder `spill`, if there is one; that is told once.
+    """
+
+    def __init__(self, folder: Path, *, spill: Path | None = None, checksum_bodies: bool = False) -> None:
+        self._spill, self._checksum_bodies = spill, checksum_bodies
+        self._pool = _Pool(lambda number: SegmentFile(folder / f"{_BATCH}{os.getpid()}-{number}.safetensors"))
+        self._num_spilled = 0
 
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
         """See `BatchStore.write`."""
-        segments = enumerate(self._pool.take(sequence, batch.num_ranks))
+        segments = list(enumerate(self._pool.take(sequence, batch.num_ranks)))
         return [Piece(self._write(segment, batch.part(rank), sequence)) for rank, segment in segments]
 
     def release(self, sequence: int) -> None:
@@ -96,9 +103,26 @@ class SharedMemoryStore:
         """See `BatchStore.close`. What a receiver has mapped stays readable to it."""
         for segment in self._pool.close():
             segment.path.unlink(missing_ok=True)
+        if self._spill is not None:
+            _remove_if_empty(self._spill)
 
     def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> BatchRef:
-        return _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
+        try:
+            return _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
+        except NoRoom as error:
+            if self._spill is None or segment.path.parent == self._spill:
+                raise
+            spilled = self._spilled(self._spill, error)
+            self._pool.replace(sequence, segment, spilled)
+            return _write_part(spilled, part, sequence, spilled.path.name, checksum_body=self._checksum_bodies)
+
+    def _spilled(self, folder: Path, error: NoRoom) -> SegmentFile:
+        """A file outside of shared memory, which takes the place of one in there."""
+        if not self._num_spilled:
+            _logger.warning("%s; meanwhile batches go through files in %s, which is slower", error, folder)
+        self._num_spilled += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        return SegmentFile(folder / f"{_SPILLED}{os.getpid()}-{self._num_spilled}.safetensors")
 
 
 class ValueStore:
@@ -168,8 +192,7 @@ class FileStore:
         """See `BatchStore.close`; with `keep`, what nobody acknowledged stays."""
         if not self._keep:
             self._remove([_HALF_WRITTEN, _BATCH])
-            with contextlib.suppress(OSError):  # gone already, or not only batches lie there
-                self._folder.rmdir()
+            _remove_if_empty(self._folder)
 
     def _remove(self, beginnings: Sequence[str]) -> None:
         for beginning in beginnings:
@@ -205,16 +228,19 @@ class FileStore:
 class FileSource:
     """One rank's parts, mapped from files below a folder."""
 
-    def __init__(self, folder: Path, *, recycled: bool, require_checksums: bool = False) -> None:
-        """`recycled`: the same files hold one batch after the other, and stay mapped."""
-        self._folder, self._recycled, self._require_checksums = folder, recycled, require_checksums
+    def __init__(
+        self, folder: Path, *, recycled: bool, spill: Path | None = None, require_checksums: bool = False
+    ) -> None:
+        """`recycled`: the same files hold one batch after the other, and stay mapped; `spill` is the sender's."""
+        self._folder, self._spill = folder, spill or folder
+        self._recycled, self._require_checksums = recycled, require_checksums
         self._mappings: dict[str, mmap.mmap] = {}
 
     def open(self, ref: BatchRef, body: memoryview | None) -> Batch:
         """See `BatchSource.open`."""
         if body is not None or not _PLACE.fullmatch(ref.segment):
             raise CorruptData(f"a batch reference names a file outside its folder: {ref.segment!r}")
-        path = self._folder / ref.segment
+        path = (self._spill if ref.segment.startswith(_SPILLED) else self._folder) / ref.segment
         return _read_part(path, self._map(path) if self._recycled else map_segment(path), ref, self._require_checksums)
 
     def close(self) -> None:
@@ -248,7 +274,8 @@ _ALIGNED_BYTES = 8
 """What columns need; where they were read from a mapping they lie on `segments.ALIGNMENT_BYTES`."""
 _BATCH = "batch-"
 _HALF_WRITTEN = ".half-written-batch-"
-_PLACE = re.compile(r"batch-[\w.-]+(/rank-[0-9]+\.safetensors)?", re.ASCII)
+_SPILLED = "spilled-batch-"
+_PLACE = re.compile(r"(?:spilled-)?batch-[\w.-]+(/rank-[0-9]+\.safetensors)?", re.ASCII)
 
 
 class _Pool:
@@ -272,6 +299,13 @@ class _Pool:
     def release(self, sequence: int) -> None:
         """The segments of one batch are free again, the first rank's on top: each rank gets those it has mapped."""
         self._free += reversed(self._lent.pop(sequence, []))
+
+    def replace(self, sequence: int, segment: SegmentFile, other: SegmentFile) -> None:
+        """Have `other` in the place of a segment that a batch was lent, and remove that one."""
+        for segments in (self._all, self._lent[sequence]):
+            segments[segments.index(segment)] = other
+        segment.close()
+        segment.path.unlink(missing_ok=True)
 
     def close(self) -> list[SegmentFile]:
         """Close all of them; returns them."""
@@ -300,6 +334,11 @@ def _read_part(path: Path | str, content: mmap.mmap | memoryview, ref: BatchRef,
     if batch.summary.step != ref.step:
         raise CorruptData(f"{path} holds the batch of step {batch.summary.step}, not of step {ref.step}")
     return batch
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # gone already, or not only batches lie there
+        folder.rmdir()
 
 
 def _part_name(rank: int) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from tailrace.errors import CorruptData, TransportError
+from tailrace.errors import CorruptData, NoRoom, TransportError
 
 ALIGNMENT_BYTES = 64
 MAX_BUFFERS_PER_WRITE = 256
@@ -122,7 +122,7 @@ class SegmentFile:
     ) -> int:
         """Replace the content; returns its bytes. `sequence` is above 0.
 
-        Raises `TransportError` when the folder has no room; then the file holds no content, and its size is as before.
+        Raises `NoRoom` when the folder has none; then the file holds no content, and its size is as before.
         """
         current = os.fstat(self._file).st_size
         if current:
@@ -162,7 +162,7 @@ class SegmentFile:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             stat = os.fstatvfs(self._file)
-            raise TransportError(
+            raise NoRoom(
                 f"{self.path.parent} has no room for {size:,} bytes ({stat.f_bavail * stat.f_frsize:,} are free); "
                 "enlarge it (docker: --shm-size), set another folder for shared memory, or make the batch smaller"
             ) from error

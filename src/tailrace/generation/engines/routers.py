@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_ROUTER_CLASS = re.compile(r"top_?k_?(gate|gating|router)$", re.IGNORECASE)
+_ROUTER_CLASS = re.compile(r"TopKRouter$", re.IGNORECASE)
 _LAYER = re.compile(r"\.(\d+)\.")
 _PROBE_TOKENS = 4
 
