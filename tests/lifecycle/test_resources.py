@@ -39,6 +39,25 @@ def test_leftovers_of_a_dead_run_are_removed_and_those_of_a_living_one_stay(tmp_
     remove_leftovers()
 
 
+def test_a_folder_for_payloads_is_made_where_asked_for_and_goes_with_the_run(tmp_path: Path) -> None:
+    memory, parent = tmp_path / "memory", tmp_path / "runs" / "payloads"
+    memory.mkdir()
+    with RunResources("epoch", shared_memory_parent=memory, payload_parent=parent) as resources:
+        assert resources.payloads.parent == parent
+        (resources.payloads / "x.slab").write_bytes(b"x")
+        assert remove_leftovers(parent) == []
+    assert not list(parent.iterdir())
+
+
+def test_a_folder_for_payloads_that_cannot_be_used_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    memory, file = tmp_path / "memory", tmp_path / "file"
+    memory.mkdir()
+    file.write_bytes(b"")
+    with pytest.raises(SettingsError, match=r"transport\.payload_folder"):
+        RunResources("epoch", shared_memory_parent=memory, payload_parent=file)
+    assert not list(memory.iterdir())
+
+
 def test_a_folder_for_shared_memory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="nowhere"):
         RunResources("epoch", shared_memory_parent=tmp_path / "nowhere")
