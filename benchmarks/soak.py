@@ -31,6 +31,8 @@ ROLES = ("orchestrator", "trainer", "generator")
 MEGABYTE = 1_000_000
 REPLY_TOKENS = 16
 NEVER_ENDS = 1e-9
+VOCABULARY = 16_384
+"""So many that rollouts of a group hardly ever begin alike: what they share goes through the trainer once."""
 RUN = (
     *("--environment.name", "benchmarks.soak_environment:same"),
     *("--rollouts.group_size", "2", "--rollouts.max_tokens", str(REPLY_TOKENS), "--rollouts.max_turns", "1"),
@@ -118,9 +120,9 @@ def make(folder: Path) -> Path:
     sys.path.insert(0, str(ROOT))
     from benchmarks.small_model import ModelSize, make_model, make_tokenizer, save, set_end_probability
 
-    model = make_model(ModelSize(layers=2, hidden=128, heads=2, key_value_heads=1))
+    model = make_model(ModelSize(layers=2, hidden=128, heads=2, key_value_heads=1, vocabulary=VOCABULARY))
     set_end_probability(model, NEVER_ENDS)
-    save(folder, model, make_tokenizer(["one two three"], ModelSize().vocabulary))
+    save(folder, model, make_tokenizer(["one two three"], VOCABULARY))
     return folder
 
 
