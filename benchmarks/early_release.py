@@ -1,11 +1,15 @@
-"""What early release does to the gradient, on real runs of the quickstart recipe (alphabet-sort).
+"""What early release does to the gradient: on drawn groups, and on real runs of the quickstart recipe (alphabet-sort).
 
-    python benchmarks/early_release.py [--json] [--quick] [--case together] [--case early] [--seeds 3] [--steps 60]
+    python benchmarks/early_release.py [--json] [--quick] [--case early ...] [--seeds 3] [--steps 60]
 
-Trains with groups released together and early, and reads what the runs wrote of every rollout. Each advantage of early
-release is set against what the whole group would have given, the reward less the mean of all siblings, over the groups
-whose rollouts all came back. In `early` the advantages are those that were trained on; `together` replays its groups as
-they finished, so that both rules see the very same rollouts.
+`drawn-*` draw groups of 8 as long as those of the main load of longtail.py, without any run. Rewards are normal and
+correlate with the logarithm of length inside groups by 0, -0.5 (`short-scores`) or 0.5 (`long-scores`). `early`
+releases from four known siblings on, `late` waits for all unless a group outlives the bound of four steps.
+
+`together` and `early` train with groups released that way, and read what the runs wrote of every rollout. Each
+advantage of early release is set against what the whole group would have given, the reward less the mean of all
+siblings, over the groups whose rollouts all came back. In `early` the advantages are those that were trained on;
+`together` replays its groups as they finished, so that both rules see the very same rollouts.
 
 `mean_difference`: of early advantage less whole, over the whole ones' standard deviation; its error beside it.
 `variance_ratio`: of early advantages over whole ones. `length_push`: mean of whole advantage times length, which is
@@ -37,7 +41,13 @@ from benchmarks.peers import TAILRACE, environment
 
 from tailrace.scheduling.release import EarlyRelease
 
-CASES = ("together", "early")
+RUNS = ("together", "early")
+CORRELATIONS = {"independent": 0.0, "short-scores": -0.5, "long-scores": 0.5}
+DRAWN = {f"drawn-{rule}-{name}": (rule, name) for rule in ("early", "late") for name in CORRELATIONS}
+DRAWN_GROUPS, QUICK_DRAWN_GROUPS = 20_000, 2_000
+MEAN_LOG, TASK_SIGMA, OWN_SIGMA, CAP = 6.0, 0.7, math.sqrt(1.2**2 - 0.7**2), 16_384
+BOUND_TOKENS = 4 * 32.0 / 0.0288
+"""That a rollout samples in four steps of that load."""
 SEEDS, STEPS, QUICK_STEPS = 3, 60, 6
 GROUP_SIZE, MIN_KNOWN_SIBLINGS = 8, 4
 
@@ -57,11 +67,11 @@ class Row:
     length_push: float
     length_push_difference: float
     length_push_error: float
-    reward_last: float
-    staleness_mean: float
-    masked: float
-    wasted: float
-    length_ratio: float
+    reward_last: float | None = None
+    staleness_mean: float | None = None
+    masked: float | None = None
+    wasted: float | None = None
+    length_ratio: float | None = None
     target: None = None
     met: None = None
 
@@ -84,8 +94,29 @@ def main() -> None:
     options = kit.common_options(arguments)
     seeds, steps = (1, QUICK_STEPS) if options.quick else (arguments.seeds, arguments.steps)
     with tempfile.TemporaryDirectory(prefix="tailrace-early-release-") as folder:
-        rows = [measured(case, Path(folder), seeds=seeds, steps=steps) for case in options.choose(CASES)]
+        rows = [
+            drawn(case, QUICK_DRAWN_GROUPS if options.quick else DRAWN_GROUPS)
+            if case in DRAWN
+            else measured(case, Path(folder), seeds=seeds, steps=steps)
+            for case in options.choose([*DRAWN, *RUNS])
+        ]
     kit.report("Early release", rows, options)
+
+
+def drawn(case: str, groups: int) -> Row:
+    """No run: lengths and rewards are drawn, and each rollout takes as long as it is."""
+    rule, name = DRAWN[case]
+    correlation, draws, compared = CORRELATIONS[name], np.random.default_rng(0), []
+    for _ in range(groups):
+        own = draws.normal(0, 1, GROUP_SIZE)
+        rewards = correlation * own + math.sqrt(1 - correlation**2) * draws.normal(0, 1, GROUP_SIZE)
+        lengths = np.minimum(np.exp(MEAN_LOG + TASK_SIGMA * draws.normal() + OWN_SIGMA * own), CAP)
+        order = np.argsort(lengths, kind="stable")
+        rewards, lengths = rewards[order], lengths[order]
+        given = replayed(rewards) if rule == "early" else replayed_late(rewards, lengths)
+        if (one := compared_with_whole(rewards, lengths, given)) is not None:
+            compared.append(one)
+    return Row(case=case, seeds=1, **figures(compared))
 
 
 def measured(case: str, folder: Path, *, seeds: int, steps: int) -> Row:
@@ -96,28 +127,35 @@ def measured(case: str, folder: Path, *, seeds: int, steps: int) -> Row:
         summaries.append(json.loads((run / "summary.json").read_text()) | {"reward_last": last_rewards(run)})
         compared += [one for group in groups_of(run) if (one := compare(group, replay=case == "together")) is not None]
         kit.progress(f"{case}, seed {seed}: {len(compared)} groups, reward {summaries[-1]['reward_last']:.3f}")
-    difference = [one.early - one.whole for one in compared]
-    early, whole = (np.concatenate([getattr(one, name) for one in compared]) for name in ("early", "whole"))
-    rewards, lengths = (np.concatenate([getattr(one, name) for one in compared]) for name in ("rewards", "lengths"))
-    push = [one.lengths * apart for one, apart in zip(compared, difference, strict=True)]
     return Row(
         case=case,
         seeds=seeds,
-        groups=len(compared),
-        rollouts=len(early),
-        mean_difference=float(np.concatenate(difference).mean() / whole.std()),
-        mean_difference_error=error_of_mean(difference) / float(whole.std()),
-        variance_ratio=float(early.var() / whole.var()),
-        reward_length=float(np.corrcoef(rewards, lengths)[0, 1]),
-        length_push=float((whole * lengths).mean()),
-        length_push_difference=float(np.concatenate(push).mean()),
-        length_push_error=error_of_mean(push),
+        **figures(compared),
         reward_last=mean_of(summaries, "reward_last"),
         staleness_mean=mean_of(summaries, "staleness_mean"),
         masked=mean_of(summaries, "masked_share"),
         wasted=math.fsum(one["wasted_tokens"] / one["tokens_generated"] for one in summaries) / seeds,
         length_ratio=mean_of(summaries, "length_ratio"),
     )
+
+
+def figures(compared: Sequence[Compared]) -> dict[str, Any]:
+    """Of all groups, by the names of `Row`."""
+    difference = [one.early - one.whole for one in compared]
+    early, whole = (np.concatenate([getattr(one, name) for one in compared]) for name in ("early", "whole"))
+    rewards, lengths = (np.concatenate([getattr(one, name) for one in compared]) for name in ("rewards", "lengths"))
+    push = [one.lengths * apart for one, apart in zip(compared, difference, strict=True)]
+    return {
+        "groups": len(compared),
+        "rollouts": len(early),
+        "mean_difference": float(np.concatenate(difference).mean() / whole.std()),
+        "mean_difference_error": error_of_mean(difference) / float(whole.std()),
+        "variance_ratio": float(early.var() / whole.var()),
+        "reward_length": float(np.corrcoef(rewards, lengths)[0, 1]),
+        "length_push": float((whole * lengths).mean()),
+        "length_push_difference": float(np.concatenate(push).mean()),
+        "length_push_error": error_of_mean(push),
+    }
 
 
 def trained(case: str, folder: Path, *, seed: int, steps: int) -> Path:
@@ -154,14 +192,17 @@ def compare(group: Sequence[dict[str, Any]], *, replay: bool) -> Compared | None
     rewards = np.array([rollout["reward"] for rollout in group])
     if rewards.min() == rewards.max():
         return None
-    given = replayed(rewards) if replay else recorded(group)
+    lengths = np.array([float(rollout["completion_tokens"]) for rollout in group])
+    return compared_with_whole(rewards, lengths, replayed(rewards) if replay else recorded(group))
+
+
+def compared_with_whole(rewards: np.ndarray, lengths: np.ndarray, given: Sequence[float | None]) -> Compared | None:
     numbers = [number for number, advantage in enumerate(given) if advantage is not None]
     if not numbers:
         return None
-    lengths = np.array([float(rollout["completion_tokens"]) for rollout in group])
     spread = lengths.std()
     standardized = (lengths - lengths.mean()) / spread if spread else np.zeros_like(lengths)
-    whole = rewards - (rewards.sum() - rewards) / (len(group) - 1)
+    whole = rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
     early = np.array([given[number] for number in numbers], float)
     return Compared(early, whole[numbers], rewards[numbers] - rewards.mean(), standardized[numbers])
 
@@ -172,6 +213,20 @@ def replayed(rewards: np.ndarray) -> list[float | None]:
     given: list[float | None] = [None] * len(rewards)
     released = [one for reward in rewards for one in release.learn(float(reward))] + release.close()
     for number, advantage in released:
+        given[number] = advantage
+    return given
+
+
+def replayed_late(rewards: np.ndarray, lengths: np.ndarray) -> list[float | None]:
+    """The same where all siblings are awaited, but no longer than the bound."""
+    release = EarlyRelease(GROUP_SIZE - 1)
+    given: list[float | None] = [None] * len(rewards)
+    released, expired = [], False
+    for reward, length in zip(rewards, lengths, strict=True):
+        if length > BOUND_TOKENS and not expired:
+            released, expired = [*released, *release.expire()], True
+        released += release.learn(float(reward))
+    for number, advantage in released + release.close():
         given[number] = advantage
     return given
 

@@ -4,7 +4,7 @@ import pytest
 
 from tailrace.observability.metrics import MetricsAccumulator
 from tailrace.observability.recording import RunRecorder
-from tailrace.records import BatchSummary, Group, Outcome, Rollout
+from tailrace.records import BatchSummary, Group, Outcome, Rollout, RolloutId
 from tests.observability.example_run import a_rollout
 
 
@@ -45,15 +45,26 @@ def test_groups_become_rewards_and_zero_spread_is_counted() -> None:
 def test_every_outcome_is_counted_with_its_reason() -> None:
     recorder = RunRecorder(MetricsAccumulator())
     trained, filtered = a_group(0.0, 1.0).rollouts
-    recorder.rollout_ended(trained, Outcome.trained(1))
-    recorder.rollout_ended(filtered, Outcome.filtered("zero_spread"))
-    recorder.rollout_ended(None, Outcome.failed("timeout"))
-    recorder.rollout_ended(None, Outcome.failed("timeout"))
+    recorder.rollout_ended(trained.rollout_id, trained, Outcome.trained(1))
+    recorder.rollout_ended(filtered.rollout_id, filtered, Outcome.filtered("zero_spread"))
+    recorder.rollout_ended(RolloutId("lost"), None, Outcome.failed("timeout"))
+    recorder.rollout_ended(RolloutId("lost"), None, Outcome.failed("timeout"))
     metrics = recorder.flush()
     assert metrics["rollout/failed/timeout"] == 2
     assert metrics["rollout/filtered/zero_spread"] == 1
     assert metrics["rollout/failed_share"] == 0.5
     assert metrics["bias/wasted_tokens"] == filtered.num_completion_tokens
+
+
+def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next_one() -> None:
+    recorder = RunRecorder(MetricsAccumulator())
+    stopped, at_the_end = a_group(0.0, 1.0).rollouts
+    for rollout in (stopped, at_the_end):
+        recorder.bias.cut(rollout.rollout_id, 5)
+        assert recorder.bias.losing(rollout) == rollout.num_completion_tokens + 5
+    recorder.rollout_ended(stopped.rollout_id, None, Outcome.cancelled("straggler"))
+    assert recorder.flush()["bias/wasted_tokens"] == stopped.num_completion_tokens + 5
+    assert recorder.bias.wasted_tokens == stopped.num_completion_tokens + 5
 
 
 def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
@@ -64,9 +75,9 @@ def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
     kept = rollouts[:4]
     recorder.batch_sent(a_summary(kept, masked_tokens=26))
     for rollout in kept:
-        recorder.rollout_ended(rollout, Outcome.trained(1))
+        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
     for rollout in rollouts[4:]:
-        recorder.rollout_ended(rollout, Outcome.filtered("stale"))
+        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.filtered("stale"))
     metrics = recorder.flush()
     assert metrics["bias/length_ratio"] == (30 + 31 + 32 + 33) / 4 / 33.5
     assert metrics["bias/loss_length_ratio"] == pytest.approx(100 / 4 / 33.5)
@@ -84,7 +95,7 @@ def test_where_everything_is_trained_the_length_ratio_is_1_whenever_it_was_sampl
         recorder.rollout_finished(rollout)
     recorder.batch_sent(a_summary(rollouts[4:]))
     for rollout in rollouts:
-        recorder.rollout_ended(rollout, Outcome.trained(2))
+        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(2))
     metrics = recorder.flush()
     assert metrics["bias/length_ratio"] == metrics["bias/loss_length_ratio"] == 1
 
@@ -93,7 +104,7 @@ def test_warm_up_does_not_count_in_the_ratios() -> None:
     recorder = RunRecorder(MetricsAccumulator(), warmup_steps=1)
     rollout = a_group(0.5).rollouts[0]
     recorder.rollout_finished(rollout)
-    recorder.rollout_ended(rollout, Outcome.trained(1))
+    recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
     assert "bias/length_ratio" not in recorder.flush()
 
 

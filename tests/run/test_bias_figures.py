@@ -102,13 +102,3 @@ async def test_stragglers_set_aside_go_on_in_the_next_step_of_a_real_run(tmp_pat
     summary = await run_inline(tmp_path, *edges, "--scheduling.max_staleness", "9", "--max_steps", "3")
     assert (summary.exit_code, summary.steps) == (0, 3)
     assert summary.ledger.by_state["trained"] == 12
-
-
-async def test_what_a_stopped_rollout_had_sampled_of_an_unfinished_completion_is_wasted(tmp_path: Path) -> None:
-    edge = ("--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop", "--schedule", "sync")
-    sampling = ("--rollouts.max_tokens", "64", "--generator.chunk_tokens", "1", "--max_steps", "4")
-    summary = await run_inline(tmp_path, *edge, *sampling)
-    assert summary.ledger.by_reason["cancelled"]["straggler"] > 0
-    written = rollouts(tmp_path / "run")
-    assert summary.wasted_tokens > sum(record["completion_tokens"] for record in ended(written, "filtered"))
-    assert summary.tokens_generated >= summary.wasted_tokens + summary.tokens_trained

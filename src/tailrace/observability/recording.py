@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from tailrace.observability.metrics import MetricsAccumulator
@@ -55,6 +56,8 @@ class BiasMeter:
         self._loss_tokens = self._sampled_tokens = 0
         """Of the trained rollouts in batches after warm-up."""
         self._batch_tokens = 0
+        self._cut: Counter[RolloutId] = Counter()
+        self._losing: dict[RolloutId, int] = {}
         self.wasted_tokens = 0
         """Sampled tokens of rollouts that will never be trained on, since the run began, warm-up included."""
         self.masked_tokens = 0
@@ -76,8 +79,21 @@ class BiasMeter:
         self.wasted_tokens += wasted
         return wasted
 
-    def lost(self, tokens: int) -> int:
-        """A rollout is terminal that never finished, with so many tokens sampled. Returns what this wastes: all."""
+    def cut(self, rollout_id: RolloutId, tokens: int) -> None:
+        """A completion of this rollout was cancelled with so many tokens sampled. Tell before `losing`."""
+        self._cut[rollout_id] += tokens
+
+    def losing(self, rollout: Rollout) -> int:
+        """A rollout failed or was cancelled. Returns what it sampled: its finished turns, and what was cut.
+
+        That is wasted once the rollout is `lost`; one that only the end of the run cancels never is.
+        """
+        tokens = self._losing[rollout.rollout_id] = rollout.num_completion_tokens + self._cut.pop(rollout.rollout_id, 0)
+        return tokens
+
+    def lost(self, rollout_id: RolloutId) -> int:
+        """A rollout is terminal that never finished. Returns what this wastes: all that it sampled."""
+        tokens = self._losing.pop(rollout_id, 0)
         self.wasted_tokens += tokens
         return tokens
 
@@ -138,13 +154,13 @@ class RunRecorder:
             if name in rollout.metrics:
                 self._metrics.add(f"rollout/{name}", rollout.metrics[name])
 
-    def rollout_ended(self, rollout: Rollout | None, outcome: Outcome, *, lost_tokens: int = 0) -> None:
-        """A rollout is terminal; None where it was lost, with so many tokens."""
+    def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome) -> None:
+        """A rollout is terminal; None where it was lost."""
         failed = outcome.state is TerminalState.FAILED
         self._metrics.add("rollout/failed_share", float(failed))
         if outcome.state is not TerminalState.TRAINED:
             self._metrics.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
-        wasted = self.bias.lost(lost_tokens) if rollout is None else self.bias.ended(rollout, outcome)
+        wasted = self.bias.lost(rollout_id) if rollout is None else self.bias.ended(rollout, outcome)
         self._metrics.add("bias/wasted_tokens", wasted)
 
     def group_scored(self, group: Group) -> None:

@@ -119,8 +119,6 @@ class RunObserver:
         self._trainer_waited_s = self._held_s = 0.0
         self._tokens_before = 0
         self._advantages: dict[RolloutId, float] = {}
-        self._lost_tokens: dict[RolloutId, int] = {}
-        self._cut_tokens: Counter[RolloutId] = Counter()
         self._entries: list[RolloutEntry] = []
 
     @property
@@ -154,16 +152,14 @@ class RunObserver:
 
     def request_cut(self, request_id: str, tokens: int) -> None:
         """A request was cancelled with so many tokens sampled; others than those of rollouts are nobody's loss here."""
-        self._cut_tokens[rollout_of(request_id)] += tokens
+        self._recorder.bias.cut(rollout_of(request_id), tokens)
 
     def rollout_lost(self, rollout: Rollout) -> None:
         """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it.
 
         Comes after `request_cut` for the completion that it was waiting for.
         """
-        lost_tokens = rollout.num_completion_tokens + self._cut_tokens.pop(rollout.rollout_id, 0)
-        self._lost_tokens[rollout.rollout_id] = lost_tokens
-        self.totals.tokens_generated += lost_tokens
+        self.totals.tokens_generated += self._recorder.bias.losing(rollout)
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         """See `SchedulerObserver`."""
@@ -173,7 +169,7 @@ class RunObserver:
             self.totals.failures[outcome.reason] += 1
             if self.totals.failures[outcome.reason] == 1:
                 _logger.warning("a rollout failed, and more of %r are only counted: %s", outcome.reason, message)
-        self._recorder.rollout_ended(rollout, outcome, lost_tokens=self._lost_tokens.pop(rollout_id, 0))
+        self._recorder.rollout_ended(rollout_id, rollout, outcome)
         if rollout is not None:
             self._entries.append(RolloutEntry(rollout, outcome, self._advantages.pop(rollout_id, None)))
 

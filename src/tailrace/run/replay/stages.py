@@ -157,7 +157,7 @@ class Pipeline:
                 recorder.group_scored(group)
                 for rollout, advantage in zip(group.rollouts, group.advantages or (), strict=True):
                     recorder.rollout_finished(rollout)
-                    recorder.rollout_ended(rollout, outcome)
+                    recorder.rollout_ended(rollout.rollout_id, rollout, outcome)
                     entries.append(RolloutEntry(rollout, outcome, float(np.mean(advantage))))
                 if number % _GROUPS_AT_ONCE == 0:
                     await asyncio.sleep(0)
