@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MAPPED_BYTES = 32 << 20
 """Blocks up to this size come from the heap; the most that every glibc takes."""
 _KEEP_BYTES = (1 << 31) - 1
@@ -18,6 +18,16 @@ _BLOCK_BYTES = 16 << 20
 
 RESERVED_BYTES_PER_ROLLOUT = 4096
 """Of the heap that one rollout in flight takes, about: frames of its coroutines, and its share of all tables."""
+
+
+def share_one_arena() -> bool:
+    """Let all threads take memory from the same arena; whether it could (Linux with glibc only).
+
+    glibc gives up to eight arenas per core to threads. What one thread takes and another gives back then lies about in
+    all of them: a generator that does the same in every step grew by 3.6 % in 450 steps, with one arena not at all.
+    Call it before threads are started: an arena that is there stays.
+    """
+    return platform.libc_ver()[0] == "glibc" and bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1))
 
 
 def reserve_memory(num_bytes: int) -> bool:

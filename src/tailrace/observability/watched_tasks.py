@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
-from contextvars import Context
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -63,9 +62,7 @@ class WatchedCoroutine(Coroutine[Any, Any, Any]):
 def watching_task_factory(turns: Turns) -> Callable[..., asyncio.Task[Any]]:
     """Makes tasks that tell `turns` when they run. For `loop.set_task_factory`."""
 
-    def make(
-        loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], *, context: Context | None = None
-    ) -> asyncio.Task[Any]:
-        return asyncio.Task(WatchedCoroutine(coroutine, turns), loop=loop, context=context)
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(WatchedCoroutine(coroutine, turns), loop=loop, **options)  # what this Python has of them
 
     return make

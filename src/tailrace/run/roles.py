@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError
 from tailrace.generation.generator import Generator
 from tailrace.generation.rpc_server import GeneratorServer
+from tailrace.lifecycle.memory import share_one_arena
 from tailrace.lifecycle.resources import RunResources
 from tailrace.observability.logs import setup_logging
 from tailrace.observability.phases import PhaseRecorder
@@ -89,6 +91,7 @@ async def trainer(encoded: bytes) -> None:
     """The trainer's process. Leaves when the event log ends: by then its terminal record was read."""
     role = msgspec.json.decode(encoded, type=RoleSettings)
     setup_logging("trainer", role.paths.logs, level=role.run.observability.log_level)
+    importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
     async with (
         recording_phases("trainer", role.paths, role.run.observability) as phases,
         watched_loop(role.run.observability, phases),
@@ -151,6 +154,7 @@ async def generator(encoded: bytes) -> None:
     """The generator's process. Serves until its client closes it, or it is terminated."""
     role = msgspec.json.decode(encoded, type=RoleSettings)
     settings = role.run
+    share_one_arena()
     setup_logging(role.name, role.paths.logs, level=settings.observability.log_level)
     async with (
         recording_phases(role.name, role.paths, settings.observability) as phases,

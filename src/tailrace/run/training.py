@@ -19,7 +19,7 @@ from tailrace.errors import TailraceError
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
+from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
 from tailrace.observability.background import BackgroundWriter
@@ -67,6 +67,8 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
 
     Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
     """
+    if settings.placement == "local":  # a trainer in this process has its own wishes
+        share_one_arena()
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings)
     if settings.evaluation.every_steps is not None:
