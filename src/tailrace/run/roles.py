@@ -12,7 +12,6 @@ from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError
 from tailrace.generation.generator import Generator
 from tailrace.generation.rpc_server import GeneratorServer
-from tailrace.lifecycle.memory import share_one_arena
 from tailrace.lifecycle.resources import RunResources
 from tailrace.observability.logs import setup_logging
 from tailrace.observability.phases import PhaseRecorder
@@ -154,7 +153,6 @@ async def generator(encoded: bytes) -> None:
     """The generator's process. Serves until its client closes it, or it is terminated."""
     role = msgspec.json.decode(encoded, type=RoleSettings)
     settings = role.run
-    share_one_arena()
     setup_logging(role.name, role.paths.logs, level=settings.observability.log_level)
     async with (
         recording_phases(role.name, role.paths, settings.observability) as phases,
