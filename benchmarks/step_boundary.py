@@ -54,6 +54,7 @@ from tailrace.generation.rpc_messages import (
     unpack_reply,
 )
 from tailrace.lifecycle.event_loop import run_on_event_loop
+from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.resources import RunResources, remove_leftovers, shared_memory_folder
 from tailrace.observability.loop_load import LagSampler, LoopTraffic, SampledLag
 from tailrace.observability.memory import PeakMemory, copy_s
@@ -202,6 +203,7 @@ async def run_case(case: Case, *, steps: int, smallest_s: float | None) -> list[
         stack.push_async_callback(sender.close)
         orchestrator = Orchestrator(case, folder, sender)
         stack.push_async_callback(orchestrator.close)
+        stack.enter_context(hold_old_objects())  # as in a run's orchestrator
         async with LoopTraffic(TRAFFIC_TASKS):
             idle = LagSampler()
             async with idle:
