@@ -68,17 +68,20 @@ class PutQueue:
 
 def _wake(loop: asyncio.AbstractEventLoop, told: list[tuple[_Put, PayloadRef | Exception]]) -> None:
     try:
-        loop.call_soon_threadsafe(_tell, told)
+        loop.call_soon_threadsafe(_tell, loop, deque(told))
     except RuntimeError:  # the loop is closed, and with it whoever would hear
         if not loop.is_closed():
             raise
 
 
-def _tell(told: list[tuple[_Put, PayloadRef | Exception]]) -> None:
-    for future, result in told:
-        if future.done():
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+def _tell(loop: asyncio.AbstractEventLoop, told: deque[tuple[_Put, PayloadRef | Exception]]) -> None:
+    """One in each turn of the loop: whoever waited goes on in it, and all of them at once would hold it for long."""
+    future, result = told.popleft()
+    if told:
+        loop.call_soon(_tell, loop, told)
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
