@@ -28,6 +28,7 @@ class PutQueue:
         self._waiting: deque[tuple[NDArray[np.generic], _Put]] = deque()
         self._lock = threading.Lock()
         self._is_working = False
+        self._untold: set[_Put] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payloads")
 
     def put(self, array: NDArray[np.generic]) -> _Put:
@@ -36,6 +37,8 @@ class PutQueue:
         Do not cancel it: who may be cancelled awaits a shield of it.
         """
         future: _Put = asyncio.get_running_loop().create_future()
+        self._untold.add(future)
+        future.add_done_callback(self._untold.discard)
         with self._lock:
             self._waiting.append((array, future))
             starts, self._is_working = not self._is_working, True
@@ -44,8 +47,10 @@ class PutQueue:
         return future
 
     async def close(self) -> None:
-        """Wait for all that waits to be put. Closing twice does nothing."""
+        """Wait for all that waits to be put, and until whoever waits on this loop was told. Twice does nothing."""
         await asyncio.to_thread(self._thread.shutdown)
+        if own := [future for future in tuple(self._untold) if future.get_loop() is asyncio.get_running_loop()]:
+            await asyncio.wait(own)
 
     def _work(self) -> None:
         while taken := self._take():
