@@ -45,6 +45,7 @@ from step_peers import TOP_K, Peer, Trained, experts_of, generator, read_floor_s
 
 from tailrace.batching import FormedBatch, Packing, compute_advantages, sample_group
 from tailrace.batching.batches import form_batch_in_slices
+from tailrace.batching.slices import in_turns
 from tailrace.generation.rpc_messages import (
     CompletionReply,
     Frames,
@@ -73,7 +74,6 @@ from tailrace.records import (
     Task,
     TaskId,
 )
-from tailrace.scheduling.steps import in_turns
 from tailrace.transport.batch_channels import ChannelBatchSender, shared_memory_sender
 from tailrace.transport.channels import encode
 from tailrace.transport.payload_accounts import PayloadAccounts

@@ -1,11 +1,12 @@
 """Long work in slices of a few milliseconds: a generator that yields now and then and returns its result.
 
-Whoever shares an event loop with others awaits between two slices; whoever does not drains it. Slices are cut by
+Whoever shares an event loop with others takes it in turns with them; whoever does not drains it. Slices are cut by
 counts, never by the clock, so that a run in virtual time repeats itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
 from typing import TypeVar
 
@@ -20,3 +21,14 @@ def drained(work: Generator[None, None, ResultT]) -> ResultT:
         except StopIteration as end:
             result: ResultT = end.value
             return result
+
+
+async def in_turns(work: Generator[None, None, ResultT]) -> ResultT:
+    """Do the work in slices, the event loop's other tasks in between."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: ResultT = end.value
+            return result
+        await asyncio.sleep(0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Generator
-from typing import TypeVar
 
 from tailrace.batching import FormedBatch
-from tailrace.batching.slices import drained
+from tailrace.batching.slices import drained, in_turns
 from tailrace.observability.phases import phase
 from tailrace.records import Outcome, StepSkipped, StepTrained
 from tailrace.scheduling.accounts import Accounts
@@ -18,8 +16,6 @@ ENDED_AT_ONCE = 128
 """Rollouts whose end is written down before the event loop may turn to others."""
 FREED_AT_ONCE = 32
 """Groups that are let go of before the event loop may turn to others."""
-
-ResultT = TypeVar("ResultT")
 
 
 class EndedSteps:
@@ -66,14 +62,3 @@ class EndedSteps:
         while groups:
             del groups[-FREED_AT_ONCE:]
             yield
-
-
-async def in_turns(work: Generator[None, None, ResultT]) -> ResultT:
-    """Do the work in slices, the event loop's other tasks in between."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: ResultT = end.value
-            return result
-        await asyncio.sleep(0)

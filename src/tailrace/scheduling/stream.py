@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Protocol
 
 from tailrace.batching import FormedBatch, compute_advantages, filter_reason
+from tailrace.batching.slices import in_turns
 from tailrace.observability.phases import phase
 from tailrace.records import Group, GroupId, Outcome, PlannedBatch, Rollout, StepSkipped, StepTrained, Task
 from tailrace.scheduling.accounts import Accounts
@@ -33,7 +34,7 @@ from tailrace.scheduling.ready import ReadyGroup, ReadyQueue, shared_out
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.staleness import Floors, must_hold, oldest_allowed
 from tailrace.scheduling.statistics import SchedulerStatistics
-from tailrace.scheduling.steps import EndedSteps, in_turns
+from tailrace.scheduling.steps import EndedSteps
 from tailrace.scheduling.stragglers import Stragglers
 from tailrace.scheduling.tasks import TaskKey, TaskStream
 from tailrace.scheduling.waits import Stopwatch

@@ -17,6 +17,7 @@ import numpy as np
 
 from tailrace.batching import FormedBatch, Packing, SampledGroup, compute_advantages, filter_reason, sample_group
 from tailrace.batching.batches import form_batch_in_slices
+from tailrace.batching.slices import in_turns
 from tailrace.errors import DataError
 from tailrace.observability.background import BackgroundWriter
 from tailrace.observability.metrics import MetricsAccumulator
@@ -26,7 +27,6 @@ from tailrace.observability.rollout_records import RolloutEntry
 from tailrace.observability.sinks import JsonlSink, RolloutWriter
 from tailrace.records import Batch, Group, OpenPayload, Outcome
 from tailrace.scheduling.settings import SchedulingSettings
-from tailrace.scheduling.steps import in_turns
 from tailrace.transport.batch_queue import BatchReceiver, BatchSender
 
 Score = Callable[[Sequence[Group]], Awaitable[None]]
