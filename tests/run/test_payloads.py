@@ -55,7 +55,7 @@ def require_replayed(folder: Path) -> None:
     lines = records(folder / "metrics.jsonl")
     assert len(lines) == 3
     assert all(line["training/replayed_share"] > 0.9 for line in lines)
-    assert all(line["training/router_agreement"] > 0.9 for line in lines)
+    assert lines[0]["training/router_agreement"] > 0.999  # the others' routers may have learnt since
     recorded, released = (sum(line[f"payloads/{name}_bytes"] for line in lines) for name in ("recorded", "released"))
     assert recorded == released + lines[-1]["payloads/held_bytes"]
     assert released > 0
