@@ -23,7 +23,7 @@ from tailrace.generation.engines.native.kernels import Rotation
 from tailrace.generation.engines.native.layers import LayerParts, Norm, known_layers
 from tailrace.training.attention import PACKED_ATTENTION, SegmentGroup, Segments
 from tailrace.training.materialized import MATERIALIZE_UP_TO, attend, attend_backward
-from tailrace.training.onednn_linear import fast_product
+from tailrace.training.onednn_linear import fast_product, outer_product
 
 
 def fuse_layers(model: nn.Module) -> list[nn.Module]:
@@ -165,7 +165,8 @@ class _Products(torch.autograd.Function):
         grad_bias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_inputs, grad_bias, *(None for _ in ctx.rows)
-        return grad_inputs, grad_bias, *(grad.t() @ inputs).float().split(ctx.rows)
+        grad_matrix = outer_product(grad, inputs).float()
+        return grad_inputs, grad_bias, *torch.split(grad_matrix, ctx.rows)
 
 
 class _Layout(NamedTuple):

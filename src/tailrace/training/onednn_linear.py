@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tailrace.generation.engines.onednn import gains_in_float32
+from tailrace.generation.engines.onednn import fill, gains_in_float32, product
 
 _PROBE_ROWS = 32
 
@@ -44,7 +44,7 @@ def _agrees(weight: Tensor) -> bool:
         probe = torch.randn(_PROBE_ROWS, matrix.shape[1], generator=generator)
         expected = probe @ matrix.t()
         tolerance = 1e-5 * float(expected.abs().max())
-        if not torch.allclose(_product(probe, matrix), expected, rtol=1e-5, atol=tolerance):
+        if not torch.allclose(product(probe, matrix), expected, rtol=1e-5, atol=tolerance):
             return False
     return True
 
@@ -58,31 +58,39 @@ def _forward(module: nn.Linear, inputs: Tensor) -> Tensor:
 def fast_product(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs], by whichever is faster here."""
     if rows.dtype is torch.float32 and rows.device.type == "cpu" and _gains():
-        return _product(rows, matrix, bias)
+        return product(rows, matrix, bias)
+    if _is_onednns(rows):
+        return F.linear(fill(rows), matrix, bias)[: len(rows)]
     return F.linear(rows, matrix, bias)
 
 
+def outer_product(grads: Tensor, inputs: Tensor) -> Tensor:
+    """[outputs, inputs]: the transpose of `grads` [num_rows, outputs] times `inputs` [num_rows, inputs]."""
+    if _is_onednns(inputs):
+        return fill(grads).t() @ fill(inputs)
+    return grads.t() @ inputs
+
+
+def _is_onednns(rows: Tensor) -> bool:
+    """Whether torch itself takes oneDNN's products."""
+    return rows.dtype is torch.bfloat16 and rows.device.type == "cpu"
+
+
 _gains = cache(gains_in_float32)
-
-
-def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs]."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
-    return product
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        return _product(inputs, weight)
+        return product(inputs, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         grad = grads[0]
         return (
-            _product(grad, weight.t()) if ctx.needs_input_grad[0] else None,
+            product(grad, weight.t()) if ctx.needs_input_grad[0] else None,
             grad.t() @ inputs if ctx.needs_input_grad[1] else None,
         )
 

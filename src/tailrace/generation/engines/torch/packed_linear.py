@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from tailrace.generation.engines.onednn import gains_packed
+from tailrace.generation.engines.onednn import gains_packed, product
 
 _PROBE_ROWS = 32
 
@@ -60,7 +60,7 @@ class JoinedLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         """`rows` [rows, inputs] are of the weights' dtype."""
         if self._packs:
-            return _product(rows, self._weight, self._bias)
+            return product(rows, self._weight, self._bias)
         return nn.functional.linear(rows, self._weight, self._bias)
 
 
@@ -83,7 +83,7 @@ class _Packed:
 
     def forward(self, inputs: Tensor) -> Tensor:
         rows = self._rounded.to(inputs, self._module.weight.dtype)
-        return _product(rows, self._weight, self._module.bias)
+        return product(rows, self._weight, self._module.bias)
 
 
 class _Rounded:
@@ -112,7 +112,7 @@ def _qualifies(module: nn.Linear) -> bool:
         weight = module.weight
         probe = torch.randn(_PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         expected = nn.functional.linear(probe, weight, module.bias).float()
-        found = _product(probe, _pack(weight), module.bias).float()
+        found = product(probe, _pack(weight), module.bias).float()
         tolerance = (1e-5 if weight.dtype is torch.float32 else 2e-2) * float(expected.abs().max())
         return bool(torch.allclose(found, expected, rtol=0, atol=tolerance))
 
@@ -121,8 +121,3 @@ def _qualifies(module: nn.Linear) -> bool:
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return packed
-
-
-def _product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-    return product
