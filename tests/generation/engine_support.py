@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tailrace.generation.engines.protocol import Engine
+from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams
 
@@ -69,9 +71,40 @@ def make_model(architecture: str = "qwen3", seed: int = 0) -> PreTrainedModel:
     return ARCHITECTURES[architecture]().eval()
 
 
-def make_engine(model: PreTrainedModel, **options: object) -> TorchEngine:
+EngineT = TypeVar("EngineT", bound=Engine)
+
+
+class Brake:
+    """Slows an engine down once it has sampled some tokens, until it is let go.
+
+    What a test then does to a request that runs happens in its middle, however late the test gets to it: 200 tokens
+    take 4 s, and no time at all once they need not wait any more.
+    """
+
+    STEP_S = 0.02
+
+    def __init__(self, after_tokens: int = 4) -> None:
+        self._after_tokens, self._let_go = after_tokens, threading.Event()
+
+    def on(self, engine: EngineT) -> EngineT:
+        step = engine.step
+
+        def slowed() -> list[SampledTokens]:
+            if engine.statistics().sampled_tokens_total >= self._after_tokens:
+                self._let_go.wait(self.STEP_S)
+            return step()
+
+        engine.step = slowed  # type: ignore[method-assign]
+        return engine
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+def make_engine(model: PreTrainedModel, brake: Brake | None = None, **options: object) -> TorchEngine:
     """An engine over a copy of `model`, whose own attention stays as it is, to compare with."""
-    return TorchEngine(copy.deepcopy(model), **{"slots": 4, **options})
+    engine = TorchEngine(copy.deepcopy(model), **{"slots": 4, **options})
+    return engine if brake is None else brake.on(engine)
 
 
 def request(

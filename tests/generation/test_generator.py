@@ -16,7 +16,7 @@ from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.generator import Generator
 from tailrace.records import Completion, FinishReason, SamplingParams
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
-from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
+from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
 
 
 def ask(generator: Generator, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
@@ -31,11 +31,13 @@ def ask(generator: Generator, name: str, prompt: list[int], **sampling: object) 
     )
 
 
-def opener(model, opened: list[int] | None = None, version: int = 0, wait: threading.Event | None = None):
+def opener(model, opened: list[int] | None = None, version: int = 0, gate: tuple[threading.Event, ...] = ()):
     @contextmanager
     def open_tensors() -> Iterator[Mapping[str, torch.Tensor]]:
-        if wait is not None:
-            assert wait.wait(30)
+        if gate:
+            begun, may_go_on = gate
+            begun.set()
+            assert may_go_on.wait(30)
         if opened is not None:
             opened.append(version)
         yield model.state_dict()
@@ -101,11 +103,12 @@ async def test_tokens_of_newer_weights_than_were_asked_for_carry_the_newer_versi
 
 
 async def test_weights_are_swapped_while_requests_go_on(model) -> None:
-    newer = make_model(seed=1)
-    async with Generator(lambda: make_engine(model)) as generator:
+    newer, brake = make_model(seed=1), Brake()
+    async with Generator(lambda: make_engine(model, brake)) as generator:
         call = ask(generator, "r", [1, 2, 3], max_tokens=200)
         await sampled(generator, 5)
         assert await generator.load_model_state_dict(opener(newer), 4) == 4
+        brake.let_go()
         completion = await call
         assert set(completion.policy_versions.tolist()) == {0, 4}
         assert (np.diff(completion.policy_versions) >= 0).all()
@@ -115,10 +118,10 @@ async def test_weights_are_swapped_while_requests_go_on(model) -> None:
 
 async def test_overlapping_loads_install_only_the_newest_and_every_caller_learns_it(model) -> None:
     opened: list[int] = []
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
     async with Generator(lambda: make_engine(model)) as generator:
-        first = asyncio.create_task(generator.load_model_state_dict(opener(model, opened, 1, gate), 1))
-        await asyncio.sleep(0.05)  # the thread is inside the first load
+        first = asyncio.create_task(generator.load_model_state_dict(opener(model, opened, 1, (begun, gate)), 1))
+        assert await asyncio.to_thread(begun.wait, 30)  # the thread is inside the first load
         later = [
             asyncio.create_task(generator.load_model_state_dict(opener(model, opened, version), version))
             for version in (3, 2, 4)
@@ -153,15 +156,17 @@ async def test_a_refused_request_costs_only_itself(model) -> None:
 
 
 async def test_a_request_id_in_use_is_refused(model) -> None:
-    async with Generator(lambda: make_engine(model)) as generator:
+    brake = Brake(0)
+    async with Generator(lambda: make_engine(model, brake)) as generator:
         first = ask(generator, "twin", [1], max_tokens=200)
         with pytest.raises(RequestRefused, match="twin is running already"):
             await ask(generator, "twin", [2], max_tokens=3)
+        brake.let_go()
         assert (await first).num_tokens == 200
 
 
 async def test_cancelling_the_caller_frees_the_slot(model) -> None:
-    async with Generator(lambda: make_engine(model, slots=1)) as generator:
+    async with Generator(lambda: make_engine(model, Brake(), slots=1)) as generator:
         long = ask(generator, "long", [1], max_tokens=250)
         await sampled(generator, 1)
         long.cancel()
@@ -174,7 +179,7 @@ async def test_cancelling_the_caller_frees_the_slot(model) -> None:
 async def test_what_was_sampled_of_a_cancelled_request_is_told_prefix_included(model) -> None:
     cut: list[tuple[str, int]] = []
     heard = asyncio.Event()
-    async with Generator(lambda: make_engine(model, chunk_tokens=1)) as generator:
+    async with Generator(lambda: make_engine(model, Brake(after_tokens=9), chunk_tokens=1)) as generator:
         generator.tell_of_cuts(lambda request_id, tokens: cut.append((request_id, tokens)))
         whole = await ask(generator, "whole", [1], max_tokens=7)
         long = asyncio.create_task(
@@ -270,7 +275,8 @@ async def test_an_engine_that_cannot_be_built_says_why() -> None:
 
 
 async def test_closing_fails_what_is_outstanding_and_ends_the_thread(model) -> None:
-    generator = Generator(lambda: make_engine(model))
+    others = threading.enumerate()
+    generator = Generator(lambda: make_engine(model, Brake(0)))
     await generator.ready()
     call = ask(generator, "r", [1], max_tokens=250)
     await asyncio.sleep(0)
@@ -278,7 +284,7 @@ async def test_closing_fails_what_is_outstanding_and_ends_the_thread(model) -> N
     with pytest.raises(EngineFailed, match="closed"):
         await call
     await generator.close()
-    assert not any(thread.name == "tailrace-engine" for thread in threading.enumerate())
+    assert not any(thread.name == "tailrace-engine" for thread in threading.enumerate() if thread not in others)
 
 
 async def test_the_engine_is_built_and_stepped_in_one_thread_of_its_own(model) -> None:

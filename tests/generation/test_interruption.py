@@ -19,7 +19,7 @@ from tailrace.generation.inbox import Release, Waiter
 from tailrace.generation.resuming import ResumingGenerate
 from tailrace.generation.staging import Staged
 from tailrace.records import Branch, Completion, FinishReason, Int32Array, SamplingParams
-from tests.generation.engine_support import Driver, greedy_reference, make_engine, prompts, request
+from tests.generation.engine_support import Brake, Driver, greedy_reference, make_engine, prompts, request
 from tests.generation.loop_support import World, let_others_run
 
 PROMPTS = prompts(4, seed=2, longest=14)
@@ -196,7 +196,8 @@ async def test_what_was_interrupted_after_its_last_token_is_not_sampled_again(sa
 
 
 async def test_a_caller_of_a_paused_generator_only_waits_longer() -> None:
-    async with Generator(lambda: SimulatedEngine(step_s=0.0005)) as generator:
+    brake = Brake()
+    async with Generator(lambda: brake.on(SimulatedEngine())) as generator:
         task = asyncio.create_task(
             generator(
                 np.asarray([1, 2], np.int32),
@@ -213,6 +214,7 @@ async def test_a_caller_of_a_paused_generator_only_waits_longer() -> None:
         await asyncio.sleep(0.02)
         assert generator.statistics().sampled_tokens_total == sampled < 400
         assert not task.done()
+        brake.let_go()
         await generator.resume()
         done = await task
         assert (done.num_tokens, done.metrics["preemptions"]) == (400, 1)

@@ -27,7 +27,7 @@ from tailrace.generation.rpc_server import GeneratorServer, OpenModelStateDict
 from tailrace.records import Completion, FinishReason, Generate, ModelStateDictRef, SamplingParams
 from tailrace.transport.channels import create_socket_folder, ipc_address
 from tailrace.transport.model_state_dicts import ModelStateDict
-from tests.generation.engine_support import greedy_reference, make_engine
+from tests.generation.engine_support import Brake, greedy_reference, make_engine
 
 PROMPT = [3, 1, 4, 1]
 TOKENS = 250
@@ -76,12 +76,13 @@ async def servers(*generators: Generator, opener: OpenModelStateDict = nothing) 
         folder.rmdir()
 
 
-def torch_generator(model, chunk_tokens: int = 64) -> Generator:
-    return Generator(lambda: make_engine(model, chunk_tokens=chunk_tokens))
+def torch_generator(model, brake: Brake | None = None) -> Generator:
+    return Generator(lambda: make_engine(model, brake))
 
 
-def slow_generator() -> Generator:
-    return Generator(lambda: SimulatedEngine(step_s=0.0005))
+def simulated_generator(brake: Brake | None = None, chunk_tokens: int = 64) -> Generator:
+    engine = SimulatedEngine(chunk_tokens=chunk_tokens)
+    return Generator(lambda: engine if brake is None else brake.on(engine))
 
 
 def ask(
@@ -110,7 +111,8 @@ async def sampling(generator: Generator, tokens: int = 4) -> None:
 
 
 async def test_a_paused_generator_finishes_nothing_loses_nothing_and_goes_on_when_told(model) -> None:
-    async with servers(torch_generator(model)) as (server,):
+    brake = Brake()
+    async with servers(torch_generator(model, brake)) as (server,):
         client, heard = await server.client(), list[int]()
         call = ask(client, on_chunk=lambda chunk: heard.extend(chunk.token_ids.tolist()))
         await sampling(server.generator)
@@ -122,6 +124,7 @@ async def test_a_paused_generator_finishes_nothing_loses_nothing_and_goes_on_whe
         assert server.generator.statistics().sampled_tokens_total == sampled
         assert not call.done()
         assert not later.done()
+        brake.let_go()
         await client.resume()
         done = await call
         assert done.token_ids.tolist() == greedy_reference(model, PROMPT, TOKENS)
@@ -131,7 +134,7 @@ async def test_a_paused_generator_finishes_nothing_loses_nothing_and_goes_on_whe
 
 
 async def test_which_tokens_were_sampled_over_older_caches_survives_the_way_and_the_seam() -> None:
-    async with servers(slow_generator(), slow_generator()) as (server, other):
+    async with servers(simulated_generator(Brake(), chunk_tokens=8), simulated_generator()) as (server, other):
         client, chunks = await server.client(), list[SampledTokens]()
         call = ask(client, tokens=400, on_chunk=chunks.append)
         await sampling(server.generator)
@@ -158,12 +161,14 @@ async def test_which_tokens_were_sampled_over_older_caches_survives_the_way_and_
 
 
 async def test_what_was_interrupted_on_one_generator_goes_on_at_the_other(model) -> None:
-    async with servers(torch_generator(model), torch_generator(model)) as both:
+    brake = Brake()
+    async with servers(torch_generator(model, brake), torch_generator(model)) as both:
         clients = [await server.client() for server in both]
         turns = itertools.cycle(clients)
         call = ask(ResumingGenerate(lambda: next(turns)))
         await sampling(both[0].generator)
         assert await clients[0].interrupt({"r"}) == 1
+        brake.let_go()
         done = await call
         assert done.token_ids.tolist() == greedy_reference(model, PROMPT, TOKENS)
         assert done.finish_reason is FinishReason.LENGTH
@@ -187,13 +192,15 @@ async def test_what_never_began_can_be_interrupted(model) -> None:
 
 
 async def test_a_pause_is_no_lack_of_progress() -> None:
-    async with servers(slow_generator()) as (server,):
+    brake = Brake()
+    async with servers(simulated_generator(brake)) as (server,):
         client = await server.client(progress_deadline_s=DEADLINE_S)
         call = ask(client, tokens=400)
         await sampling(server.generator)
         await client.pause()
         await asyncio.sleep(3 * DEADLINE_S)
         assert client.failure is None
+        brake.let_go()
         await client.resume()
         assert (await call).num_tokens == 400
         await client.leave()
@@ -207,7 +214,7 @@ async def test_weights_that_get_stuck_during_a_pause_are_a_lack_of_progress() ->
         come.wait()
         yield ModelStateDict({}, 1)
 
-    async with servers(slow_generator(), opener=never) as (server,):
+    async with servers(simulated_generator(), opener=never) as (server,):
         client = await server.client(progress_deadline_s=DEADLINE_S)
         await client.pause()
         with pytest.raises(EngineFailed, match="generator is stuck"):
@@ -217,7 +224,7 @@ async def test_weights_that_get_stuck_during_a_pause_are_a_lack_of_progress() ->
 
 
 async def test_a_pause_lasts_until_everyone_who_paused_has_resumed_or_left() -> None:
-    async with servers(slow_generator()) as (server,):
+    async with servers(simulated_generator()) as (server,):
         one, other = await server.client(), await server.client()
         await one.pause()
         await other.pause()
@@ -244,7 +251,7 @@ asyncio.run(main())
 
 
 async def test_a_client_that_is_killed_takes_its_pause_with_it() -> None:
-    async with servers(slow_generator()) as (server,):
+    async with servers(simulated_generator()) as (server,):
         client = await server.client()
         process = subprocess.Popen(  # noqa: ASYNC220
             [sys.executable, "-c", textwrap.dedent(HOLDER), server.address], stdout=subprocess.PIPE
@@ -266,7 +273,7 @@ async def test_a_client_that_is_killed_takes_its_pause_with_it() -> None:
 
 
 async def test_a_caller_that_does_not_wait_for_its_pause_does_not_hold_it() -> None:
-    async with servers(slow_generator()) as (server,):
+    async with servers(simulated_generator()) as (server,):
         client = await server.client()
         pausing = asyncio.create_task(client.pause())
         await asyncio.sleep(0)
@@ -278,7 +285,7 @@ async def test_a_caller_that_does_not_wait_for_its_pause_does_not_hold_it() -> N
 
 
 async def test_only_a_client_that_said_hello_may_pause() -> None:
-    async with servers(slow_generator()) as (server,):
+    async with servers(simulated_generator()) as (server,):
         stranger = GeneratorClient(server.address)
         with pytest.raises(CorruptData, match="must say hello before"):
             await stranger.pause()
@@ -323,7 +330,8 @@ async def fleet(*generators: Generator, joined: int = 2) -> AsyncIterator[Fleet]
 
 
 async def test_the_router_pauses_and_resumes_every_replica(model) -> None:
-    async with fleet(torch_generator(model), torch_generator(model)) as here:
+    brake = Brake()
+    async with fleet(torch_generator(model, brake), torch_generator(model, brake)) as here:
         calls = [ask(here.router, str(index)) for index in range(2)]
         await until(lambda: min(here.sampled()) > 0)
         assert await here.router.pause() == 2
@@ -331,6 +339,7 @@ async def test_the_router_pauses_and_resumes_every_replica(model) -> None:
         later = ask(here.router, "later", 3)
         await asyncio.sleep(3 * REPORT_S)
         assert here.sampled() == sampled
+        brake.let_go()
         await here.router.resume()
         expected = greedy_reference(model, PROMPT, TOKENS)
         assert [done.token_ids.tolist() for done in await asyncio.gather(*calls)] == [expected] * 2
@@ -339,7 +348,7 @@ async def test_the_router_pauses_and_resumes_every_replica(model) -> None:
 
 
 async def test_a_replica_that_dies_while_paused_loses_no_token_and_one_that_joins_waits(model) -> None:
-    async with fleet(torch_generator(model), torch_generator(model), joined=1) as here:
+    async with fleet(torch_generator(model, Brake()), torch_generator(model), joined=1) as here:
         call = ask(here.router)
         await until(lambda: here.sampled()[0] > 0)
         await here.router.pause()
@@ -356,7 +365,7 @@ async def test_a_replica_that_dies_while_paused_loses_no_token_and_one_that_join
 
 
 async def test_a_replica_that_dies_after_a_pause_leaves_no_hole(model) -> None:
-    async with fleet(torch_generator(model), torch_generator(model), joined=1) as here:
+    async with fleet(torch_generator(model, Brake()), torch_generator(model), joined=1) as here:
         call = ask(here.router)
         await until(lambda: here.sampled()[0] > 0)
         await here.router.pause()
@@ -371,7 +380,8 @@ async def test_a_replica_that_dies_after_a_pause_leaves_no_hole(model) -> None:
 
 
 async def test_the_router_hands_back_what_is_interrupted_and_it_goes_on_elsewhere(model) -> None:
-    async with fleet(torch_generator(model), torch_generator(model)) as here:
+    brake = Brake()
+    async with fleet(torch_generator(model, brake), torch_generator(model, brake)) as here:
         calls = [ask(here.router, name) for name in ("wanted", "other")]
         await until(lambda: min(here.sampled()) > 0)
         await here.router.pause()
@@ -382,6 +392,7 @@ async def test_the_router_hands_back_what_is_interrupted_and_it_goes_on_elsewher
         assert partial.finish_reason is empty.finish_reason is FinishReason.ABORTED
         assert 0 < partial.num_tokens < TOKENS
         assert empty.num_tokens == 0
+        brake.let_go()
         await here.router.resume()
         expected = greedy_reference(model, PROMPT, TOKENS)
         rest = await here.router.generate(
@@ -396,18 +407,20 @@ async def test_the_router_hands_back_what_is_interrupted_and_it_goes_on_elsewher
 
 
 async def test_what_one_replica_hands_back_unasked_goes_on_by_itself(model) -> None:
-    async with fleet(torch_generator(model), torch_generator(model)) as here:
+    brake = Brake()
+    async with fleet(torch_generator(model, brake), torch_generator(model, brake)) as here:
         call = ask(here.router)
         await until(lambda: max(here.sampled()) > 0)
         running = here.clients[int(np.argmax(here.sampled()))]
         assert await running.interrupt() == 1
+        brake.let_go()
         done = await call
         assert done.token_ids.tolist() == greedy_reference(model, PROMPT, TOKENS)
         assert sum(here.sampled()) == TOKENS
 
 
 async def test_a_router_without_replicas_left_refuses_to_pause() -> None:
-    async with fleet(slow_generator(), joined=1) as here:
+    async with fleet(simulated_generator(), joined=1) as here:
         here.router.fail(EngineFailed("all of them left"))
         with pytest.raises(EngineFailed, match="all of them left"):
             await here.router.pause()

@@ -25,14 +25,16 @@ from tailrace.generation.rpc_server import GeneratorServer
 from tailrace.records import Completion, FinishReason, ModelStateDictRef, SamplingParams
 from tailrace.transport.channels import create_socket_folder, ipc_address
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
-from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
+from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
 
 
 @asynccontextmanager
-async def served(model, store: MemoryModelStateDictStore | None = None) -> AsyncIterator[GeneratorClient]:
+async def served(
+    model, store: MemoryModelStateDictStore | None = None, brake: Brake | None = None
+) -> AsyncIterator[GeneratorClient]:
     folder = create_socket_folder()
     address = ipc_address(folder, "generator")
-    generator = Generator(lambda: make_engine(model))
+    generator = Generator(lambda: make_engine(model, brake))
     server = GeneratorServer(generator, (store or MemoryModelStateDictStore()).open, address)
     serving = asyncio.create_task(server.serve())
     client = GeneratorClient(address)
@@ -166,7 +168,7 @@ async def test_a_call_that_cannot_be_read_costs_only_that_call(model) -> None:
 
 
 async def test_cancelling_the_caller_aborts_the_remote_request(model) -> None:
-    async with served(model) as client:
+    async with served(model, brake=Brake()) as client:
         calls = [ask(client, str(i), [1], max_tokens=250) for i in range(4)]
         await running(client, 4)
         for call in calls:

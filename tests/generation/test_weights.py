@@ -18,7 +18,7 @@ from tailrace.generation.generator import Generator
 from tailrace.generation.staging import Staged
 from tailrace.records import Completion, SamplingParams
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
-from tests.generation.engine_support import forward_logprobs, make_engine, make_model, over_old_cache, prompts
+from tests.generation.engine_support import Brake, forward_logprobs, make_engine, make_model, over_old_cache, prompts
 from tests.generation.loop_support import World
 
 PROMPT = prompts(2)[1]
@@ -154,25 +154,28 @@ async def test_newer_weights_come_at_once_while_older_ones_wait_for_their_next_a
 
 
 async def test_generation_goes_on_while_weights_are_being_opened() -> None:
-    gate = threading.Event()
-    async with Generator(lambda: SimulatedEngine(step_s=0.0005), WeightPolicy()) as generator:
-        long = generate(generator, "long", 2000)
+    gate, brake = threading.Event(), Brake(after_tokens=101)
+    async with Generator(lambda: brake.on(SimulatedEngine()), WeightPolicy()) as generator:
+        long = generate(generator, "long", 400)
         load = asyncio.create_task(generator.load_model_state_dict(opener({}, gate=gate), 1))
         await until(generator, lambda: generator.statistics().sampled_tokens_total > 100)
         assert not load.done()
         gate.set()
         assert await load == 1
+        brake.let_go()
         assert set((await long).policy_versions.tolist()) == {0, 1}
 
 
 async def test_a_drain_that_waits_takes_the_newest_weights_there_are() -> None:
-    async with Generator(lambda: SimulatedEngine(step_s=0.001), WeightPolicy("drain", "reset_prefix")) as generator:
+    brake = Brake(after_tokens=0)
+    async with Generator(lambda: brake.on(SimulatedEngine()), WeightPolicy("drain", "reset_prefix")) as generator:
         long = generate(generator, "long", 300)
         await until(generator, lambda: generator.statistics().in_flight == 1)
         loads = []
         for version in (1, 2, 3):
             loads.append(asyncio.create_task(generator.load_model_state_dict(opener({}), version)))
             await asyncio.sleep(0.02)
+        brake.let_go()
         assert await asyncio.gather(*loads) == [3, 3, 3]
         assert set((await long).policy_versions.tolist()) == {0}
         assert generator.statistics().loads_total == 1
@@ -188,6 +191,7 @@ async def test_weights_are_of_the_version_that_the_store_lent(model) -> None:
 
 
 async def test_what_waits_for_weights_fails_with_the_engine() -> None:
+    others = threading.enumerate()
     generator = Generator(SimulatedEngine, WeightPolicy(attempts=9, backoff_s=60))
     await generator.ready()
     load = asyncio.create_task(generator.load_model_state_dict(opener({}, failing=["lost"] * 9), 1))
@@ -195,4 +199,4 @@ async def test_what_waits_for_weights_fails_with_the_engine() -> None:
     await generator.close()
     with pytest.raises(Exception, match="the engine is closed"):
         await load
-    assert not any(thread.name.startswith("tailrace") for thread in threading.enumerate())
+    assert not any(one.name.startswith("tailrace") for one in threading.enumerate() if one not in others)

@@ -19,7 +19,7 @@ from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
 from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
-from tests.generation.engine_support import forward_logprobs, greedy_reference, make_engine, make_model
+from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
 
 PROMPT = np.asarray([3, 1, 4, 1], np.int32)
 FOREVER = SamplingParams(temperature=0, max_tokens=250)
@@ -28,8 +28,8 @@ FOREVER = SamplingParams(temperature=0, max_tokens=250)
 class Replica:
     """A generator as a router's client, that breaks when told to: after so many tokens, or at once."""
 
-    def __init__(self, model, store: MemoryModelStateDictStore | None = None, chunk_tokens: int = 2) -> None:
-        self.generator = Generator(lambda: make_engine(model, chunk_tokens=chunk_tokens))
+    def __init__(self, model, store: MemoryModelStateDictStore | None = None, brake: Brake | None = None) -> None:
+        self.generator = Generator(lambda: make_engine(model, brake, chunk_tokens=2))
         self.failure: Exception | None = None
         self.breaks_after: int | None = None
         self.prefixes: list[int] = []
@@ -143,7 +143,7 @@ async def test_a_cancelled_request_is_told_of_with_the_tokens_that_had_come(mode
     cut: list[tuple[str, int]] = []
     async with world("a") as here:
         here.router.tell_of_cuts(lambda *told: cut.append(told))
-        replica = await here.join("a", Replica(model))
+        replica = await here.join("a", Replica(model, brake=Brake(after_tokens=20)))
         asked = here.ask()
         await until(lambda: replica.generator.statistics().sampled_tokens_total >= 20)
         asked.cancel()
@@ -266,7 +266,9 @@ async def test_figures_tell_failovers_and_what_runs(model) -> None:
         call = here.ask()
         await until(here.uses["a"].done)
         assert here.router.figures()[0].failovers == 1
-        await here.join("b", Replica(model))
+        brake = Brake()
+        await here.join("b", Replica(model, brake=brake))
         await until(lambda: here.router.figures()[1].requests == 1)
+        brake.let_go()
         assert (await call).num_tokens == 250
         assert [replica.requests for replica in here.router.figures()] == [0, 0]
