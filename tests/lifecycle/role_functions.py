@@ -59,7 +59,7 @@ async def write_environment(settings: bytes) -> None:
     Path(settings.decode()).write_text("\n".join(lines))
 
 
-def wait_for_file(path: Path, deadline_s: float = 20.0) -> str:
+def wait_for_file(path: Path, deadline_s: float = 60.0) -> str:
     """The content of a file that another process makes."""
     end_s = time.monotonic() + deadline_s
     while not path.exists() or not path.read_text():

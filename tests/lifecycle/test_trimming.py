@@ -71,8 +71,8 @@ def test_freed_pieces_between_kept_ones_are_found_and_given_back() -> None:
     heap = glibc_heap()
     if heap is None:
         pytest.skip("needs glibc 2.33 or later")
-    before = heap.free_bytes()
     pieces = [np.ones(25_000, np.int32) for _ in range(600)]  # 100 kB each: from the heap, not mapped on their own
+    before = heap.free_bytes()  # after they took what earlier tests had freed
     kept = pieces[::20]
     del pieces
     freed = heap.free_bytes() - before

@@ -8,11 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
 from tailrace.observability.summary import RunSummary
 from tailrace.records import RunStatus
+from tailrace.run.training import train
 from tests.run.runs import environment, run_inline
 from tests.support.chat_models import save_chat_model
+
+TROUBLES = """
+max_epochs = 1
+placement = "inline"
+model.name = "bundled:quickstart"
+rollouts = { group_size = 2, max_tokens = 6, max_turns = 1, timeout_s = 300 }
+scheduling = { batch_size = 4, row_tokens = 512, filter_zero_spread = false, max_retries = 0 }
+generator = { max_cache_tokens = 512, slots = 8 }
+observability = { live = "off" }
+
+[[environments]]
+name = "tests.support.run_environments:troubled"
+
+[[environments]]
+name = "tests.support.run_environments:hanging"
+timeout_s = 0.2  # of nobody else, who may take their time
+"""
 
 
 def fails(summary: RunSummary) -> dict[str, int]:
@@ -23,9 +42,8 @@ def fails(summary: RunSummary) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSummary, str]:
     parent = tmp_path_factory.mktemp("runs")
-    limits = ("--rollouts.timeout_s", "1", "--scheduling.max_retries", "0", "--scheduling.max_staleness", "1")
-    data = (*environment("troubled"), "--max_steps", "unset", "--max_epochs", "1")
-    summary = asyncio.run(run_inline(parent, *data, *limits))
+    (parent / "run.toml").write_text(TROUBLES)
+    summary = asyncio.run(train(load_settings(str(parent / "run.toml")), parent))
     return summary, (parent / "run" / "logs" / "orchestrator.log").read_text()
 
 
@@ -55,7 +73,7 @@ def test_the_first_failure_of_each_kind_is_told(troubled: tuple[RunSummary, str]
 
 async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_rollout(tmp_path: Path) -> None:
     data = (*environment("never_returning"), "--max_steps", "unset", "--max_epochs", "1")
-    limits = ("--rollouts.worker_timeout_s", "0.5", "--scheduling.max_retries", "0", "--rollouts.workers", "2")
+    limits = ("--rollouts.worker_timeout_s", "3", "--scheduling.max_retries", "0", "--rollouts.workers", "2")
     summary = await run_inline(tmp_path, *data, *limits)
     assert (summary.status, summary.exit_code) == (RunStatus.FINISHED, 0)
     assert sum(fails(summary).values()) == 2

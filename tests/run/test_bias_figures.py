@@ -27,7 +27,8 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def summary(parent: Path) -> RunSummary:
-    return asyncio.run(run_inline(parent, *environment("uneven"), *STALE))
+    told = ("--environment.args.metrics", str(parent / "run" / "metrics.jsonl"), "--environment.args.max_steps", "12")
+    return asyncio.run(run_inline(parent, *environment("uneven"), *told, *STALE))
 
 
 @pytest.fixture(scope="module")

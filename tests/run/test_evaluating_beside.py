@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tailrace.errors import DataError
 from tailrace.observability.summary import RunSummary, summary_text
 from tailrace.records import RunStatus
+from tailrace.run.orchestrator import RUN_ENDED
 from tests.run.runs import command, environment, records, run_inline
 
 EVALUATION = ("--evaluation.every_steps", "2", "--evaluation.tasks", "5", "--evaluation.share", "0.25")
@@ -48,8 +50,11 @@ def test_its_rollouts_are_saved_apart_and_are_in_no_ledger(parent: Path, summary
     assert {record["task_id"].split("/")[1] for record in trained} == {"train"}
     assert summary.ledger.balances
     assert "evaluation" not in summary.ledger.by_reason["filtered"]
+    ended = Counter(record["outcome"]["state"] for record in trained)
+    assert (ended["trained"], ended["filtered"]) == (32, summary.ledger.by_state["filtered"])
     assert summary.ledger.by_state["trained"] == 32
-    assert summary.ledger.admitted < 32 + len(evaluated)
+    assert summary.ledger.by_state["failed"] == 0
+    assert set(summary.ledger.by_reason["cancelled"]) <= {RUN_ENDED}  # those that did not end: all evaluated ones did
 
 
 def test_summary_and_report_tell_its_course(parent: Path, summary: RunSummary) -> None:

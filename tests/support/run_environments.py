@@ -41,7 +41,7 @@ def praising() -> EnvironmentSpec:
     return EnvironmentSpec(name="praising", agent=praise, train_tasks=[{"word": "good"}])
 
 
-TROUBLES = ("raise", "nan", "text", "hang", "too long")
+TROUBLES = ("raise", "nan", "text", "too long")
 
 
 async def trouble(task: Task, policy: Policy) -> float:
@@ -56,8 +56,6 @@ async def trouble(task: Task, policy: Policy) -> float:
             return float("nan")
         case "text":
             return "good"  # type: ignore[return-value]
-        case "hang":
-            await asyncio.Event().wait()
     return zlib.crc32(reply.content.encode()) % 97 / 97
 
 
@@ -95,12 +93,16 @@ def without_column() -> EnvironmentSpec:
     )
 
 
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
 def signalling(number: int = signal.SIGINT, after: str = "") -> EnvironmentSpec:
     """Sends its own process a signal once a step was trained: when the file `after` holds a line."""
     sent = []
 
     async def agent(task: Task, policy: Policy) -> Reward:
-        if not sent and Path(after).is_file() and Path(after).read_text():
+        if not sent and _lines(Path(after)):
             sent.append(True)
             os.kill(os.getpid(), number)
         return await answer(task, policy)
@@ -148,6 +150,10 @@ def talking() -> EnvironmentSpec:
     return EnvironmentSpec(name="talking", environment=Talk, train_tasks=[{"word": f"word {n}"} for n in range(64)])
 
 
+def hanging() -> EnvironmentSpec:
+    return EnvironmentSpec(name="hanging", agent=sleep, train_tasks=[{"word": "hang"}])
+
+
 async def sleep(task: Task, policy: Policy) -> Reward:
     """Never done before its time limit."""
     await asyncio.Event().wait()
@@ -173,22 +179,35 @@ def hanging_when_evaluated() -> EnvironmentSpec:
 _numbers = itertools.count()
 
 
-async def answer_for_long(task: Task, policy: Policy) -> Reward:
-    """One rollout in four takes four turns and a pause after each; some fail after a turn, some groups never differ."""
-    number = int(str(task["word"]).split()[1])
-    messages: list[Message] = [{"role": "user", "content": str(task["word"])}]
-    for _ in range(4 if number % 4 == 0 else 1):
-        messages.append((await policy.chat(messages)).message)
-        messages.append({"role": "user", "content": "go on"})
-        await asyncio.sleep(0.3 if number % 4 == 0 else 0)
-    if number % 5 == 1:
-        raise ZeroDivisionError("of the user")
-    return Reward(0.0 if number % 5 == 2 else next(_numbers) % 7 / 7)
+def uneven(metrics: str, max_steps: int) -> EnvironmentSpec:
+    """One rollout in four takes four turns; some fail after a turn, some groups never differ.
 
+    Of those that take four turns, one group at a time waits after its first until two more steps are told in the file
+    `metrics`: what it sampled before is then too old, however fast steps are, and others are trained meanwhile. The
+    last of `max_steps` has no others.
+    """
+    waiting: set[int] = set()
 
-def uneven() -> EnvironmentSpec:
+    async def agent(task: Task, policy: Policy) -> Reward:
+        number = int(str(task["word"]).split()[1])
+        messages: list[Message] = [{"role": "user", "content": str(task["word"])}]
+        for turn in range(4 if number % 4 == 0 else 1):
+            messages.append((await policy.chat(messages)).message)
+            messages.append({"role": "user", "content": "go on"})
+            due = _lines(Path(metrics)) + 2
+            if number % 4 == 0 and turn == 0 and due < max_steps and waiting <= {number}:
+                waiting.add(number)
+                try:
+                    while _lines(Path(metrics)) < due:  # noqa: ASYNC110 - a file has no event
+                        await asyncio.sleep(0.02)
+                finally:
+                    waiting.discard(number)
+        if number % 5 == 1:
+            raise ZeroDivisionError("of the user")
+        return Reward(0.0 if number % 5 == 2 else next(_numbers) % 7 / 7)
+
     rows = [{"word": f"word {number}"} for number in range(64)]
-    return EnvironmentSpec(name="uneven", agent=answer_for_long, train_tasks=rows, trusted=True)
+    return EnvironmentSpec(name="uneven", agent=agent, train_tasks=rows, trusted=True)
 
 
 async def converse(task: Task, policy: Policy) -> float:
