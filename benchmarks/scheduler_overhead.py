@@ -254,9 +254,8 @@ async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: 
 
         async def train() -> None:
             while True:
-                batch = await batches.get()
+                step = (await batches.get()).summary.step  # and lets go of the batch, as a sender does
                 generate.version += 1
-                step = batch.summary.step
                 scheduler.handle(StepTrained(epoch="", step=step, version=step, metrics={}))
 
         with hold_old_objects():

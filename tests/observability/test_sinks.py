@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from tailrace.records import (
     TaskId,
 )
 from tailrace.records.branch import Branch
+
+PATIENCE_S = 60.0
 
 
 def a_rollout(row: dict[str, Json] | None = None, columns: dict[str, Json] | None = None) -> Rollout:
@@ -91,6 +94,44 @@ def test_values_that_json_cannot_hold_cost_themselves_only(tmp_path: Path) -> No
     assert "not_written" in records[2].columns
     assert all(record.reward == 0.5 for record in records)
     assert writer.statistics().failed == 0
+
+
+class Row(dict[str, Json]):
+    """A row that can be watched."""
+
+
+class Teller:
+    """Tells, when it is written, which of the rows are still there."""
+
+    def __init__(self, rows: list[weakref.ref[Row]], told: list[int]) -> None:
+        self._rows, self._told = rows, told
+
+    def __repr__(self) -> str:
+        self._told.append(sum(row() is not None for row in self._rows))
+        return "told"
+
+
+def test_a_rollout_is_let_go_of_once_it_is_written_and_no_later(tmp_path: Path) -> None:
+    watched: list[weakref.ref[Row]] = []
+    told: list[int] = []
+
+    def entries() -> list[RolloutEntry]:
+        rows = [Row(teller=Teller(watched, told)) for _ in range(3)]
+        watched.extend(weakref.ref(row) for row in rows)
+        return [RolloutEntry(a_rollout(row), Outcome.trained(1)) for row in rows]
+
+    release, is_let_go = threading.Event(), threading.Event()
+    writer = BackgroundWriter()
+    writer.submit(release.wait)  # type: ignore[arg-type]
+    RolloutWriter(tmp_path, writer).write(1, entries())
+    last = watched[-1]()
+    assert last is not None
+    weakref.finalize(last, is_let_go.set)
+    del last
+    release.set()
+    assert is_let_go.wait(PATIENCE_S)
+    assert told == [3, 2, 1]
+    assert writer.close()
 
 
 def test_only_every_nth_step_is_written(tmp_path: Path) -> None:

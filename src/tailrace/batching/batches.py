@@ -54,8 +54,14 @@ def form_batch_in_slices(
     with phase("plan_rows"):
         measured = yield from _measure(samples, judged_version)
         plan = yield from plan_rows_in_slices(measured.lengths, packing)
+    is_large = len(samples) > MEASURED_AT_ONCE
+    if is_large:
+        yield
+    summary = _summary(groups, plan, measured, step=step, judged_version=judged_version, packing=packing)
+    if is_large:
+        yield
     batch = PlannedBatch(
-        summary=_summary(groups, plan, measured, step=step, judged_version=judged_version, packing=packing),
+        summary=summary,
         samples=[samples[index] for index in plan.order.tolist()],
         lengths=measured.lengths[plan.order],
         row_offsets=plan.row_offsets,

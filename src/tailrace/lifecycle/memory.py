@@ -16,8 +16,9 @@ _MAPPED_BYTES = 32 << 20
 _KEEP_BYTES = (1 << 31) - 1
 _BLOCK_BYTES = 16 << 20
 
-RESERVED_BYTES_PER_ROLLOUT = 4096
-"""Of the heap that one rollout in flight takes, about: frames of its coroutines, and its share of all tables."""
+RESERVED_BYTES_PER_ROLLOUT = 8192
+"""Of the heap: one rollout in flight takes 5 to 6 KiB (columns of its branch, frames of its coroutines), a finished one
+that waits for its batch nearly as much, and no table may find that they have used up all of what was reserved."""
 
 
 def share_one_arena() -> bool:

@@ -80,3 +80,4 @@ class BackgroundWriter:
                 self._failed += 1
                 if self._failed == 1:
                     _logger.warning("a record could not be written, and the run goes on without it: %s", error)
+            del job  # what it holds is not kept until the next one comes

@@ -9,6 +9,7 @@ sink's first failure is logged, all are counted, and the next record is tried ag
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -52,7 +53,8 @@ class JsonlSink:
 class RolloutWriter:
     """A folder of readable rollouts, one file per step: `rollouts/step_000012.jsonl`.
 
-    What waits holds on to its rollouts' tokens, so it is bounded in rollouts, not only in files.
+    What waits holds on to its rollouts' tokens, so it is bounded in rollouts, not only in files. What is written is let
+    go of rollout by rollout: to free thousands of them at once holds every thread up, the event loop's too.
     """
 
     def __init__(
@@ -80,23 +82,29 @@ class RolloutWriter:
         return self._every_steps == 0 or self._submit(evaluation_path(self._folder, step), step, entries)
 
     def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> bool:
-        kept = tuple(entries)
+        kept = deque(entries)
         waiting = self._submitted - self._written
         if waiting and waiting + len(kept) > self._max_waiting:
             self._writer.drop()
             return False
-        accepted = self._writer.submit(lambda: self._append(path, step, kept))
-        self._submitted += len(kept) * accepted
+        count = len(kept)
+        accepted = self._writer.submit(lambda: self._append(path, step, kept, count))
+        self._submitted += count * accepted
         return accepted
 
-    def _append(self, path: Path, step: int, entries: tuple[RolloutEntry, ...]) -> None:
+    def _append(self, path: Path, step: int, entries: deque[RolloutEntry], count: int) -> None:
         try:
             with phase("write_rollouts") as writing:
-                data = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
+                data = b"".join(encode_line(rollout_record(entry, step)) for entry in _taken(entries))
                 writing.add_bytes(len(data))
                 _append_bytes(path, data)
         finally:
-            self._written += len(entries)
+            self._written += count
+
+
+def _taken(entries: deque[RolloutEntry]) -> Iterator[RolloutEntry]:
+    while entries:
+        yield entries.popleft()
 
 
 def rollouts_path(folder: Path, step: int) -> Path:

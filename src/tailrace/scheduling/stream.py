@@ -53,7 +53,11 @@ class SendBatch(Protocol):
     """Hands a batch over to the trainer."""
 
     async def __call__(self, batch: PlannedBatch, /) -> None:
-        """Return once the batch is accepted."""
+        """Return once the batch is accepted.
+
+        Keep nothing of it beyond the end of its step: the scheduler frees its rollouts in slices then, while whoever
+        is the last to hold a whole batch frees it at once (16,384 samples: 46 ms in which no other thread runs).
+        """
         ...
 
 
