@@ -19,6 +19,9 @@ from tailrace.records import GroupId, Rollout, RolloutId, SamplingParams, Task, 
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tests.support.scripted_generate import ScriptedGenerate
 
+PATIENCE_S = 60.0
+HANGS = {"worker_timeout_s": 2.0}
+"""Where something never returns; others have that long, too."""
 NAMES = ("counting", "judged")
 ENVIRONMENTS = {name: EnvironmentSettings(name=f"tests.support.untrusted_environments:{name}") for name in NAMES}
 SPECS = {name: load_environment(settings) for name, settings in ENVIRONMENTS.items()}
@@ -28,7 +31,7 @@ class Run:
     """A rollouter with real workers and scripted replies per rollout."""
 
     def __init__(self, renderer: ChatRenderer, log: Path | None = None, **settings: float) -> None:
-        values: dict[str, float] = {"workers": 1, "worker_timeout_s": 2.0, **settings}
+        values: dict[str, float] = {"workers": 1, "worker_timeout_s": PATIENCE_S, **settings}
         self.settings = RolloutSettings.model_validate(values)
         self.renderer = renderer
         self.scripts: dict[str, Sequence[str]] = {}
@@ -83,7 +86,7 @@ async def test_an_untrusted_environment_runs_in_a_worker(renderer: ChatRenderer)
 
 
 async def test_a_reward_that_never_returns_costs_one_rollout(renderer: ChatRenderer) -> None:
-    async with Run(renderer) as run:
+    async with Run(renderer, **HANGS) as run:
         results = await asyncio.gather(
             *(run.rollout("judged", behave) for behave in ("well", "hang", "parts", "well")), return_exceptions=True
         )
@@ -96,7 +99,7 @@ async def test_a_reward_that_never_returns_costs_one_rollout(renderer: ChatRende
 
 
 async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer: ChatRenderer) -> None:
-    async with Run(renderer) as run:
+    async with Run(renderer, **HANGS) as run:
         good, lost, also_good = await asyncio.gather(
             run.rollout("counting"),
             run.rollout("counting", replies=["a", "hang"]),
@@ -126,7 +129,7 @@ async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer
 async def test_an_environment_that_fails_costs_its_rollout_and_the_next_one_runs(
     renderer: ChatRenderer, behave: str, replies: list[str], error: type[RolloutError], message: str
 ) -> None:
-    async with Run(renderer) as run:
+    async with Run(renderer, **(HANGS if error is RolloutTimeout else {})) as run:
         with pytest.raises(error, match=message) as raised:
             await run.rollout("counting", behave, replies or ["a"])
         assert "counting/train/0" in str(raised.value)
@@ -165,14 +168,19 @@ async def test_the_rollouts_own_time_limit_ends_a_call_and_its_worker_serves_the
             await run.rollout("judged", "sleep")  # its worker still owes an answer
 
 
-async def test_a_cancelled_call_does_not_disturb_the_answers_of_later_ones(renderer: ChatRenderer) -> None:
-    async with Run(renderer, worker_timeout_s=20) as run:
+async def test_a_cancelled_call_does_not_disturb_the_answers_of_later_ones(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    async with Run(renderer) as run:
         await run.rollout("judged")
-        sleeping = asyncio.create_task(run.rollout("judged", "sleep"))
-        await asyncio.sleep(0.1)
-        sleeping.cancel()
+        waiting = asyncio.create_task(run.rollout("judged", f"wait {tmp_path}"))
+        while not (tmp_path / "begun").exists():  # noqa: ASYNC110 - another process's file has no event
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        (tmp_path / "end").touch()
         with pytest.raises(asyncio.CancelledError):
-            await sleeping
+            await waiting
         rollout = await run.rollout("judged", "parts")
         assert rollout.reward is not None
         assert rollout.reward.columns == {"said": "a"}
@@ -226,7 +234,7 @@ def test_a_worker_ends_when_its_parent_vanishes_even_in_an_endless_call() -> Non
     )
     worker = int(done.stdout)
     try:
-        psutil.Process(worker).wait(timeout=10)
+        psutil.Process(worker).wait(timeout=PATIENCE_S)
     except psutil.NoSuchProcess:
         return
 
@@ -238,8 +246,9 @@ async def test_cancelling_a_rollout_ends_what_it_called_in_a_worker(
     async with Run(renderer, worker_timeout_s=600, timeout_s=600) as run:
         await run.rollout("judged")
         (worker,) = children()
+        before_s = worker.cpu_times().user
         hanging = asyncio.create_task(run.rollout(name, behave))
-        while worker.cpu_percent(0.02) < 50:  # noqa: ASYNC110  (nothing tells of a call that loops)
+        while worker.cpu_times().user < before_s + 0.3:  # noqa: ASYNC110  (nothing tells of a call that loops)
             await asyncio.sleep(0.02)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.run.runs import IMPORTS, Command, command, records, rollouts, run_inline
+from tests.run.runs import IMPORTS, PATIENCE_S, Command, command, records, rollouts, run_inline
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
@@ -22,7 +22,7 @@ def family(run: Command) -> list[psutil.Process]:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at pro
 
 TWO_REPLICAS = (
     *("--generator.replicas", "2", "--generator.chunk_tokens", "4", "--rollouts.max_tokens", "48"),
-    *("--generator.router.progress_deadline_s", "4", "--generator.router.report_every_s", "0.1"),
+    *("--generator.router.report_every_s", "0.1", "--max_steps", "10000"),
 )
+QUICKLY_STUCK = ("--generator.router.progress_deadline_s", "4")
 
 
 def figure(run: Command, name: str) -> float:
@@ -41,7 +42,7 @@ def lose_a_replica(run: Command, blow: str) -> psutil.Process:
 
 
 def test_a_replica_killed_in_mid_batch_costs_no_rollout(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000") as run:
+    with command(tmp_path, *TWO_REPLICAS) as run:
         victim = lose_a_replica(run, "suspend")  # it keeps the requests that it gets from now on
         run.wait_for_steps(len(records(run.folder / "metrics.jsonl")) + 3)
         run.wait_until(lambda: figure(run, "generator/generator-0/requests") > 0)
@@ -51,7 +52,7 @@ def test_a_replica_killed_in_mid_batch_costs_no_rollout(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_gets_stuck_in_mid_batch_costs_no_rollout(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000") as run:
+    with command(tmp_path, *TWO_REPLICAS, *QUICKLY_STUCK) as run:
         require_nothing_lost(run, lose_a_replica(run, "suspend"))
 
 
@@ -70,7 +71,7 @@ def require_nothing_lost(run: Command, victim: psutil.Process) -> None:
 
 
 def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000") as run:
+    with command(tmp_path, *TWO_REPLICAS) as run:
         victim = lose_a_replica(run, "kill")
         wait_for_return(run, "generator-0")
         assert victim.pid != run.role("generator-0").pid
@@ -81,7 +82,7 @@ def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(tmp_pa
 
 
 def test_a_run_fails_with_its_last_generator(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS, "--max_steps", "10000", "--generator.restart", "never") as run:
+    with command(tmp_path, *TWO_REPLICAS, "--generator.restart", "never") as run:
         lose_a_replica(run, "kill")
         run.wait_until(lambda: "given up" in (run.folder / "logs" / "orchestrator.log").read_text())
         run.wait_for_steps(len(records(run.folder / "metrics.jsonl")) + 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,19 @@ from tests.run.served import address_of, serving
 pytestmark = pytest.mark.xdist_group("vllm")
 
 VLLM = ("--generator.engine", "vllm", "--generator.vllm.block_size", "32", "--generator.chunk_tokens", "4")
-REQUESTS, LENGTH = 24, 100
+LENGTHS = [100 - 3 * number for number in range(24)]
+"""So that at any moment some requests are in their middle."""
+
+
+class Counting(GeneratorClient):
+    """Knows how many tokens came with completions."""
+
+    completed_tokens = 0
+
+    async def generate(self, *args: Any, prefix: Completion | None = None, **options: Any) -> Completion:
+        done = await super().generate(*args, prefix=prefix, **options)
+        self.completed_tokens += done.num_tokens - (prefix.num_tokens if prefix else 0)
+        return done
 
 
 @pytest.fixture(autouse=True)
@@ -40,34 +53,41 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
     router = Router(["first", "second"], RouterSettings(policy="least_loaded"), max_staleness=4)
     with serving(*options, model=str(tmp_path)) as first, serving(*options, model=str(tmp_path)) as second:
         addresses = [await asyncio.to_thread(address_of, process) for process in (first, second)]
-        clients = [GeneratorClient(address) for address in addresses]
+        clients = [Counting(address) for address in addresses]
         uses = []
         for name, client in zip(("first", "second"), clients, strict=True):
             uses.append(asyncio.create_task(router.use(name, client, (await client.hello("run")).statistics)))
 
-        async def ask(number: int) -> Completion:
-            return await router(
-                np.array([1, 2, number], np.int32),
-                sampling=SamplingParams(temperature=0, max_tokens=LENGTH),
-                request_id=f"r{number}",
-                session_id=f"s{number}",
-                group_id=f"g{number}",
-            )
+        async def ask_until_one_is_lost(number: int) -> list[Completion]:
+            done: list[Completion] = []
+            while not (done and uses[0].done()):
+                completion = await router(
+                    np.array([1, 2, number], np.int32),
+                    sampling=SamplingParams(temperature=0, max_tokens=LENGTHS[number]),
+                    request_id=f"r{number}.{len(done)}",
+                    session_id=f"s{number}",
+                    group_id=f"g{number}",
+                )
+                done.append(completion)
+            return done
 
         async with asyncio.timeout(PATIENCE_S):
-            calls = [asyncio.create_task(ask(number)) for number in range(REQUESTS)]
+            calls = [asyncio.create_task(ask_until_one_is_lost(number)) for number in range(len(LENGTHS))]
             while (await clients[0].statistics()).sampled_tokens_total < 8 * 20:
                 pass
             first.send_signal(signal.SIGKILL)
             done = await asyncio.gather(*calls)
             assert isinstance(await uses[0], EngineFailed)
-        for number, completion in enumerate(done):
-            assert completion.finish_reason is FinishReason.LENGTH
-            assert completion.token_ids.tolist() == greedy_reference(contract_model(), [1, 2, number], LENGTH)
+        for number, completions in enumerate(done):
+            expected = greedy_reference(contract_model(), [1, 2, number], LENGTHS[number])
+            for completion in completions:
+                assert completion.finish_reason is FinishReason.LENGTH
+                assert completion.token_ids.tolist() == expected
         figures = {one.name: one for one in router.figures()}
         assert figures["first"].failovers > 0
-        kept = REQUESTS * LENGTH - (await clients[1].statistics()).sampled_tokens_total
-        assert kept > router.completions("first") * LENGTH  # more than what it had completed
+        tokens = sum(completion.num_tokens for completions in done for completion in completions)
+        kept = tokens - (await clients[1].statistics()).sampled_tokens_total
+        assert kept > clients[0].completed_tokens  # also of what it had begun
         for task, client in zip(uses, clients, strict=True):
             task.cancel()
             await client.leave()

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -62,9 +63,20 @@ async def echo(task: Task, policy: Policy) -> None:
     await policy.chat([{"role": "user", "content": "say something"}])
 
 
+def _wait_in(folder: Path) -> None:
+    """Between two files: one says that it began, the other that it may end."""
+    (folder / "begun").touch()
+    while not (folder / "end").exists():
+        time.sleep(0.005)
+
+
 def judge(task: Task, messages: list[Message]) -> float | Reward:
     """A synchronous reward that does what the task's row says."""
-    match task["behave"]:
+    behave = str(task["behave"])
+    if behave.startswith("wait "):
+        _wait_in(Path(behave.removeprefix("wait ")))
+        return 0.5
+    match behave:
         case "hang":
             while True:
                 pass
