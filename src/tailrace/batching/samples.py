@@ -75,4 +75,7 @@ def _sample(
 
 def _num_fresh(branch: Branch, oldest: int) -> int:
     """Tokens of version `oldest` or newer that a policy sampled."""
+    oldest_version = branch.oldest_version
+    if oldest_version is None or oldest_version >= oldest:  # all but always
+        return branch.num_completion_tokens
     return sum(count for version, count in branch.version_counts.items() if version >= oldest)

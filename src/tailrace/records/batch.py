@@ -17,8 +17,7 @@ from tailrace.records.payload import ExpertArray, OpenPayload
 from tailrace.records.payload_table import PayloadTable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainingSample:
+class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     """A finished branch with its advantages. Arrays are [num_tokens], views where they can be."""
 
     rollout_id: RolloutId

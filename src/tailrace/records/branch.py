@@ -69,9 +69,6 @@ class Branch:
         added = as_token_ids(token_ids)
         where = self._grow(len(added))
         self._token_ids[where] = added
-        self._logprobs[where] = 0.0
-        self._policy_versions[where] = CONTEXT_VERSION
-        self._loss_mask[where] = False
 
     def extend_completion(self, completion: Completion) -> None:
         """Append what one turn sampled. Its loss mask is True.
@@ -81,10 +78,11 @@ class Branch:
         """
         for chunk in completion.routed_experts:
             self._payload_chunks.add(chunk)
-        where = self._grow(completion.num_tokens)
-        if completion.num_tokens:
+        count = completion.num_tokens
+        where = self._grow(count)
+        if count:
             self._count_versions(completion.policy_versions)
-            self._num_completion_tokens += completion.num_tokens
+            self._num_completion_tokens += count
         self._token_ids[where] = completion.token_ids
         self._logprobs[where] = completion.logprobs
         self._policy_versions[where] = completion.policy_versions
@@ -174,10 +172,12 @@ class Branch:
         return slice(start, end)
 
     def _allocate(self, capacity: int) -> None:
+        """Columns that hold nothing but context, so that appending context is to append its token ids."""
         self._token_ids: Int32Array = np.empty(capacity, np.int32)
-        self._logprobs: Float32Array = np.empty(capacity, np.float32)
+        self._logprobs: Float32Array = np.zeros(capacity, np.float32)
         self._policy_versions: Int32Array = np.empty(capacity, np.int32)
-        self._loss_mask: BoolArray = np.empty(capacity, np.bool_)
+        self._policy_versions.fill(CONTEXT_VERSION)
+        self._loss_mask: BoolArray = np.zeros(capacity, np.bool_)
 
     def _reallocate(self, capacity: int) -> None:
         old = (self._token_ids, self._logprobs, self._policy_versions, self._loss_mask)

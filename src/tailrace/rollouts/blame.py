@@ -27,34 +27,44 @@ _OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefus
 class within:
     """Raise `RolloutTimeout` after `limit_s`, or at `ends_s` where that limit began earlier.
 
-    A timeout of the user's own code stays what it is.
+    A timeout of the user's own code stays what it is, and so does a cancellation by somebody else, as with
+    `asyncio.timeout`; this one costs a rollout half as much, since nothing of it awaits.
     """
 
-    __slots__ = ("_deadline", "_limit_s", "_task")
+    __slots__ = ("_cancelling", "_deadline", "_ends_s", "_has_expired", "_limit_s", "_runner", "_task")
 
     def __init__(self, limit_s: float, task: Task, *, ends_s: float | None = None) -> None:
-        self._limit_s, self._task = limit_s, task
-        self._deadline = asyncio.timeout_at(asyncio.get_running_loop().time() + limit_s if ends_s is None else ends_s)
+        self._limit_s, self._task, self._ends_s = limit_s, task, ends_s
+        self._has_expired = False
 
-    async def __aenter__(self) -> None:
-        await self._deadline.__aenter__()
+    def __enter__(self) -> None:
+        loop, runner = asyncio.get_running_loop(), asyncio.current_task()
+        assert runner is not None  # coroutines run in tasks
+        self._runner, self._cancelling = runner, runner.cancelling()
+        ends_s = loop.time() + self._limit_s if self._ends_s is None else self._ends_s
+        self._deadline = loop.call_at(ends_s, self._expire)
 
-    async def __aexit__(
+    def _expire(self) -> None:
+        self._has_expired = True
+        self._runner.cancel()
+
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            await self._deadline.__aexit__(kind, error, trace)
-        except TimeoutError as expired:
-            error = expired
-        if isinstance(error, TimeoutError) and self._deadline.expired():
+        self._deadline.cancel()
+        if not self._has_expired:
+            return
+        is_alone = self._runner.uncancel() <= self._cancelling  # nobody else has cancelled the task meanwhile
+        if isinstance(error, TimeoutError) or (is_alone and kind is asyncio.CancelledError):
             raise RolloutTimeout(
                 f"task {self._task.task_id}: not finished after {self._limit_s:g} s (rollouts.timeout_s); it was "
                 f"waiting in {_innermost(error)}"
             ) from error
 
 
-def _innermost(error: BaseException) -> str:
+def _innermost(error: BaseException | None) -> str:
     """The deepest line of users' or our code that was running when a deadline passed."""
+    assert error is not None
     cancelled = error.__cause__ or error
     frames = [frame for frame in traceback.extract_tb(cancelled.__traceback__) if "/asyncio/" not in frame.filename]
     return f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "an unknown place"

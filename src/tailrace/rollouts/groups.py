@@ -18,7 +18,7 @@ from tailrace.environments import ScoreGroup
 from tailrace.errors import InvalidReward, ScoringFailed
 from tailrace.records import Group, Reward, Rollout
 from tailrace.rollouts.budgets import RAISE, ErrorBudget, ErrorTally
-from tailrace.rollouts.scoring import require_reward, unscore
+from tailrace.rollouts.scoring import is_sound, require_reward, unscore
 
 
 class GroupScorer:
@@ -101,6 +101,8 @@ class GroupScorer:
     def _require_rewards(self, groups: Iterable[Group]) -> None:
         for group in groups:
             for rollout in group.rollouts:
+                if rollout.reward is not None and is_sound(rollout.reward):
+                    continue
                 where = f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id}"
                 if rollout.reward is not None:
                     rollout.reward = require_reward(rollout.reward, where)

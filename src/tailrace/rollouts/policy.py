@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -38,8 +38,7 @@ _REFUSAL_S = 0.02
 """How long a request of a rollout that was cancelled waits for its refusal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutBudget:
+class RolloutBudget(msgspec.Struct, frozen=True, kw_only=True):
     """What one rollout may use."""
 
     max_turns: int
@@ -84,14 +83,17 @@ class RolloutPolicy:
             EnvironmentFailed: The model's chat template refuses the conversation.
             CancelledError: The rollout was cancelled, or has ended: nothing more is sampled for it.
         """
-        await self._require_open()
+        task = asyncio.current_task()
+        assert task is not None  # coroutines run in tasks
+        if self._closed or task.cancelling():
+            await self._refuse()
         messages = self._with_system_prompt(messages)
         self._require_turn()
         with phase("render"):
             conversation, context = self._place(messages, tools)
             limit = self._completion_limit(conversation, len(context), max_tokens)
             self._begin_turn(conversation, context, messages)
-        completion = await self._sample(conversation, limit)
+        completion = await self._sample(conversation, limit, task)
         with phase("parse"):
             return self._record(conversation, completion)
 
@@ -106,18 +108,17 @@ class RolloutPolicy:
     def close(self) -> None:
         """The agent has returned: no new turn, and those that tasks of its own still wait for are cancelled."""
         self._closed = True
-        for task in self._turns - {asyncio.current_task()}:
-            task.cancel()
+        if self._turns:
+            for task in self._turns - {asyncio.current_task()}:
+                task.cancel()
 
-    async def _require_open(self) -> None:
-        """Raise `CancelledError` where an agent that ignored its cancellation, or outlived its rollout, asks for more.
+    async def _refuse(self) -> NoReturn:
+        """An agent that ignored its cancellation, or outlived its rollout, asks for more: raises `CancelledError`.
 
         Waits a moment first, so that one that asks again and again does not take the event loop.
         """
-        task = asyncio.current_task()
-        if self._closed or (task is not None and task.cancelling()):
-            await asyncio.sleep(_REFUSAL_S)
-            raise asyncio.CancelledError(f"rollout {self._rollout.rollout_id} was cancelled or has ended")
+        await asyncio.sleep(_REFUSAL_S)
+        raise asyncio.CancelledError(f"rollout {self._rollout.rollout_id} was cancelled or has ended")
 
     # ---- where the conversation goes on
 
@@ -129,7 +130,7 @@ class RolloutPolicy:
             if context is not None:
                 self._count("realigned_turns", float(match.realigned))
                 return (match.conversation if match.is_tip else self._fork(match, messages, tools)), context
-        if any(message["role"] == "assistant" for message in messages) and self._conversations:
+        if self._conversations and any(message["role"] == "assistant" for message in messages):
             self._count("rewritten_turns", 1)
         return self._open(tools), self._renderer.render(messages, tools)
 
@@ -198,14 +199,12 @@ class RolloutPolicy:
         conversation.messages.extend(message.copy() for message in messages[len(conversation.messages) :])
         self._rollout.turns += 1
 
-    async def _sample(self, conversation: BranchConversation, limit: int) -> Completion:
+    async def _sample(self, conversation: BranchConversation, limit: int, task: asyncio.Task[object]) -> Completion:
         clock = asyncio.get_running_loop()
         turn = self._rollout.turns
         conversation.is_waiting = True
         self._reserved_tokens += limit
         started_s = clock.time()
-        task = asyncio.current_task()
-        assert task is not None  # coroutines run in tasks
         self._turns.add(task)
         try:
             with phase("generate", about={"turn": turn}):

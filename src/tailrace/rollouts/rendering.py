@@ -16,7 +16,7 @@ from tailrace.errors import EnvironmentFailed
 from tailrace.records import Completion, Int32Array, Json, Message, ToolSpec, as_token_ids
 from tailrace.records.arrays import readonly
 from tailrace.rollouts.family_rendering import family_rendering
-from tailrace.rollouts.replies import ParsedReply
+from tailrace.rollouts.replies import ParsedReply, read_reply
 from tailrace.rollouts.template_rendering import TemplateRendering
 from tailrace.rollouts.tokenizer import ChatTokenizer
 
@@ -81,6 +81,7 @@ class ChatRenderer:
         self._template = TemplateRendering(self.tokenizer)
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
         self._remembers = self._family is None and not self.tokenizer.tells_time
+        self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
         self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
 
     @property
@@ -139,20 +140,26 @@ class ChatRenderer:
         self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
     ) -> ParsedReply:
         """What the policy said in a turn whose prompt was `prompt_token_ids`."""
-        token_ids: list[int] = completion.token_ids.tolist()
         if self._family is not None:
+            token_ids: list[int] = completion.token_ids.tolist()
             return self._family.parse(token_ids, prompt_ids=prompt_token_ids.tolist(), tools=_envelopes(tools))
-        return self._template.parse(
-            self._without_stop(token_ids), prompt_opens_reasoning=self._opens_reasoning(prompt_token_ids)
-        )
+        return read_reply(self._read(completion)[1], prompt_opens_reasoning=self._opens_reasoning(prompt_token_ids))
 
     def drifts(self, completion: Completion) -> bool:
         """Whether the reply's text would be tokenized otherwise than it was sampled."""
-        token_ids = self._without_stop(completion.token_ids.tolist())
-        return self.tokenizer.encode(self.tokenizer.decode(token_ids)) != token_ids
+        token_ids, text = self._read(completion)
+        return self.tokenizer.encode(text) != token_ids
 
-    def _without_stop(self, token_ids: list[int]) -> list[int]:
-        return token_ids[:-1] if token_ids and token_ids[-1] in self.stop_token_ids else token_ids
+    def _read(self, completion: Completion) -> tuple[list[int], str]:
+        """Its tokens without the one that ended it, and their text. Asked for twice in a row, decoded once."""
+        read, token_ids, text = self._last_read
+        if read is not completion:
+            token_ids = completion.token_ids.tolist()
+            if token_ids and token_ids[-1] in self.stop_token_ids:
+                token_ids.pop()
+            text = self.tokenizer.decode(token_ids)
+            self._last_read = completion, token_ids, text
+        return token_ids, text
 
     def _opens_reasoning(self, prompt_token_ids: Int32Array) -> bool:
         """Whether the generation prompt ends inside `<think>`: a handful of tokens decide it."""
@@ -164,11 +171,14 @@ class ChatRenderer:
 
 def _plain(messages: Sequence[Message]) -> tuple[tuple[str, str], ...] | None:
     """A short conversation of nothing but roles and text, as a key; None for any other."""
-    if any(len(message) != 2 or not isinstance(message.get("content"), str) for message in messages):
-        return None
-    if sum(len(message["content"]) for message in messages) > _REMEMBERED_CHARACTERS:
-        return None
-    return tuple((message["role"], message["content"]) for message in messages)
+    plain, characters = [], 0
+    for message in messages:
+        content = message.get("content")
+        if len(message) != 2 or not isinstance(content, str):
+            return None
+        characters += len(content)
+        plain.append((message["role"], content))
+    return tuple(plain) if characters <= _REMEMBERED_CHARACTERS else None
 
 
 def _envelopes(tools: Sequence[ToolSpec] | None) -> list[dict[str, Json]] | None:

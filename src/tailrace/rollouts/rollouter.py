@@ -160,10 +160,9 @@ class Rollouter:
     async def _score_group(self, group: Group, spec: EnvironmentSpec, limit_s: float) -> Group | list[Group] | None:
         """Named functions that see the whole group first; then `score_group` or the judge, which see their rewards."""
         asked = spec.score_group or self._judge(spec)
-        with blamed_on(group.task, ScoringFailed):
-            async with within(limit_s, group.task):
-                await self._rewards.score_together(group, spec)
-                return group if asked is None else await asked(group)
+        with blamed_on(group.task, ScoringFailed), within(limit_s, group.task):
+            await self._rewards.score_together(group, spec)
+            return group if asked is None else await asked(group)
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""
@@ -182,17 +181,15 @@ class Rollouter:
     async def _attempt(self, rollout: Rollout, policy: RolloutPolicy, spec: EnvironmentSpec, limit_s: float) -> None:
         """Play a rollout, then score it, within one limit."""
         task, ends_s = rollout.task, rollout.started_s + limit_s
-        with blamed_on(task):
-            async with within(limit_s, task, ends_s=ends_s):
-                returned = await self._play(rollout, policy, spec)
+        with blamed_on(task), within(limit_s, task, ends_s=ends_s):
+            returned = await self._play(rollout, policy, spec)
         rollout.reward = returned if isinstance(returned, Reward) else None
 
         async def reward() -> Reward | None:
             if not spec.scores_rollouts:  # nothing is called
                 return await self._rewards.score(rollout, spec, returned)
-            with blamed_on(task):
-                async with within(limit_s, task, ends_s=ends_s):
-                    return await self._rewards.score(rollout, spec, returned)
+            with blamed_on(task), within(limit_s, task, ends_s=ends_s):
+                return await self._rewards.score(rollout, spec, returned)
 
         with phase("score"):
             await self._scorer.reward(rollout, reward)

@@ -15,6 +15,8 @@ def require_number(value: object, what: str) -> float:
     >>> require_number(True, "the reward")
     1.0
     """
+    if type(value) is float and math.isfinite(value):  # all but always
+        return value
     number = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, Real):
         raise InvalidReward(f"{what} is {value!r:.200} ({type(value).__name__}); it must be a number")
@@ -31,6 +33,13 @@ def require_reward(value: object, what: str) -> Reward:
     components = {name: require_number(part, f"{what}, component {name!r},") for name, part in value.components.items()}
     columns: dict[str, Json] = dict(value.columns)
     return Reward(require_number(value.value, what), components=components, columns=columns)
+
+
+def is_sound(reward: Reward) -> bool:
+    """Whether all of its numbers are finite floats, as `require_reward` leaves them."""
+    if not (type(reward.value) is float and math.isfinite(reward.value)):
+        return False
+    return all(type(part) is float and math.isfinite(part) for part in reward.components.values())
 
 
 def unscore(rollout: Rollout) -> None:

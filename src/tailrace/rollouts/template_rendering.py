@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 
 from tailrace.errors import ModelError
 from tailrace.records import Json, Message
-from tailrace.rollouts.replies import ParsedReply, read_reply
 from tailrace.rollouts.tokenizer import ChatTokenizer
 
 _SENTINEL = "\u2042sentinel-reply\u2042"
@@ -71,10 +70,6 @@ class TemplateRendering:
         added = self._encode(following)
         closes = bool(added) and added[0] in self.stop_token_ids
         return added[1:] if reply_is_closed and closes else added
-
-    def parse(self, token_ids: list[int], *, prompt_opens_reasoning: bool) -> ParsedReply:
-        """What a completion (without its stop token) says."""
-        return read_reply(self._tokenizer.decode(token_ids), prompt_opens_reasoning=prompt_opens_reasoning)
 
     def _encode(self, text: str) -> list[int]:
         """Token ids, remembered for a while: the rollouts of a group begin alike and often go on alike."""
