@@ -28,7 +28,7 @@ TINY = (
     *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false"),
     *("--scheduling.row_tokens", "512", "--generator.max_cache_tokens", "512", "--generator.slots", "8"),
 )
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 """So that a command runs this very tree, and finds the tests' environments."""
 

@@ -42,7 +42,7 @@ def lose_a_replica(run: Command, blow: str) -> psutil.Process:
 
 
 def test_a_replica_killed_in_mid_batch_costs_no_rollout(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS) as run:
+    with command(tmp_path, *TWO_REPLICAS, *QUICKLY_STUCK) as run:
         victim = lose_a_replica(run, "suspend")  # it keeps the requests that it gets from now on
         run.wait_for_steps(len(records(run.folder / "metrics.jsonl")) + 3)
         run.wait_until(lambda: figure(run, "generator/generator-0/requests") > 0)
