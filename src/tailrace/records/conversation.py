@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
+
+import msgspec
 
 from tailrace.records.completion import Completion, FinishReason
 
@@ -45,15 +46,14 @@ class ToolSpec(TypedDict):
     parameters: dict[str, Json]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, eq=False):
     """What the policy answered in one turn."""
 
     message: Message
     """The assistant's message: append it to the conversation as it is."""
     finish_reason: FinishReason
     completion: Completion
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ToolCall] = []
     """Well-formed tool calls only, parsed by the model family's renderer."""
     malformed_tool_calls: int = 0
     """Tool calls that could not be parsed; their text stays in `content`."""

@@ -84,6 +84,8 @@ class blamed_on:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            return
         if isinstance(error, RolloutError):
             if self._task.task_id in str(error):
                 return

@@ -8,7 +8,7 @@ every reply       parse(completion)                     text, reasoning, tool ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -84,7 +84,7 @@ class ChatRenderer:
         self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
         self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
 
-    @property
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a reply: hand them to the engine."""
         return (self._family or self._template).stop_token_ids

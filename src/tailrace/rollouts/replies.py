@@ -9,7 +9,8 @@ markers are tokens of their own:
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+
+import msgspec
 
 from tailrace.records import Json, Message, ToolCall
 
@@ -17,13 +18,12 @@ _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedReply:
+class ParsedReply(msgspec.Struct, frozen=True):
     """What a completion says."""
 
     content: str
     reasoning: str | None = None
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ToolCall] = []
     """Well-formed ones, in order."""
     malformed_tool_calls: int = 0
     """Attempts that could not be parsed; their text stays in `content`."""

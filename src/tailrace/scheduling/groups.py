@@ -157,10 +157,11 @@ class GroupPlayer:
 
     async def play(self, group: OpenGroup, task: Task) -> list[Rollout]:
         """Waits for every place; the rollouts that came back, none of a group that was given up."""
+        ended = partial(self._place_ended, group)
         async with asyncio.TaskGroup() as playing:
             for place in group.places:
                 place.task = playing.create_task(self._play_place(task, group, place))
-                place.task.add_done_callback(partial(self._place_ended, group))
+                place.task.add_done_callback(ended)
         if group.given_up is not None:
             self._end_given_up(group, group.given_up.reason)
             return []
