@@ -68,9 +68,14 @@ class Run:
 
 
 def children() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children(recursive=True) if "worker_process" in " ".join(child.cmdline())
-    ]
+    return [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
+
+
+def is_worker(child: psutil.Process) -> bool:
+    try:
+        return "worker_process" in " ".join(child.cmdline())
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return False
 
 
 async def test_an_untrusted_environment_runs_in_a_worker(renderer: ChatRenderer) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ class Command:
         """The process of a role, known by the log that it writes."""
         log = str(self.folder / "logs" / f"{name}.log")
         for child in psutil.Process(self.pid).children():
-            if any(file.path == log for file in child.open_files()):
-                return child
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                if any(file.path == log for file in child.open_files()):
+                    return child
         raise AssertionError(f"no {name} runs")
 
     def leftovers(self) -> list[Path]:
@@ -106,9 +107,10 @@ def command(parent: Path, *overrides: str, name: str = "run") -> Iterator[Comman
     try:
         yield run
     finally:
-        for left in [*psutil.Process().children(recursive=True)]:
-            if left.pid == process.pid or process.pid in [parent.pid for parent in left.parents()]:
-                left.kill()
+        for left in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if left.pid == process.pid or process.pid in [parent.pid for parent in left.parents()]:
+                    left.kill()
         process.wait()
         for folder in run.leftovers():  # of a test that kills the command, which then removes nothing itself
             shutil.rmtree(folder)

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -39,7 +39,8 @@ def serving(
     finally:
         started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         for one in started:
-            one.kill()
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         process.kill()
         process.wait()
         assert process.stdout is not None
@@ -66,6 +67,7 @@ def refusal(process: subprocess.Popen[str]) -> tuple[int, str]:
 def rank_of(process: subprocess.Popen[str], number: int) -> psutil.Process:
     """The process of a rank that it, or torchrun, started."""
     for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == str(number):
-            return child
+        with suppress(psutil.NoSuchProcess):  # a compiler that is done, say
+            if child.environ().get("RANK") == str(number):
+                return child
     raise AssertionError(f"no rank {number} runs")
