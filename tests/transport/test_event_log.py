@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +108,28 @@ async def test_old_steps_keep_their_place_and_let_go_of_their_metrics(events: Lo
     assert [event.step for event in steps] == list(range(count))
     assert [bool(event.metrics) for event in steps[-RECENT:]] == [True] * RECENT
     assert not steps[0].metrics
+
+
+async def test_a_stuck_disk_holds_the_append_but_not_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_writing, may_write, write = threading.Event(), threading.Event(), os.write
+
+    def stuck(file: int, line: bytes) -> int:
+        is_writing.set()
+        may_write.wait()
+        return write(file, line)
+
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    monkeypatch.setattr(os, "write", stuck)
+    given_up = asyncio.create_task(log.append(trained(1)))
+    behind_it = asyncio.create_task(log.append(trained(2)))
+    await asyncio.to_thread(is_writing.wait)  # the loop goes on
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    may_write.set()
+    await behind_it
+    await log.close()
+    assert await collect(log) == read_events(tmp_path / "events.jsonl") == [trained(1), trained(2)]
 
 
 async def test_a_file_keeps_the_metrics_of_every_step(tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ class MemoryEventLog:
     async def append(self, event: Event) -> None:
         """See `EventLog.append`."""
         self._require_acceptable(event)
-        self._store(event)
         remember(self._events, event)
         self._changed.set()
 
@@ -104,9 +103,6 @@ class MemoryEventLog:
         self._closed = True
         self._changed.set()
 
-    def _store(self, event: Event) -> None:
-        """Where a log that outlives the process writes it down."""
-
     def _require_acceptable(self, event: Event) -> None:
         if self._closed:
             raise TransportError(f"the event log is closed and takes no {type(event).__name__}")
@@ -117,7 +113,7 @@ class MemoryEventLog:
 
 
 class FileEventLog(MemoryEventLog):
-    """An event log kept in a file: one JSON object per line, only ever appended to.
+    """An event log kept in a file: one JSON object per line, only ever appended to, in a thread: disks get stuck.
 
     One process owns it (the orchestrator). Opening a file that an earlier start of the run left keeps its lines; a last
     line torn by a crash is cut off. Raises `CorruptData` for any other line that is no event.
@@ -132,16 +128,26 @@ class FileEventLog(MemoryEventLog):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if len(whole) < len(content):
             os.ftruncate(self._file, len(whole))
+        self._writing = asyncio.Lock()
+
+    async def append(self, event: Event) -> None:
+        """See `EventLog.append`. The line is in the file before any follower sees the event, cancelled or not."""
+        await asyncio.shield(asyncio.ensure_future(self._write_and_tell(event)))
 
     async def close(self) -> None:
         """See `EventLog.close`."""
-        if not self._closed:
-            os.close(self._file)
-        await super().close()
+        async with self._writing:
+            if not self._closed:
+                os.close(self._file)
+            await super().close()
 
-    def _store(self, event: Event) -> None:
-        """The line is in the file before any follower sees the event."""
-        line = msgspec.json.encode(event) + b"\n"
+    async def _write_and_tell(self, event: Event) -> None:
+        async with self._writing:
+            self._require_acceptable(event)
+            await asyncio.to_thread(self._write, msgspec.json.encode(event) + b"\n")
+            await super().append(event)
+
+    def _write(self, line: bytes) -> None:
         size = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)
