@@ -174,9 +174,14 @@ def test_a_model_that_no_rank_can_load_is_refused_like_by_one(tmp_path: Path) ->
             id="vllm-executor",
             marks=pytest.mark.xdist_group("vllm"),
         ),
+        pytest.param(
+            (*("--generator.replicas", "2", "--generator.tensor_parallel", "2"), "--generator.engine", "vllm"),
+            id="two-vllm-replicas",
+            marks=pytest.mark.xdist_group("vllm"),
+        ),
     ],
 )
-def test_a_run_trains_with_a_generator_of_two_processes(tmp_path: Path, engine: tuple[str, ...]) -> None:
+def test_a_run_trains_with_generators_of_two_processes(tmp_path: Path, engine: tuple[str, ...]) -> None:
     if "vllm" in engine:
         require_vllm_installed()
     with command(tmp_path, "--max_steps", "3", *engine) as run:
