@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,6 +131,21 @@ async def test_a_stuck_disk_holds_the_append_but_not_the_loop(tmp_path: Path, mo
     await behind_it
     await log.close()
     assert await collect(log) == read_events(tmp_path / "events.jsonl") == [trained(1), trained(2)]
+
+
+async def test_users_who_take_all_threads_of_the_loop_hold_no_append(tmp_path: Path) -> None:
+    loop, may_end = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    taken = loop.run_in_executor(None, may_end.wait)
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    try:
+        async with asyncio.timeout(60):
+            await log.append(trained(1))
+            await log.close()
+    finally:
+        may_end.set()
+        await taken
+    assert read_events(tmp_path / "events.jsonl") == [trained(1)]
 
 
 async def test_a_file_keeps_the_metrics_of_every_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -115,6 +116,8 @@ class MemoryEventLog:
 class FileEventLog(MemoryEventLog):
     """An event log kept in a file: one JSON object per line, only ever appended to, in a thread: disks get stuck.
 
+    The thread is its own: tools and agents of users may fill those of the event loop for minutes.
+
     One process owns it (the orchestrator). Opening a file that an earlier start of the run left keeps its lines; a last
     line torn by a crash is cut off. Raises `CorruptData` for any other line that is no event.
     """
@@ -129,6 +132,7 @@ class FileEventLog(MemoryEventLog):
         if len(whole) < len(content):
             os.ftruncate(self._file, len(whole))
         self._writing = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-events")
 
     async def append(self, event: Event) -> None:
         """See `EventLog.append`. The line is in the file before any follower sees the event, cancelled or not."""
@@ -139,12 +143,14 @@ class FileEventLog(MemoryEventLog):
         async with self._writing:
             if not self._closed:
                 os.close(self._file)
+                self._thread.shutdown(wait=False)
             await super().close()
 
     async def _write_and_tell(self, event: Event) -> None:
         async with self._writing:
             self._require_acceptable(event)
-            await asyncio.to_thread(self._write, msgspec.json.encode(event) + b"\n")
+            line = msgspec.json.encode(event) + b"\n"
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, line)
             await super().append(event)
 
     def _write(self, line: bytes) -> None:
