@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tailrace.generation.engines.native import Kernels, find_kernels
 from tailrace.generation.engines.native.layers import LayerParts, known_layers
 from tailrace.generation.engines.torch.attention import SlotStep, prefill
-from tailrace.generation.engines.torch.packed_linear import JoinedLinear
+from tailrace.generation.engines.torch.packed_linear import JoinedLinear, Product
 
 
 class FusedLayers:
@@ -45,10 +45,16 @@ class FusedLayers:
         parts = [layer.parts for layer in self._layers]
         return {linear for part in parts for linear in (*part.projections, part.output, *part.gate_up, part.down)}
 
+    @property
+    def products(self) -> list[Product]:
+        """Of all layers, those that are packed."""
+        return [made for layer in self._layers for joined in layer.joined for made in joined.products]
+
     def repack(self) -> None:
         """Lay out the present weights."""
         for layer in self._layers:
-            layer.repack()
+            for joined in layer.joined:
+                joined.repack()
 
     def restore(self) -> None:
         """Give the layers their own forward back."""
@@ -73,9 +79,9 @@ class _FusedLayer:
         products = ((*parts.projections,), (parts.output,), (*parts.gate_up,), (parts.down,))
         return cls(kernels, parts, own, dtype, *(JoinedLinear(linears) for linears in products))
 
-    def repack(self) -> None:
-        for product in (self.packed, self.output, self.gate_up, self.down):
-            product.repack()
+    @property
+    def joined(self) -> tuple[JoinedLinear, ...]:
+        return self.packed, self.output, self.gate_up, self.down
 
     def forward(self, hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
         """As transformers calls a layer; `hidden_states` are [1, tokens, hidden_size]."""

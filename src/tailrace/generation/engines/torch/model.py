@@ -16,7 +16,7 @@ from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, Segment,
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
 from tailrace.generation.engines.torch.fused_layer import FusedLayers
 from tailrace.generation.engines.torch.lanes import Lane
-from tailrace.generation.engines.torch.packed_linear import PackedLinears
+from tailrace.generation.engines.torch.packed_linear import PackedLinears, write_programs
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 16
@@ -46,6 +46,7 @@ class SlotModel:
         self.layers = self._replace_attention()
         self._fused = self._fuse_layers() if native_kernels else None
         self._linears = PackedLinears(model, leave=self._fused.linears if self._fused else ())
+        write_programs([*self._linears.products, *(self._fused.products if self._fused else ())])
 
     @property
     def reads_exactly(self) -> bool:

@@ -6,14 +6,37 @@ than over plain weights. The price is a second copy of the matrices. Only on a C
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tailrace.generation.engines.onednn import gains_packed, product
+from tailrace.generation.engines.onednn import filled_rows, gains_packed, product
 
 _PROBE_ROWS = 32
+_USUAL_ROWS = 64
+
+
+class Product(NamedTuple):
+    """What one kind of program computes."""
+
+    matrix: Tensor
+    """[outputs, inputs]"""
+    bias: Tensor | None
+
+    @property
+    def kind(self) -> tuple[torch.Size, torch.dtype, bool]:
+        """Products of a model that have it in common share their programs."""
+        return self.matrix.shape, self.matrix.dtype, self.bias is None
+
+
+@torch.inference_mode()
+def write_programs(products: Iterable[Product]) -> None:
+    """Have oneDNN write its programs for the numbers of rows that any engine meets, before there is work."""
+    for matrix, bias in {made.kind: made for made in products}.values():
+        for count in sorted({filled_rows(count) for count in range(1, _USUAL_ROWS + 1)}):
+            product(torch.zeros(count, matrix.shape[1], dtype=matrix.dtype), matrix, bias)
 
 
 class PackedLinears:
@@ -29,6 +52,11 @@ class PackedLinears:
 
     def __len__(self) -> int:
         return len(self._packed)
+
+    @property
+    def products(self) -> Sequence[Product]:
+        """Of all layers."""
+        return [packed.product for packed in self._packed]
 
     def repack(self) -> None:
         """Lay out the present weights."""
@@ -57,6 +85,11 @@ class JoinedLinear:
         if any(module.bias is not None for module in self._modules):
             self._bias = torch.cat([_bias_of(module) for module in self._modules]).to(weight.dtype)
 
+    @property
+    def products(self) -> Sequence[Product]:
+        """Its own, where it is packed."""
+        return [Product(self._weight, self._bias)] if self._packs else []
+
     def __call__(self, rows: Tensor) -> Tensor:
         """`rows` [rows, inputs] are of the weights' dtype."""
         if self._packs:
@@ -80,6 +113,10 @@ class _Packed:
 
     def repack(self) -> None:
         self._weight = _pack(self._module.weight)
+
+    @property
+    def product(self) -> Product:
+        return Product(self._weight, self._module.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         rows = self._rounded.to(inputs, self._module.weight.dtype)
