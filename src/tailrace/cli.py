@@ -268,10 +268,18 @@ Command: TypeAlias = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command; returns its exit status. Without `arguments` it is the process's own, which ends with it."""
+    from tailrace.lifecycle.event_loop import end_in_spite_of_threads
+
+    status = _status_of(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        end_in_spite_of_threads(status)
+    return status
+
+
+def _status_of(given: Sequence[str]) -> int:
     from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 
-    given = sys.argv[1:] if arguments is None else arguments
     try:
         _require_command(given)
         command, overrides = _parse(given)

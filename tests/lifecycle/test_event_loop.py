@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import threading
 
 import pytest
 
@@ -67,3 +68,20 @@ def test_a_task_that_ignores_its_cancellation_is_named_and_left(
     with caplog.at_level(logging.ERROR, logger="tailrace"):
         assert run_on_event_loop(work()) == 3
     assert "ignores its cancellation: rollout r0" in caplog.text
+
+
+def test_a_thread_that_never_returns_is_told_and_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.lifecycle.event_loop._END_S", 0.01)
+    monkeypatch.setattr("tailrace.lifecycle.event_loop._stuck", set())
+    may_return = threading.Event()
+
+    async def work() -> int:
+        asyncio.get_running_loop().run_in_executor(None, may_return.wait)
+        return await asyncio.to_thread(lambda: 3)
+
+    with caplog.at_level(logging.ERROR, logger="tailrace"):
+        assert run_on_event_loop(work()) == 3
+    may_return.set()
+    assert "as they do not return: 1 calls in threads" in caplog.text

@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import zlib
 from pathlib import Path
 
@@ -130,6 +131,17 @@ def stubborn() -> EnvironmentSpec:
 
     rows = [{"word": f"word {index}"} for index in range(64)]
     return EnvironmentSpec(name="stubborn", agent=agent, train_tasks=rows, trusted=True)
+
+
+def leaving_a_thread() -> EnvironmentSpec:
+    """Agents that start work in a thread and forget it; it never returns."""
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+        return await answer(task, policy)
+
+    rows = [{"word": f"word {index}"} for index in range(64)]
+    return EnvironmentSpec(name="leaving-a-thread", agent=agent, train_tasks=rows, trusted=True)
 
 
 class Talk:
