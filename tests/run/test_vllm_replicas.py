@@ -98,14 +98,19 @@ def test_a_run_with_two_vllm_replicas_accounts_for_every_rollout_although_one_is
     options = (*VLLM, "--generator.replicas", "2", "--rollouts.max_tokens", "48")
     with command(tmp_path, *options, "--max_steps", "30") as run:
         run.wait_until(lambda: _newest(run.folder, "generator/generator-0/requests") > 0)
-        run.role("generator-0").kill()
+        victim = run.role("generator-0")
+        victim.suspend()  # it keeps the requests that it gets from now on
+        run.wait_for_steps(len(records(run.folder / "metrics.jsonl")) + 3)
+        run.wait_until(lambda: _newest(run.folder, "generator/generator-0/requests") > 0)
+        victim.kill()
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     assert "generator-0 is started again" in printed
     ledger = read_summary(run.folder).ledger
     assert ledger.balances
-    assert (ledger.by_state["failed"], ledger.by_state["trained"]) == (0, 120), printed
+    assert ledger.by_state["failed"] == 0, printed
     assert set(ledger.by_reason["cancelled"]) <= {RUN_ENDED}
+    assert set(ledger.by_reason["filtered"]) <= {"stale"}
     assert _newest(run.folder, "generator/generator-0/failovers") > 0
 
 
