@@ -51,12 +51,12 @@ def fill(rows: Tensor) -> Tensor:
 
 
 def filled_rows(count: int) -> int:
-    """The next of 1, 4, 8, 16, 24, ..., 128, 136, ..., 256, 272, ...: sixteen for every doubling from 128 on.
+    """The next of 1, 4, 8, 16, 24, ..., 256, 264, ..., 512, 528, ...: thirty-two for every doubling from 256 on.
 
-    >>> [filled_rows(count) for count in (1, 2, 5, 64, 65, 129, 1000)]
-    [1, 4, 8, 64, 72, 136, 1024]
+    >>> [filled_rows(count) for count in (1, 2, 5, 64, 65, 300, 1000)]
+    [1, 4, 8, 64, 72, 304, 1008]
     """
     if count <= 1:
         return count
-    step = 4 if count <= 4 else max(8, 1 << max(0, (count - 1).bit_length() - 5))
+    step = 4 if count <= 4 else max(8, 1 << max(0, (count - 1).bit_length() - 6))
     return -(-count // step) * step
