@@ -87,7 +87,9 @@ class Command:
     def leftovers(self) -> list[Path]:
         """Shared memory and sockets that carry this process's number."""
         return [
-            path for parent in (shared_memory_folder(), runtime_folder()) for path in parent.glob(f"*-{self.pid}-*")
+            path
+            for parent in (shared_memory_folder(), runtime_folder())
+            for path in parent.glob(f"tailrace-*{self.pid}-*")
         ]
 
 
