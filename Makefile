@@ -54,7 +54,7 @@ format: install-dev
 docs: install-dev  ## Write the pages that are generated from the code.
 	$(BIN)/tailrace settings > docs/settings.md
 	$(BIN)/tailrace settings --of simulation > docs/simulation-settings.md
-	$(BIN)/python -m tailrace.observability.metric_docs docs/metrics.md
+	$(BIN)/python -m tailrace.reporting.metric_docs docs/metrics.md
 	$(BIN)/tailrace simulate long-tail --steps 14 --warmup_steps 4 --png docs/images/modes.png
 	$(BIN)/tailrace simulate stragglers --steps 14 --warmup_steps 4 --png docs/images/stragglers.png
 

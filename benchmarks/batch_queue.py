@@ -32,8 +32,8 @@ from tailrace.batching.batches import form_batch_in_slices
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.resources import RunResources
 from tailrace.records import Group, PlannedBatch
-from tailrace.run.replay.synthetic import SyntheticLoad, synthetic_groups
-from tailrace.transport.batch_channels import (
+from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
+from tailrace.transport.batches.channels import (
     file_receiver,
     file_sender,
     shared_memory_receiver,
@@ -41,7 +41,7 @@ from tailrace.transport.batch_channels import (
     value_receiver,
     value_sender,
 )
-from tailrace.transport.batch_queue import BatchReceiver, BatchSender, MemoryBatchQueue
+from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
 
 RANKS = 8
 TARGET_S = 1e-3

@@ -44,9 +44,9 @@ import routing
 import torch
 from small_model import SMOLLM2_VOCABULARY, make_smollm2
 
+from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
-from tailrace.generation.generator import Generator
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import Int32Array, SamplingParams
 

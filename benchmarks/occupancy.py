@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from small_model import ModelSize, make_model
 
+from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.engines.torch import TorchEngine
-from tailrace.generation.generator import Generator
 from tailrace.records import SamplingParams
 
 SLOTS, SESSIONS, TURNS = 32, 64, 5

@@ -40,7 +40,7 @@ from tailrace.records import (
     Task,
     TaskId,
 )
-from tailrace.transport.batch_stores import SharedMemoryStore
+from tailrace.transport.batches.stores import SharedMemoryStore
 
 ROW_TOKENS = 8192
 SHORTEST, LONGEST = 200, 8000

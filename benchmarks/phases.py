@@ -17,8 +17,8 @@ from pathlib import Path
 
 from kit import parse_options, report
 
-from tailrace.observability.phases import PhaseRecorder, phase
-from tailrace.observability.traces import TraceWriter
+from tailrace.tracing.phases import PhaseRecorder, phase
+from tailrace.tracing.traces import TraceWriter
 
 AT_ONCE = 1_000
 MAX_ADDED_S = 5e-6

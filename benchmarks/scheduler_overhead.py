@@ -29,9 +29,9 @@ from kit import parse_options, progress, report
 
 from tailrace.batching import FormedBatch
 from tailrace.environments import EnvironmentSpec, Policy
-from tailrace.generation.engines.loading import tokenizer_folder
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
+from tailrace.models.loading import tokenizer_folder
 from tailrace.records import (
     Completion,
     FinishReason,

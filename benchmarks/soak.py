@@ -157,7 +157,7 @@ async def trim() -> TrimRow:
 
     from tailrace.lifecycle.memory import reserve_memory
     from tailrace.lifecycle.trimming import glibc_heap
-    from tailrace.observability.loop_load import LagSampler, LoopTraffic
+    from tailrace.replay.loop_load import LagSampler, LoopTraffic
 
     heap = glibc_heap()
     if heap is None:

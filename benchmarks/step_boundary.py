@@ -46,7 +46,7 @@ from step_peers import TOP_K, Peer, Trained, experts_of, generator, read_floor_s
 from tailrace.batching import FormedBatch, Packing, compute_advantages, sample_group
 from tailrace.batching.batches import form_batch_in_slices
 from tailrace.batching.slices import in_turns
-from tailrace.generation.rpc_messages import (
+from tailrace.generation.rpc.messages import (
     CompletionReply,
     Frames,
     pack_completion,
@@ -57,8 +57,6 @@ from tailrace.generation.rpc_messages import (
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.resources import RunResources, remove_leftovers, shared_memory_folder
-from tailrace.observability.loop_load import LagSampler, LoopTraffic, SampledLag
-from tailrace.observability.memory import PeakMemory, copy_s
 from tailrace.records import (
     Branch,
     Completion,
@@ -74,10 +72,12 @@ from tailrace.records import (
     Task,
     TaskId,
 )
-from tailrace.transport.batch_channels import ChannelBatchSender, shared_memory_sender
+from tailrace.replay.loop_load import LagSampler, LoopTraffic, SampledLag
+from tailrace.replay.memory import PeakMemory, copy_s
+from tailrace.transport.batches.channels import ChannelBatchSender, shared_memory_sender
 from tailrace.transport.channels import encode
-from tailrace.transport.payload_accounts import PayloadAccounts
-from tailrace.transport.slab_store import SlabPayloadStore
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.payloads.slab_store import SlabPayloadStore
 
 RANKS, TRAFFIC_TASKS, GROUP_SIZE, ROW_TOKENS = 8, 200, 8, 65_536
 CONTEXT_TOKENS, COMPLETION_TOKENS = 1016, 1016

@@ -16,10 +16,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.observability.memory import PeakMemory
 from tailrace.records import Batch, PayloadRef
-from tailrace.transport.batch_channels import ChannelBatchReceiver, shared_memory_receiver
-from tailrace.transport.slab_store import SlabPayloadStore
+from tailrace.replay.memory import PeakMemory
+from tailrace.transport.batches.channels import ChannelBatchReceiver, shared_memory_receiver
+from tailrace.transport.payloads.slab_store import SlabPayloadStore
 
 TOP_K = 8
 _READ_AT_ONCE = 1 << 20

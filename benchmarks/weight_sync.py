@@ -38,14 +38,14 @@ from small_model import make_smollm2
 from transformers import LlamaForCausalLM
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
+from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
-from tailrace.generation.generator import Generator
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import Completion, SamplingParams
-from tailrace.transport.model_state_dicts import SharedMemoryModelStateDictStore
+from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 TARGET_STALL_RATIO = 3.0
 TARGET_PUBLISH_RATIO = 1.5

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.observability.group_progress import GroupCounts
     from tailrace.records import Group, Message, Reward, Rollout, Task
     from tailrace.rollouts.budgets import ErrorBudget
     from tailrace.rollouts.gathering import gather_groups, stream_groups
+    from tailrace.rollouts.group_progress import GroupCounts
 
 __version__ = "0.1.0"
 
@@ -33,7 +33,7 @@ __all__ = [
 _HOMES = {
     "ErrorBudget": "tailrace.rollouts.budgets",
     "Group": "tailrace.records",
-    "GroupCounts": "tailrace.observability.group_progress",
+    "GroupCounts": "tailrace.rollouts.group_progress",
     "Message": "tailrace.records",
     "Reward": "tailrace.records",
     "Rollout": "tailrace.records",

@@ -61,7 +61,7 @@ class Train:
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed
-        from tailrace.observability.summary import summary_text
+        from tailrace.reporting.summary import summary_text
 
         if self.capture is not None:
             overrides = [*overrides, "--observability.capture", str(self.capture)]
@@ -186,8 +186,8 @@ class Replay:
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
-        from tailrace.run.replay.command import captured, made_up, replay
-        from tailrace.run.replay.measuring import HEADINGS, as_json, rows
+        from tailrace.replay.command import captured, made_up, replay
+        from tailrace.replay.measuring import HEADINGS, as_json, rows
 
         _refuse(overrides)
         if (self.capture is None) == (self.synthetic is None):
@@ -248,7 +248,7 @@ class FetchSmollm2:
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
-        from tailrace.training.export import export_smollm2
+        from tailrace.models.export import export_smollm2
 
         _refuse(overrides)
         Console().print(f"wrote {export_smollm2(self.folder)}", highlight=False, soft_wrap=True)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 
 from tailrace.generation.decisions import Decision, Wait, WeightPolicy
-from tailrace.generation.engine_loop import EngineLoop
+from tailrace.generation.engine_thread.generator import ask
+from tailrace.generation.engine_thread.inbox import Inbox
+from tailrace.generation.engine_thread.loop import EngineLoop
 from tailrace.generation.engines.protocol import Engine
-from tailrace.generation.generator import ask
-from tailrace.generation.inbox import Inbox
 from tailrace.records import Completion
 from tests.generation.engine_support import request
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from tailrace.errors import CorruptData, TransportError
-from tailrace.generation.generator import Generator
-from tailrace.generation.rpc import GeneratorClient
-from tailrace.generation.rpc_messages import CompletionHeader, unpack_completion, unpack_payloads
-from tailrace.generation.rpc_server import GeneratorServer
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.rpc.client import GeneratorClient
+from tailrace.generation.rpc.messages import CompletionHeader, unpack_completion, unpack_payloads
+from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.records import (
     Branch,
     Completion,
@@ -29,10 +29,10 @@ from tailrace.records import (
     SamplingParams,
 )
 from tailrace.transport.channels import create_socket_folder, ipc_address
-from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
-from tailrace.transport.payload_accounts import PayloadAccounts
-from tailrace.transport.payload_store import MemoryPayloadStore, PayloadStore
-from tailrace.transport.slab_store import SlabPayloadStore
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.payloads.slab_store import SlabPayloadStore
+from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
 from tests.generation.engine_support import make_engine
 from tests.support.expert_models import expert_model, plain_routing
 

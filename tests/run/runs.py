@@ -18,7 +18,7 @@ import psutil
 
 from tailrace.config import RunSettings, load_settings
 from tailrace.lifecycle.resources import shared_memory_folder
-from tailrace.observability.summary import RunSummary
+from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
 from tailrace.transport.channels import runtime_folder
 

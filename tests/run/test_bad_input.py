@@ -10,8 +10,8 @@ import pytest
 
 from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
-from tailrace.observability.summary import RunSummary
 from tailrace.records import RunStatus
+from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
 from tests.run.runs import environment, run_inline
 from tests.support.chat_models import save_chat_model

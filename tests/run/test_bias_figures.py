@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tailrace.observability.summary import RunSummary
 from tailrace.records import RunStatus
+from tailrace.reporting.summary import RunSummary
 from tailrace.scheduling import Verdict
 from tests.run.runs import environment, records, rollouts, run_inline
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.config import load_settings
-from tailrace.observability.summary import RunSummary
 from tailrace.records import RunStatus
+from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
 from tests.run.runs import ROOT, records
 

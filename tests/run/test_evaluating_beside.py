@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import DataError
-from tailrace.observability.summary import RunSummary, summary_text
 from tailrace.records import RunStatus
+from tailrace.reporting.summary import RunSummary, summary_text
 from tailrace.run.orchestrator import RUN_ENDED
 from tests.run.runs import command, environment, records, run_inline
 

@@ -11,8 +11,8 @@ import pytest
 
 from tailrace.config import load_settings
 from tailrace.errors import SettingsError
-from tailrace.observability.summary import RunSummary
 from tailrace.records import RunStatus
+from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
 from tests.run.runs import records, rollouts
 

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tailrace.errors import SettingsError
-from tailrace.observability.summary import read_summary
+from tailrace.reporting.summary import read_summary
 from tests.run.runs import ROOT, Command, command, records, run_inline, tiny_settings
 from tests.run.served import address_of, serving
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from tailrace.errors import EngineFailed, SettingsError
-from tailrace.generation.rpc import GeneratorClient
+from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.settings import GeneratorSettings
-from tailrace.observability.summary import read_summary
 from tailrace.records import Completion, SamplingParams
+from tailrace.reporting.summary import read_summary
 from tailrace.run.ranks import Rank, torchrun_rank
-from tailrace.transport.model_state_dicts import SharedMemoryModelStateDictStore
+from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 from tests.generation.engine_kinds import contract_model, require_vllm_installed
 from tests.generation.engine_support import greedy_reference
 from tests.run.runs import PATIENCE_S, command

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tailrace.observability.summary import read_summary
+from tailrace.reporting.summary import read_summary
 from tailrace.run.orchestrator import RUN_ENDED
 from tests.run.runs import Command, command, records
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.observability.summary import RunSummary
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
-from tailrace.transport.event_log import read_events
+from tailrace.reporting.summary import RunSummary
+from tailrace.transport.events.log import read_events
 from tests.run.runs import environment, records, rollouts, run_inline, trained_tasks
 
 DATA = (

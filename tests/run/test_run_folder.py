@@ -10,10 +10,10 @@ import pytest
 
 from tailrace.config import load_settings
 from tailrace.errors import DataError
-from tailrace.observability.metrics import METRICS
-from tailrace.observability.summary import RunSummary, read_summary
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
-from tailrace.transport.event_log import read_events
+from tailrace.reporting.metrics import METRICS
+from tailrace.reporting.summary import RunSummary, read_summary
+from tailrace.transport.events.log import read_events
 from tests.run.runs import records, rollouts, run_inline, tiny_settings
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 

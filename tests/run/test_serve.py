@@ -12,10 +12,10 @@ import zmq
 import zmq.asyncio
 
 from tailrace.errors import SettingsError
-from tailrace.generation.rpc import GeneratorClient
-from tailrace.generation.rpc_keys import CurveKeys, write_keys
-from tailrace.generation.rpc_messages import WelcomeReply
-from tailrace.observability.summary import read_summary
+from tailrace.generation.rpc.client import GeneratorClient
+from tailrace.generation.rpc.keys import CurveKeys, write_keys
+from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.reporting.summary import read_summary
 from tests.run.runs import PATIENCE_S, command, records
 from tests.run.served import address_of, refusal, serving
 

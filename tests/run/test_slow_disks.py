@@ -11,7 +11,7 @@ from typing import IO, Any
 import pytest
 
 from tailrace.records import TrainerEnded
-from tailrace.transport.event_log import read_events
+from tailrace.transport.events.log import read_events
 from tests.run.runs import PATIENCE_S, records, run_inline
 
 

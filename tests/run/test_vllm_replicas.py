@@ -13,9 +13,9 @@ import pytest
 from tailrace.errors import EngineFailed
 from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.generation.rpc import GeneratorClient
-from tailrace.observability.summary import read_summary
+from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.records import Completion, FinishReason, SamplingParams
+from tailrace.reporting.summary import read_summary
 from tailrace.run.orchestrator import RUN_ENDED
 from tests.generation.engine_kinds import contract_model, require_vllm_installed
 from tests.generation.engine_support import greedy_reference

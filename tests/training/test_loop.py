@@ -28,8 +28,8 @@ from tailrace.records import (
 from tailrace.training.loop import TrainerPlan, run_trainer
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
-from tailrace.transport.event_log import MemoryEventLog
-from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
+from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
 from tests.training.tiny import build_batch
 
 EPOCH = "epoch-1"

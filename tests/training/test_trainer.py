@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tailrace.errors import Diverged, TrainingError
-from tailrace.observability.metrics import MetricsAccumulator
 from tailrace.records import Batch
+from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.settings import LossSettings, TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, Trainer
 from tests.training.tiny import VOCABULARY, build_batch

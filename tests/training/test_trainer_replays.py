@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from tailrace.errors import ModelError, PayloadLost, TrainingError
-from tailrace.observability.metrics import MetricsAccumulator
 from tailrace.records import Batch, OpenPayload, PayloadChunk, PayloadRef, PayloadTableBuilder
+from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.support.expert_models import expert_model, plain_routing

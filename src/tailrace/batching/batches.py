@@ -10,8 +10,8 @@ import numpy as np
 from tailrace.batching.packing import Packing, RowPlan, plan_rows_in_slices
 from tailrace.batching.samples import SampledGroup
 from tailrace.batching.slices import drained
-from tailrace.observability.phases import phase
 from tailrace.records import BatchSummary, Int32Array, PlannedBatch, TrainingSample
+from tailrace.tracing.phases import phase
 
 MEASURED_AT_ONCE = 512
 """Samples that are counted in one slice: less than a millisecond."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tailrace.batching import INCREMENTAL
 from tailrace.config.sources import Key
 from tailrace.errors import SettingsError
-from tailrace.generation.rpc_keys import require_safe_address
+from tailrace.generation.rpc.keys import require_safe_address
 from tailrace.scheduling.settings import MAX_STALENESS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tailrace.config.contradictions import Contradictions, find_contradictions
 from tailrace.environments import EnvironmentSettings
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
-from tailrace.observability.settings import ObservabilitySettings
+from tailrace.reporting.settings import ObservabilitySettings
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.scheduling.settings import MAX_STALENESS, EvaluationSettings, Schedule, SchedulingSettings
 from tailrace.training.settings import TrainerSettings

@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 
-from tailrace.generation.inbox import CutListener
+from tailrace.generation.engine_thread.inbox import CutListener
 from tailrace.records import Completion, FinishReason, Generate, Int32Array, SamplingParams
 
 Interrupt = Callable[[Iterable[str]], Awaitable[int]]

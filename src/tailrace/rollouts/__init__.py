@@ -7,16 +7,16 @@ never becomes a reward, and nothing here knows of schedules, weights or torch.
 
 from tailrace.rollouts.agents import EnvironmentHost, environment_agent, hosted_agent
 from tailrace.rollouts.budgets import ErrorBudget
+from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer
+from tailrace.rollouts.chat.replies import ParsedReply
+from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 from tailrace.rollouts.gathering import gather_groups, stream_groups
 from tailrace.rollouts.groups import GroupScorer
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
-from tailrace.rollouts.rendering import ChatRenderer, Renderer
-from tailrace.rollouts.replies import ParsedReply
 from tailrace.rollouts.rollouter import Rollouter, needs_workers
-from tailrace.rollouts.scoring import require_number, require_reward
+from tailrace.rollouts.scoring.rewards import require_number, require_reward
 from tailrace.rollouts.settings import EvaluationSampling, RolloutSettings
-from tailrace.rollouts.tokenizer import ChatTokenizer
-from tailrace.rollouts.worker_pool import WorkerPool
+from tailrace.rollouts.workers.pool import WorkerPool
 
 __all__ = [
     "ChatRenderer",

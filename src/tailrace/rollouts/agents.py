@@ -19,7 +19,7 @@ from tailrace.environments.protocol import read_columns
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused
 from tailrace.records import Json, Message, Reward, Task, ToolSpec
 from tailrace.rollouts.policy import RolloutPolicy
-from tailrace.rollouts.scoring import require_number
+from tailrace.rollouts.scoring.rewards import require_number
 
 
 class EnvironmentHost(Protocol):

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tailrace.environments import ScoreGroup
 from tailrace.errors import ErrorBudgetSpent
-from tailrace.observability.group_progress import GroupBars, GroupCounts
 from tailrace.records import Group, GroupId, Json, Reward, Rollout, RolloutId, SamplingParams, Task, TaskId
 from tailrace.rollouts.blame import leaves_of
 from tailrace.rollouts.budgets import RAISE, ErrorBudget, ErrorTally
+from tailrace.rollouts.group_progress import GroupBars, GroupCounts
 from tailrace.rollouts.groups import GroupScorer
-from tailrace.rollouts.scoring import require_reward
+from tailrace.rollouts.scoring.rewards import require_reward
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,7 @@ from tailrace.environments import ScoreGroup
 from tailrace.errors import InvalidReward, ScoringFailed
 from tailrace.records import Group, Reward, Rollout
 from tailrace.rollouts.budgets import RAISE, ErrorBudget, ErrorTally
-from tailrace.rollouts.scoring import is_sound, require_reward, unscore
+from tailrace.rollouts.scoring.rewards import is_sound, require_reward, unscore
 
 
 class GroupScorer:

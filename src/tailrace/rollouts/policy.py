@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from tailrace.errors import BudgetExceeded, RolloutError
-from tailrace.observability.phases import phase
 from tailrace.records import (
     Branch,
     Completion,
@@ -31,8 +30,9 @@ from tailrace.records import (
     ToolSpec,
     session_of,
 )
-from tailrace.rollouts.conversations import BranchConversation, Match, Turn, longest_match
-from tailrace.rollouts.rendering import Renderer
+from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
+from tailrace.rollouts.chat.rendering import Renderer
+from tailrace.tracing.phases import phase
 
 _LENGTH, _LOST = FinishReason.LENGTH, (FinishReason.ERROR, FinishReason.ABORTED)
 """Looked up once: a member of an enumeration takes six times as long as an attribute (Python 3.11)."""

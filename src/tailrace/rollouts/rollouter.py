@@ -8,19 +8,19 @@ from pathlib import Path
 
 from tailrace.environments import Agent, EnvironmentSettings, EnvironmentSpec
 from tailrace.errors import BudgetExceeded, RequestRefused, RolloutError, ScoringFailed
-from tailrace.observability.phases import phase
 from tailrace.records import Generate, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agents import environment_agent, hosted_agent
 from tailrace.rollouts.attempts import Attempts
 from tailrace.rollouts.blame import blamed_on, within
 from tailrace.rollouts.budgets import ErrorTally
+from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.groups import GroupScorer
-from tailrace.rollouts.judge import EndpointChat, EngineChat, JudgeUsage, RelativeJudge
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
-from tailrace.rollouts.rendering import Renderer
-from tailrace.rollouts.rewarding import Rewards, is_async_environment, is_async_function
+from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat, JudgeUsage, RelativeJudge
+from tailrace.rollouts.scoring.rewarding import Rewards, is_async_environment, is_async_function
 from tailrace.rollouts.settings import RolloutSettings
-from tailrace.rollouts.worker_pool import WorkerEnvironment, WorkerPool
+from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
+from tailrace.tracing.phases import phase
 
 
 class Rollouter:

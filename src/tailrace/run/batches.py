@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tailrace.config import RunSettings
-from tailrace.transport.batch_channels import (
+from tailrace.transport.batches.channels import (
     ChannelBatchReceiver,
     ChannelBatchSender,
     file_receiver,

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from tailrace.config import RunSettings
-from tailrace.observability.rollout_records import RolloutEntry, encode_line, rollout_record
-from tailrace.run.evaluation_figures import EVALUATED
+from tailrace.reporting.evaluation_figures import EVALUATED
+from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.run.generators import Wait, open_generate
 from tailrace.run.parts import (
     EnvironmentRunner,

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from tailrace.errors import LifecycleError, TailraceError
 from tailrace.generation.router.router import Router
-from tailrace.generation.rpc import GeneratorClient, ReportListener
-from tailrace.generation.rpc_messages import WelcomeReply
+from tailrace.generation.rpc.client import GeneratorClient, ReportListener
+from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
 
 _logger = logging.getLogger(__name__)

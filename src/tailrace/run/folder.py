@@ -10,7 +10,7 @@ import tomli_w
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError
-from tailrace.observability.sinks import evaluation_path, rollouts_path
+from tailrace.reporting.sinks import evaluation_path, rollouts_path
 
 
 @dataclass(frozen=True, slots=True)

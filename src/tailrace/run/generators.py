@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tailrace.config import RunSettings
-from tailrace.generation.generator import Generator
+from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.router.router import Router
-from tailrace.generation.rpc_keys import read_keys
+from tailrace.generation.rpc.keys import read_keys
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.supervisor import Supervisor
@@ -26,8 +26,8 @@ from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import RoleSettings
-from tailrace.transport.model_state_dicts import SharedMemoryModelStateDictStore
-from tailrace.transport.payload_accounts import PayloadAccounts
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 Wait: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 

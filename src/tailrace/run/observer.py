@@ -13,16 +13,6 @@ import numpy as np
 from tailrace.batching import FormedBatch
 from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.lifecycle.trimming import MemoryTrimmer
-from tailrace.observability.capture import CaptureWriter
-from tailrace.observability.lag import LoopLagMonitor
-from tailrace.observability.logs import FILE_ONLY
-from tailrace.observability.metrics import MetricsAccumulator
-from tailrace.observability.phase_report import phase_line
-from tailrace.observability.phases import PhaseRecorder, phase
-from tailrace.observability.recording import RunRecorder
-from tailrace.observability.rollout_records import RolloutEntry
-from tailrace.observability.sinks import JsonlSink, RolloutWriter
-from tailrace.observability.summary import EvaluationSummary
 from tailrace.records import (
     Completion,
     Group,
@@ -34,11 +24,21 @@ from tailrace.records import (
     TerminalState,
     rollout_of,
 )
-from tailrace.rollouts.judge import JudgeUsage
-from tailrace.run.evaluation_figures import evaluation_entries, evaluation_metrics, followed
-from tailrace.run.usage import ProcessMeter, total_cpu_s
+from tailrace.replay.capture import CaptureWriter
+from tailrace.reporting.evaluation_figures import evaluation_entries, evaluation_metrics, followed
+from tailrace.reporting.logs import FILE_ONLY
+from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.reporting.phase_report import phase_line
+from tailrace.reporting.recording import RunRecorder
+from tailrace.reporting.rollout_records import RolloutEntry
+from tailrace.reporting.sinks import JsonlSink, RolloutWriter
+from tailrace.reporting.summary import EvaluationSummary
+from tailrace.reporting.usage import ProcessMeter, total_cpu_s
+from tailrace.rollouts.scoring.judge import JudgeUsage
 from tailrace.scheduling import EnvironmentFigures, Evaluation, SchedulerStatistics, Verdict
-from tailrace.transport.payload_accounts import PayloadAccounts, PayloadFigures
+from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.phases import PhaseRecorder, phase
+from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
 
 _logger = logging.getLogger(__name__)
 

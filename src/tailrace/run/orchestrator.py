@@ -19,7 +19,6 @@ from typing import Any
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TailraceError, TransportError
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
-from tailrace.observability.phases import phase
 from tailrace.records import (
     CheckpointWritten,
     ModelStateDictPublished,
@@ -35,8 +34,9 @@ from tailrace.run.generators import Wait
 from tailrace.run.observer import RunObserver
 from tailrace.run.placement import SHUTDOWN, Placement
 from tailrace.scheduling import Evaluator, StreamScheduler
+from tailrace.tracing.phases import phase
 from tailrace.transport.channels import wait_until
-from tailrace.transport.event_log import MemoryEventLog
+from tailrace.transport.events.log import MemoryEventLog
 
 _logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import numpy as np
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
 from tailrace.errors import DataError, SettingsError
-from tailrace.generation.engines.loading import require_weights, tokenizer_folder
 from tailrace.generation.engines.protocol import Engine
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.records import Generate, Group, GroupId, OpenPayload, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
 from tailrace.run.ranks import Rank, lead

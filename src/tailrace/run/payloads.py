@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tailrace.config import RunSettings
-from tailrace.transport.payload_store import PayloadStore
-from tailrace.transport.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
+from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
+from tailrace.transport.payloads.store import PayloadStore
 
 ORCHESTRATOR = "orchestrator"
 """Name under which it puts what came over sockets; a generator's is that of its socket, another one each life."""

@@ -7,11 +7,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tailrace.observability.lag import LoopLagMonitor
-from tailrace.observability.phases import OTHER, PhaseRecorder
-from tailrace.observability.settings import ObservabilitySettings
-from tailrace.observability.traces import TraceWriter, join_trace, remove_parts
+from tailrace.reporting.settings import ObservabilitySettings
 from tailrace.run.folder import RunPaths
+from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.phases import OTHER, PhaseRecorder
+from tailrace.tracing.traces import TraceWriter, join_trace, remove_parts
 
 ORCHESTRATOR = "orchestrator"
 

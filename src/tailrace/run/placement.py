@@ -17,9 +17,9 @@ from functools import partial
 
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError
-from tailrace.generation.generator import Generator
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engine_thread.inbox import CutListener
 from tailrace.generation.holding import Interrupt
-from tailrace.generation.inbox import CutListener
 from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
@@ -35,12 +35,12 @@ from tailrace.run.payloads import ORCHESTRATOR, payload_parent
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
 from tailrace.training.memory import huge_pages
-from tailrace.transport.batch_queue import BatchSender, MemoryBatchQueue
-from tailrace.transport.event_log import MemoryEventLog
-from tailrace.transport.event_log_rpc import EventLogServer
-from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
-from tailrace.transport.payload_accounts import PayloadAccounts
-from tailrace.transport.payload_store import MemoryPayloadStore
+from tailrace.transport.batches.queue import BatchSender, MemoryBatchQueue
+from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.events.rpc import EventLogServer
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.payloads.store import MemoryPayloadStore
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
 
 SHUTDOWN = ShutdownSettings()
 

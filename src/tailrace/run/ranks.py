@@ -31,10 +31,10 @@ from tailrace.lifecycle.roles import Launch, RoleSpec, child_environment
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from tailrace.generation.engines.lifeline import Lifeline
-    from tailrace.generation.engines.lockstep import LockstepEngine
     from tailrace.generation.engines.protocol import Engine
-    from tailrace.generation.engines.ranks import RankGroup
+    from tailrace.generation.lockstep.engine import LockstepEngine
+    from tailrace.generation.lockstep.lifeline import Lifeline
+    from tailrace.generation.lockstep.ranks import RankGroup
     from tailrace.run.parts import EngineSettings
 
 _logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank |
     """
     import torch.distributed as dist
 
-    from tailrace.generation.engines.lockstep import LockstepEngine
+    from tailrace.generation.lockstep.engine import LockstepEngine
 
     if torchrun is not None:
         return LockstepEngine(*_joined(build, torchrun, _store_of(torchrun)))
@@ -132,7 +132,7 @@ def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank |
 
 def follow_rank(build: Callable[[], Engine], rank: Rank) -> None:
     """Do what rank 0 does, until it ends. Raises `EngineFailed` when any rank fails; ends the process if it cannot."""
-    from tailrace.generation.engines.lockstep import follow
+    from tailrace.generation.lockstep.engine import follow
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -205,8 +205,8 @@ def _leave(number: int, lost: EngineFailed) -> None:
 
 def _joined(build: Callable[[], Engine], rank: Rank, store: Store) -> tuple[Engine, RankGroup, Lifeline]:
     """Meet the other ranks, then build this one's engine."""
-    from tailrace.generation.engines.lifeline import Lifeline
-    from tailrace.generation.engines.ranks import join_ranks
+    from tailrace.generation.lockstep.lifeline import Lifeline
+    from tailrace.generation.lockstep.ranks import join_ranks
 
     os.environ.update(rank.environment)
     lifeline = Lifeline(store, rank.number, rank.size)

@@ -9,14 +9,14 @@ import numpy as np
 
 from tailrace.errors import SettingsError
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.generation.rpc import GeneratorClient, LendFile, ReportListener
-from tailrace.generation.rpc_keys import CurveKeys
-from tailrace.generation.rpc_messages import WelcomeReply
+from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
+from tailrace.generation.rpc.keys import CurveKeys
+from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.supervisor import RoleProcess, Supervisor
 from tailrace.run.roles import GENERATOR, RoleSettings
-from tailrace.transport.payload_accounts import PayloadAccounts
+from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _EXPLANATION_S = 1.0
 """How long the process of a call that failed has to be seen leaving, which tells more than the call."""

@@ -10,22 +10,22 @@ import msgspec
 
 from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError
-from tailrace.generation.generator import Generator
-from tailrace.generation.rpc_server import GeneratorServer
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.lifecycle.resources import RunResources
-from tailrace.observability.logs import setup_logging
-from tailrace.observability.phases import PhaseRecorder
 from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
+from tailrace.reporting.logs import setup_logging
 from tailrace.run.batches import batch_receiver
 from tailrace.run.folder import RunPaths
 from tailrace.run.parts import engine_factory, make_trainer
 from tailrace.run.payloads import open_payload_store
 from tailrace.run.phases import recording_phases, watched_loop
-from tailrace.transport.batch_queue import BatchReceiver
-from tailrace.transport.event_log import EventLog
-from tailrace.transport.event_log_rpc import EventLogClient
-from tailrace.transport.model_state_dicts import ModelStateDictStore, SharedMemoryModelStateDictStore
-from tailrace.transport.payload_store import MemoryPayloadStore, PayloadStore
+from tailrace.tracing.phases import PhaseRecorder
+from tailrace.transport.batches.queue import BatchReceiver
+from tailrace.transport.events.log import EventLog
+from tailrace.transport.events.rpc import EventLogClient
+from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
+from tailrace.transport.weights.stores import ModelStateDictStore, SharedMemoryModelStateDictStore
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"

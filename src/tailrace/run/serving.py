@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 
 from tailrace.config.serving import ServeSettings
-from tailrace.generation.engines.loading import require_weights
-from tailrace.generation.generator import Generator
-from tailrace.generation.rpc_keys import CurveKeys, read_keys, require_safe_address, write_keys
-from tailrace.generation.rpc_server import GeneratorServer, StandAlone
-from tailrace.generation.rpc_uploads import UploadedModelStateDicts
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.rpc.keys import CurveKeys, read_keys, require_safe_address, write_keys
+from tailrace.generation.rpc.server import GeneratorServer, StandAlone
+from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
+from tailrace.models.loading import require_weights
 from tailrace.run.parts import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, torchrun_rank
-from tailrace.transport.payload_store import MemoryPayloadStore
+from tailrace.transport.payloads.store import MemoryPayloadStore
 
 _SIGNALS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from tailrace.observability.summary import EvaluationSummary, LedgerSummary
 from tailrace.records import TerminalState
+from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
 from tailrace.run.observer import RunObserver
 from tailrace.scheduling import Ledger
 

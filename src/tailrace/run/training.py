@@ -22,17 +22,15 @@ from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
-from tailrace.observability.background import BackgroundWriter
-from tailrace.observability.capture import CaptureWriter
-from tailrace.observability.lag import LoopLagMonitor
-from tailrace.observability.live import LiveView, wants_live_view
-from tailrace.observability.logs import Terminal, setup_logging
-from tailrace.observability.phases import PhaseRecorder
-from tailrace.observability.report import write_report
-from tailrace.observability.run_view import RunView
-from tailrace.observability.sinks import JsonlSink, RolloutWriter
-from tailrace.observability.summary import RunSummary, write_summary
 from tailrace.records import Completion, RunStatus, Task, TrainerEnded, TrainerStarted
+from tailrace.replay.capture import CaptureWriter
+from tailrace.reporting.live import LiveView, wants_live_view
+from tailrace.reporting.logs import Terminal, setup_logging
+from tailrace.reporting.report import write_report
+from tailrace.reporting.run_view import RunView
+from tailrace.reporting.sinks import JsonlSink, RolloutWriter
+from tailrace.reporting.summary import RunSummary, write_summary
+from tailrace.reporting.usage import ProcessMeter
 from tailrace.rollouts import ChatRenderer, Rollouter
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
@@ -52,10 +50,12 @@ from tailrace.run.phases import ORCHESTRATOR, recording_phases, traced_run, watc
 from tailrace.run.placement import Placement, open_placement
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.summary import Figures, figures
-from tailrace.run.usage import ProcessMeter
 from tailrace.run.view import run_view
 from tailrace.scheduling import Evaluator, StreamScheduler
-from tailrace.transport.event_log import FileEventLog
+from tailrace.tracing.background import BackgroundWriter
+from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.phases import PhaseRecorder
+from tailrace.transport.events.log import FileEventLog
 
 _logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tailrace.config import RunSettings
-from tailrace.observability.lag import LoopLagMonitor
-from tailrace.observability.phase_report import phase_costs
-from tailrace.observability.run_view import RunView
 from tailrace.records import TerminalState
+from tailrace.reporting.phase_report import phase_costs
+from tailrace.reporting.run_view import RunView
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.scheduling import Verdict
 from tailrace.scheduling.statistics import SchedulerStatistics
+from tailrace.tracing.lag import LoopLagMonitor
 
 _WAITING = {
     Verdict.BUDGET_SPENT: " (the staleness budget is spent)",

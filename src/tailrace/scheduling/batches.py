@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from tailrace.batching import FormedBatch, Packing, SampledGroup, form_batch_in_slices, sample_group
-from tailrace.observability.phases import phase
 from tailrace.records import Outcome
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.ready import ReadyGroup, ReadyQueue
 from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.tracing.phases import phase
 
 RESTARTED = "restarted"
 

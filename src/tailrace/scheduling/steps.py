@@ -7,10 +7,10 @@ from collections.abc import Generator
 
 from tailrace.batching import FormedBatch
 from tailrace.batching.slices import drained, in_turns
-from tailrace.observability.phases import phase
 from tailrace.records import Outcome, StepSkipped, StepTrained
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.observer import SchedulerObserver
+from tailrace.tracing.phases import phase
 
 ENDED_AT_ONCE = 128
 """Rollouts whose end is written down before the event loop may turn to others."""

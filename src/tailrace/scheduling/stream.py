@@ -18,7 +18,6 @@ from typing import Protocol
 
 from tailrace.batching import FormedBatch, compute_advantages, filter_reason
 from tailrace.batching.slices import in_turns
-from tailrace.observability.phases import phase
 from tailrace.records import Group, GroupId, Outcome, PlannedBatch, Rollout, StepSkipped, StepTrained, Task
 from tailrace.scheduling.accounts import Accounts
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
@@ -38,6 +37,7 @@ from tailrace.scheduling.steps import EndedSteps
 from tailrace.scheduling.stragglers import Stragglers
 from tailrace.scheduling.tasks import TaskKey, TaskStream
 from tailrace.scheduling.waits import Stopwatch
+from tailrace.tracing.phases import phase
 
 MAX_BATCHES_AHEAD = 2
 """Batches sent and not yet trained: one that the trainer works on, one that waits, so that it never idles."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tailrace.batching import STALE, FormedBatch
-from tailrace.observability.recording import BiasMeter
 from tailrace.records import (
     Completion,
     Generate,
@@ -28,6 +27,7 @@ from tailrace.records import (
     TerminalState,
     rollout_of,
 )
+from tailrace.reporting.recording import BiasMeter
 from tailrace.simulation.lengths import LengthSource
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from tailrace.errors import EngineFailed
 from tailrace.generation.completions import assembled
+from tailrace.generation.engine_thread.inbox import ChunkListener
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
-from tailrace.generation.inbox import ChunkListener
 from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, RequestId, SamplingParams
 from tailrace.simulation.engine_model import EngineModel, Sequence
 from tailrace.simulation.lengths import LengthSource

@@ -29,7 +29,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from tailrace.errors import CheckpointError, ModelError
-from tailrace.generation.engines.loading import copy_tokenizer, load_causal_lm, quiet_transformers
+from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

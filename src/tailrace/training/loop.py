@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from tailrace.errors import PeerGone, TransportError
-from tailrace.observability.phases import PhaseRecorder, phase
 from tailrace.records import (
     Batch,
     CheckpointWritten,
@@ -35,11 +34,12 @@ from tailrace.records import (
     TrainerEnded,
     TrainerStarted,
 )
+from tailrace.tracing.phases import PhaseRecorder, phase
 from tailrace.training.memory import keep_freed_memory
 from tailrace.training.trainer import Trainer
-from tailrace.transport.batch_queue import BatchReceiver
-from tailrace.transport.event_log import EventLog
-from tailrace.transport.model_state_dicts import ModelStateDictStore
+from tailrace.transport.batches.queue import BatchReceiver
+from tailrace.transport.events.log import EventLog
+from tailrace.transport.weights.stores import ModelStateDictStore
 
 ResultT = TypeVar("ResultT")
 

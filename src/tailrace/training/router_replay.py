@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from tailrace.errors import ModelError, TrainingError
-from tailrace.generation.engines.routers import Router, as_routing, ask, find_routers
+from tailrace.models.routers import Router, as_routing, ask, find_routers
 
 RoutingRule: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """From a router, its logits [num_tokens, num_experts] and experts [num_tokens, top_k] (int64) to their weights."""

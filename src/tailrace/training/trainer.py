@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tailrace.errors import Diverged, ModelError, PayloadLost, TrainingError
-from tailrace.generation.engines.loading import load_causal_lm
-from tailrace.observability.phases import phase
+from tailrace.models.loading import load_causal_lm
 from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
+from tailrace.tracing.phases import phase
 from tailrace.training import checkpoints
 from tailrace.training.losses import LossSums, policy_loss
 from tailrace.training.memory import keep_freed_memory

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import EngineFailed, RequestRefused
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engine_thread.inbox import ChunkListener
 from tailrace.generation.engines.protocol import SampledTokens
-from tailrace.generation.generator import Generator
-from tailrace.generation.inbox import ChunkListener
 from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
-from tailrace.transport.model_state_dicts import MemoryModelStateDictStore
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
 from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
 
 PROMPT = np.asarray([3, 1, 4, 1], np.int32)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.generation.engine_thread.inbox import ChunkListener
 from tailrace.generation.engines.protocol import EngineStatistics
-from tailrace.generation.inbox import ChunkListener
 from tailrace.generation.router.policies import UNAVAILABLE, load_of
 from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams
 

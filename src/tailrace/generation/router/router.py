@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from tailrace.errors import EngineFailed, TailraceError
+from tailrace.generation.engine_thread.inbox import CutListener
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
-from tailrace.generation.inbox import CutListener
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
 from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
 from tailrace.generation.router.request import RoutedRequest

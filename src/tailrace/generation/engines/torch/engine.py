@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from tailrace.errors import GenerationError, RequestRefused, SettingsError
 from tailrace.generation.decisions import KvCache
-from tailrace.generation.engines.loading import load_causal_lm
 from tailrace.generation.engines.native import find_kernels
 from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
@@ -37,6 +36,7 @@ from tailrace.generation.engines.torch.slots import (
 from tailrace.generation.engines.torch.weights import install_model_state_dict
 from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.models.loading import load_causal_lm
 from tailrace.records import FinishReason, Float32Array, GenerationRequest, RequestId
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tailrace.errors import GenerationError, ModelError
-from tailrace.generation.engines.routers import as_routing, find_routers, index_dtype
 from tailrace.generation.engines.torch.slots import Placement
+from tailrace.models.routers import as_routing, find_routers, index_dtype
 from tailrace.records import ExpertArray
 
 _FIRST_TOKENS = 128

@@ -15,9 +15,9 @@ import torch
 from pydantic import ValidationError
 
 from tailrace.errors import ModelError, SettingsError
-from tailrace.generation.engines.loading import ModelSource, resolve_model
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.models.loading import ModelSource, resolve_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

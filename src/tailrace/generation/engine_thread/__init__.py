@@ -1,0 +1,1 @@
+"""The thread that owns an engine: it decides, steps and loads weights; the event loop hands it requests."""

@@ -1,0 +1,318 @@
+"""The generator: one thread that owns an engine, another that stages weights, and the coroutines that talk to them.
+
+    event loop                                   engine's thread
+    generate()               ──→ inbox ──→       arrivals → engine.add / engine.abort
+    pause(), interrupt()     ──→ inbox ──→       engine.abort; what was sampled stays or goes back
+    load_model_state_dict()  ──→ staging ──→     between two steps: the newest wins
+    futures  ←── one call_soon_threadsafe ──     engine.step()
+
+The engine is built, stepped and closed in that very thread (OpenMP settings are per thread, and some engines mind).
+What it does next is decided in `decisions`, and done in `engine_loop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tailrace.errors import EngineFailed, TailraceError
+from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
+from tailrace.generation.engine_thread.inbox import (
+    Call,
+    ChunkListener,
+    CutListener,
+    Inbox,
+    RecordedExperts,
+    Release,
+    Waiter,
+)
+from tailrace.generation.engine_thread.loop import EngineLoop, fail_inbox
+from tailrace.generation.engine_thread.payload_putter import PayloadPutter
+from tailrace.generation.engine_thread.staging import LoadCall, Stager, TensorsOpener
+from tailrace.generation.engines.protocol import Engine, EngineStatistics
+from tailrace.records import (
+    Completion,
+    GenerationRequest,
+    GroupId,
+    Int32Array,
+    RequestId,
+    SamplingParams,
+    SessionId,
+    as_token_ids,
+)
+from tailrace.transport.payloads.store import PayloadStore
+
+if TYPE_CHECKING:
+    pass
+
+_log = logging.getLogger(__name__)
+
+_STAGING_END_S = 2.0
+"""How long closing waits for a model state dict that is being opened."""
+
+_STUCK_END_S = 2.0
+"""How long closing waits for a step of an engine that failed from outside, which may never end."""
+
+
+class Generator:
+    """Serves `generate` from one engine. Implements `records.Generate` by `generate`, and by calling it.
+
+    >>> async def example(factory):  # doctest: +SKIP
+    ...     async with Generator(factory) as generator:
+    ...         return await generator.generate(prompt, sampling=SamplingParams(), request_id="1",
+    ...                                         session_id="a", group_id="g")
+    """
+
+    def __init__(
+        self,
+        engine_factory: Callable[[], Engine],
+        weights: WeightPolicy = DEFAULT_WEIGHT_POLICY,
+        *,
+        payloads: PayloadStore | None = None,
+    ) -> None:
+        """Start the thread, which builds the engine; `ready` tells when it is, or why it never will be.
+
+        Routed experts that the engine recorded are left in `payloads`, and forgotten where there is none.
+        """
+        self._on_cut: CutListener | None = None
+        self._inbox = Inbox()
+        self._payloads = PayloadPutter(payloads)
+        self._stager = Stager(self._inbox, weights)
+        self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
+        context = contextvars.copy_context()  # so that what it takes is measured
+        self._thread = threading.Thread(
+            target=context.run, args=(self._worker.run,), name="tailrace-engine", daemon=True
+        )
+        self._thread.start()
+
+    async def __aenter__(self) -> Generator:
+        await self.ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def ready(self) -> None:
+        """Wait until the engine is built. Raises what building it raised (`ModelError`, ...)."""
+        await asyncio.to_thread(self._worker.built.wait)
+        if self._worker.build_error is not None:
+            raise self._worker.build_error
+
+    async def generate(
+        self,
+        prompt_token_ids: Int32Array,
+        *,
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        group_id: str,
+        prefix: Completion | None = None,
+        on_chunk: ChunkListener | None = None,
+    ) -> Completion:
+        """Sample one completion, `prefix` included where one is given.
+
+        `on_chunk` hears of tokens while the request goes on (those of the last chunk come with the completion alone).
+        Raises `RequestRefused` for an impossible request and `EngineFailed` once the engine is gone. Cancelling the
+        awaiting task aborts the request.
+        """
+        request = GenerationRequest(
+            request_id=RequestId(request_id),
+            session_id=SessionId(session_id),
+            group_id=GroupId(group_id),
+            prompt_token_ids=as_token_ids(prompt_token_ids),
+            sampling=sampling,
+            prefix=prefix,
+        )
+        recorded: list[RecordedExperts] = []
+        completion = await ask(self._inbox, request, on_chunk, self._on_cut, recorded)
+        if not recorded:
+            return completion
+        return replace(completion, routed_experts=completion.routed_experts + await self._payloads.put(recorded))
+
+    __call__ = generate
+
+    def tell_of_cuts(self, on_cut: CutListener) -> None:
+        """From now on `on_cut` is told of requests that are cancelled."""
+        self._on_cut = on_cut
+
+    async def load_model_state_dict(self, tensors_opener: TensorsOpener, version: int) -> int:
+        """Install new weights between two steps, requests going on; the version installed, which may be newer.
+
+        They are opened and read ahead in a thread of their own. Overlapping calls install only the newest of their
+        versions. What fails is tried again, then raised; the old version goes on serving.
+        """
+        waiter: Waiter[int] = Waiter.here()
+        self._stager.put(LoadCall(tensors_opener, version, waiter))
+        return await waiter.future
+
+    async def pause(self) -> int:
+        """Take every running request off the engine, with its tokens, and start none; how many there were.
+
+        Whoever awaits them waits on. Weights may be loaded meanwhile. `resume` ends it.
+        """
+        return await self._release(hold=True)
+
+    async def resume(self) -> None:
+        """Go on with what was paused, each request as its prompt and what it had sampled, the rest of its budget."""
+        self._inbox.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no request runs until `resume`."""
+        return self._inbox.is_paused
+
+    async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
+        """Hand requests, all or these, back to their callers as they are; how many there were.
+
+        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
+        """
+        return await self._release(hold=False, request_ids=None if request_ids is None else frozenset(request_ids))
+
+    def statistics(self) -> EngineStatistics:
+        """The engine's and the loop's, as of the last step. Raises `EngineFailed` when it was never built."""
+        if self._worker.loop is None:
+            raise EngineFailed("the engine is not built yet")
+        loads = self._stager.statistics
+        return msgspec.structs.replace(
+            self._worker.loop.statistics,
+            loads_total=loads.loads_total,
+            failed_loads_total=loads.failed_attempts_total,
+            load_error=loads.error,
+        )
+
+    async def failed(self) -> Exception:
+        """Wait for an engine that was built to end by itself, idle or not; why it did."""
+        waiter: Waiter[Exception] = Waiter.here()
+        self._worker.tell_failure(waiter)
+        return await waiter.future
+
+    async def close(self) -> None:
+        """End the thread after its present step; what is outstanding fails with `EngineFailed`."""
+        self._inbox.close()
+        await asyncio.to_thread(self._thread.join, _STUCK_END_S if self._worker.is_broken else None)
+        await asyncio.to_thread(self._stager.join, _STAGING_END_S)
+        await self._payloads.close()
+
+    async def _release(self, *, hold: bool, request_ids: frozenset[str] | None = None) -> int:
+        waiter: Waiter[int] = Waiter.here()
+        self._inbox.put_release(Release(waiter, hold, request_ids))
+        return await waiter.future
+
+
+async def ask(
+    inbox: Inbox,
+    request: GenerationRequest,
+    on_chunk: ChunkListener | None = None,
+    on_cut: CutListener | None = None,
+    recorded: list[RecordedExperts] | None = None,
+) -> Completion:
+    """Put a request into an inbox and wait for its completion; when cancelled, abort it.
+
+    What the engine recorded beside the tokens is added to `recorded`.
+    """
+    loop = asyncio.get_running_loop()
+    call = Call(request, loop, loop.create_future(), on_chunk, experts=[] if recorded is None else recorded)
+    inbox.put_call(call)
+    try:
+        return await call.future
+    finally:
+        if call.future.cancelled():
+            inbox.put_abort(call)
+            if on_cut is not None:
+                on_cut(request.request_id, call.sampled_tokens)
+
+
+class _Worker:
+    """The engine's thread: what it builds, and what it tells when it ends."""
+
+    def __init__(
+        self, engine_factory: Callable[[], Engine], inbox: Inbox, stager: Stager, weights: WeightPolicy
+    ) -> None:
+        self._engine_factory, self._weights = engine_factory, weights
+        self._inbox, self._stager = inbox, stager
+        self.built = threading.Event()
+        self.build_error: Exception | None = None
+        self.loop: EngineLoop | None = None
+        self.is_broken = False
+        """Whether it was another thread that found the engine's end."""
+        self._failing = threading.Lock()
+        self._has_ended = False
+        self._failure: Callable[[], EngineFailed] | None = None
+        """Of an engine that was built."""
+        self._to_tell: list[Waiter[Exception]] = []
+
+    def run(self) -> None:
+        """Build, serve, close; a failure anywhere fails every outstanding and every later call."""
+        try:
+            engine = self._engine_factory()
+            loop = EngineLoop(engine, self._inbox, self._weights)
+        except Exception as error:  # noqa: BLE001 - told to every caller
+            _log.log(
+                logging.DEBUG if isinstance(error, TailraceError) else logging.ERROR,
+                "the engine could not be built",
+                exc_info=True,
+            )
+            self.build_error = error
+            self._fail(error, "could not be built")
+            self.built.set()
+            return
+        self.loop = loop
+        self._stager.start(loop.statistics.policy_version, engine.prepare)
+        engine.watch(self._broke)
+        self.built.set()
+        try:
+            loop.run()
+            engine.close()
+        except Exception as error:  # noqa: BLE001 - told to every caller
+            if not self.is_broken:
+                _log.error("the engine failed", exc_info=True)
+            self._fail(error, "failed")
+        else:
+            self._fail(None, "is closed")
+
+    def tell_failure(self, waiter: Waiter[Exception]) -> None:
+        """Resolve it once the engine, which was built, failed."""
+        with self._failing:
+            failure = self._failure
+            if failure is None:
+                self._to_tell.append(waiter)
+        if failure is not None:
+            waiter.resolve(failure())
+
+    def _broke(self, error: EngineFailed) -> None:
+        """From any thread: the engine's own may be idle, or in a step that will never end."""
+        _log.error("the engine failed: %s", error)
+        self.is_broken = True
+        self._fail(error, "failed")
+        self._inbox.close()
+
+    def _fail(self, error: Exception | None, what: str) -> None:
+        """The first failure stays."""
+        reason = "" if error is None else f": {type(error).__name__}: {error}"
+
+        def failure() -> EngineFailed:
+            failed = EngineFailed(f"the engine {what}{reason}")
+            failed.__cause__ = error
+            return failed
+
+        with self._failing:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            if error is not None and self.loop is not None:
+                self._failure = failure
+        if self.loop is not None:
+            self.loop.fail(failure)
+        else:
+            fail_inbox(self._inbox, failure)
+        self._stager.fail(failure)
+        if self._failure is not None:
+            for waiter in self._to_tell:
+                waiter.resolve(failure())

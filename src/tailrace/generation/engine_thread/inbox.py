@@ -1,0 +1,250 @@
+"""What waits for the engine's thread. The event loop and the staging thread put, the engine's thread takes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+from tailrace.generation.decisions import Decision, EngineState, InboxState, Wait, WeightPolicy, decide
+from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.records import Completion, ExpertArray, GenerationRequest
+
+if TYPE_CHECKING:
+    from tailrace.generation.engine_thread.staging import Staged
+
+ChunkListener: TypeAlias = "Callable[[SampledTokens], None]"
+"""Hears of the tokens of a request that goes on, on the event loop that asked for it."""
+
+CutListener: TypeAlias = "Callable[[str, int], None]"
+"""Hears of a request whose caller went away before its end: its id, and the tokens that had been sampled by then."""
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedExperts:
+    """Routed experts of a stretch of prompt and completion, from `start` on."""
+
+    start: int
+    array: ExpertArray
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One `generate` in flight. All but the future, which is its event loop's, belongs to the engine's thread."""
+
+    request: GenerationRequest
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+    on_chunk: ChunkListener | None = None
+    chunks: list[SampledTokens] = field(default_factory=list)
+    experts: list[RecordedExperts] = field(default_factory=list)
+    """What the engine recorded so far: more than one stretch where the request was paused."""
+    arrived_s: float = field(default_factory=time.perf_counter)
+    waited_s: float = 0.0
+    """Before the engine was given the request."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """So far, prefix included; another thread may read it as well, while the engine's goes on."""
+        prefix = self.request.prefix
+        return (0 if prefix is None else prefix.num_tokens) + sum(len(chunk.token_ids) for chunk in tuple(self.chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter(Generic[ResultT]):
+    """A future of some event loop, to be told from another thread."""
+
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[ResultT]
+
+    @classmethod
+    def here(cls) -> Waiter[ResultT]:
+        """On the running event loop."""
+        loop = asyncio.get_running_loop()
+        return cls(loop, loop.create_future())
+
+    def resolve(self, result: ResultT) -> None:
+        """Give the result, unless the caller went away."""
+        post(self.loop, set_result, self.future, result)
+
+    def fail(self, error: Exception) -> None:
+        """Raise the error in the caller, unless it went away."""
+        post(self.loop, set_error, self.future, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Take running requests away from the engine, with the tokens they have.
+
+    `hold`: they go on here, where and when the pause ends; else they are handed to their callers as `ABORTED`.
+    """
+
+    done: Waiter[int]
+    hold: bool
+    request_ids: frozenset[str] | None = None
+    """All where None."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What the engine's thread has to pass on before its next step, in order."""
+
+    calls: list[Call] = field(default_factory=list)
+    aborted: list[Call] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+
+
+class Inbox:
+    """Thread-safe. Waiting is by condition, never by polling."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls: list[Call] = []
+        self._aborted: list[Call] = []
+        self._releases: list[Release] = []
+        self._staged: Staged | None = None
+        self._closing = self._paused = False
+        self._failure: Callable[[], Exception] | None = None
+
+    def put_call(self, call: Call) -> None:
+        """Hand over a request. Raises the failure once the thread is gone."""
+        with self._changed:
+            self._require_open()
+            self._calls.append(call)
+            self._changed.notify()
+
+    def put_back(self, calls: list[Call]) -> None:
+        """Hand over requests again that came before all that wait."""
+        with self._changed:
+            self._calls[:0] = calls
+
+    def put_abort(self, call: Call) -> None:
+        """Ask for the end of a request that was handed over before."""
+        with self._changed:
+            if call in self._calls:
+                self._calls.remove(call)
+                return
+            self._aborted.append(call)
+            self._changed.notify()
+
+    def put_staged(self, staged: Staged) -> None:
+        """Hand over a model state dict that lies ready. Raises the failure once the thread is gone."""
+        with self._changed:
+            self._require_open()
+            self._staged = staged
+            self._changed.notify()
+
+    def withdraw(self, staged: Staged) -> bool:
+        """Take it back, unless the thread has it already."""
+        with self._changed:
+            if self._staged is not staged:
+                return False
+            self._staged = None
+            return True
+
+    def put_release(self, release: Release) -> None:
+        """Ask for running requests back. Raises the failure once the thread is gone."""
+        with self._changed:
+            self._require_open()
+            self._releases.append(release)
+            self._paused = self._paused or release.hold
+            self._changed.notify()
+
+    def resume(self) -> None:
+        """End the pause."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait for `resume`."""
+        return self._paused
+
+    def close(self) -> None:
+        """Ask the thread to end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def decide(self, engine: EngineState, policy: WeightPolicy) -> Decision:
+        """What to do now; never waits."""
+        with self._changed:
+            return decide(self._state(), engine, policy)
+
+    def wait_for_decision(self, engine: EngineState, policy: WeightPolicy) -> Decision:
+        """What to do next; blocks while there is nothing."""
+        with self._changed:
+            while isinstance(decision := decide(self._state(), engine, policy), Wait):
+                self._changed.wait()
+            return decision
+
+    def take(self, *, admit: bool) -> Taken:
+        """Everything to pass on; without `admit` the requests stay."""
+        with self._changed:
+            calls: list[Call] = []
+            if admit:
+                calls, self._calls = self._calls, calls
+            taken = Taken(calls, self._aborted, self._releases)
+            self._aborted, self._releases = [], []
+            return taken
+
+    def take_calls(self, request_ids: frozenset[str] | None) -> list[Call]:
+        """Requests that the engine was not given, all or those of these ids."""
+        with self._changed:
+            taken = [call for call in self._calls if request_ids is None or call.request.request_id in request_ids]
+            self._calls = [call for call in self._calls if call not in taken]
+            return taken
+
+    def take_staged(self) -> Staged | None:
+        """The model state dict that lies ready."""
+        with self._changed:
+            staged, self._staged = self._staged, None
+            return staged
+
+    def fail(self, failure: Callable[[], Exception]) -> Taken:
+        """Refuse everything from now on with what `failure` makes; what still waited, to be told."""
+        with self._changed:
+            self._failure = failure
+            taken = Taken(self._calls, self._aborted, self._releases)
+            self._calls, self._aborted, self._releases = [], [], []
+            return taken
+
+    def _state(self) -> InboxState:
+        return InboxState(
+            closing=self._closing,
+            paused=self._paused,
+            staged_version=None if self._staged is None else self._staged.version,
+            arrivals=len(self._calls),
+            aborts=len(self._aborted) + len(self._releases),
+        )
+
+    def _require_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure()
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:
+    """Run `callback` on the loop; on a loop that was closed there is nobody left to tell."""
+    try:
+        loop.call_soon_threadsafe(callback, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+def set_result(future: asyncio.Future[ResultT], result: ResultT) -> None:
+    """Set it, unless the future is done."""
+    if not future.done():
+        future.set_result(result)
+
+
+def set_error(future: asyncio.Future[ResultT], error: Exception) -> None:
+    """Set it, unless the future is done."""
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,250 @@
+"""The loop around an engine: one decision, one action, over and over. Synchronous, and owned by the engine's thread.
+
+    inbox ──→ decide ──→ close | reset | load | step ──→ chunks and completions, to the event loops that asked
+
+Requests are admitted before every step, so a slot that frees is taken in the very next one. A request is in flight from
+the moment the engine accepts it until it is resolved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+
+from tailrace.errors import EngineFailed, RequestRefused
+from tailrace.generation.completions import assembled, count_nonfinite, finished_already
+from tailrace.generation.decisions import (
+    DEFAULT_WEIGHT_POLICY,
+    Close,
+    Decision,
+    EngineState,
+    Load,
+    Reset,
+    Step,
+    WeightPolicy,
+)
+from tailrace.generation.engine_thread.inbox import Call, Inbox, RecordedExperts, Release, post, set_error, set_result
+from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
+from tailrace.records import Completion, FinishReason
+from tailrace.tracing.phases import phase
+
+
+@dataclass(slots=True)
+class _Releasing:
+    """Requests that were asked for and have not all left the engine."""
+
+    release: Release
+    left: set[str]
+    count: int
+
+
+class EngineLoop:
+    """Serves an inbox from an engine.
+
+    `run` is its life; a test takes the iterations one by one, with `inbox.decide` and `act`.
+    """
+
+    def __init__(self, engine: Engine, inbox: Inbox, policy: WeightPolicy = DEFAULT_WEIGHT_POLICY):
+        self._engine, self._inbox, self._policy = engine, inbox, policy
+        self._calls: dict[str, Call] = {}
+        self._releasing: list[_Releasing] = []
+        self._to_tell: list[Callable[[], None]] = []
+        """What others learn once the statistics are those after this iteration."""
+        self._is_reset = False
+        self._nonfinite = 0
+        self._load_stall_s = 0.0
+        self.statistics = self._snapshot()
+
+    @property
+    def state(self) -> EngineState:
+        """What the next decision needs to know."""
+        return EngineState(has_work=self._engine.has_work, is_reset=self._is_reset)
+
+    def run(self) -> None:
+        """Waits for something to do; returns when asked to close. Raises what the engine raised."""
+        while self.act(self._inbox.wait_for_decision(self.state, self._policy)):
+            pass
+
+    def act(self, decision: Decision) -> bool:
+        """Carry it out; whether to go on."""
+        match decision:
+            case Close():
+                return False
+            case Step(admit=admit):
+                self._step(admit)
+            case Reset():
+                self._change_weights(self._reset)
+            case Load():
+                self._change_weights(self._load)
+        self.statistics = self._snapshot()
+        told, self._to_tell = self._to_tell, []
+        for tell in told:
+            tell()
+        return True
+
+    def fail(self, failure: Callable[[], Exception]) -> None:
+        """Fail what is in flight, what waits, and all that will come. From any thread: the engine's may be stuck."""
+        fail_inbox(self._inbox, failure)
+        for call in [*self._calls.values()]:
+            post(call.loop, set_error, call.future, failure())
+        for releasing in [*self._releasing]:
+            releasing.release.done.fail(failure())
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def _step(self, admit: bool) -> None:
+        taken = self._inbox.take(admit=admit)
+        for call in taken.calls:
+            self._admit(call)
+        for call in taken.aborted:
+            if self._calls.get(call.request.request_id) is call:
+                self._engine.abort(call.request.request_id)
+        for release in taken.releases:
+            self._release(release)
+        if self._engine.has_work:
+            self._is_reset = False
+            self._resolve(self._engine.step())
+        self._tell_released()
+
+    def _admit(self, call: Call) -> None:
+        request = call.request
+        done = finished_already(request, self._engine.limits)
+        if done is not None:
+            post(call.loop, set_result, call.future, done)
+            return
+        call.waited_s = time.perf_counter() - call.arrived_s
+        try:
+            if request.request_id in self._calls:
+                raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
+            self._engine.add(request)
+        except RequestRefused as error:
+            post(call.loop, set_error, call.future, error)
+        else:
+            self._calls[request.request_id] = call
+
+    def _resolve(self, chunks: list[SampledTokens]) -> None:
+        """Hand chunks and completions to their event loops: one wake-up per loop, however many there are."""
+        results: dict[asyncio.AbstractEventLoop, list[tuple[Call, SampledTokens | Completion]]] = defaultdict(list)
+        held: list[Call] = []
+        for chunk in chunks:
+            call = self._calls[chunk.request_id]
+            call.chunks.append(chunk)
+            self._nonfinite += count_nonfinite(chunk)
+            if chunk.finish_reason is None:
+                if call.on_chunk is not None:
+                    results[call.loop].append((call, chunk))
+                continue
+            completion = assembled(call.request.prefix, call.chunks, chunk.finish_reason, waited_s=call.waited_s)
+            if chunk.routed_experts is not None:
+                call.experts.append(RecordedExperts(chunk.routed_experts_start, chunk.routed_experts))
+            completion.metrics["in_flight"] = float(len(self._calls))
+            del self._calls[chunk.request_id]
+            if chunk.finish_reason is FinishReason.ABORTED and self._is_held(call):
+                _keep(call, completion)
+                held.append(call)
+                if call.on_chunk is not None and len(chunk.token_ids):
+                    results[call.loop].append((call, chunk))
+            else:
+                results[call.loop].append((call, completion))
+        self._inbox.put_back(held)
+        for loop, deliveries in results.items():
+            self._to_tell.append(partial(post, loop, _deliver, deliveries))
+
+    # --- interruption --------------------------------------------------------------------------------------------
+
+    def _release(self, release: Release) -> None:
+        """Abort what was asked for; its last chunks come with the next step. What the engine never had goes back."""
+        wanted = [name for name in self._calls if release.request_ids is None or name in release.request_ids]
+        for name in wanted:
+            self._engine.abort(name)
+        waiting = [] if release.hold else self._inbox.take_calls(release.request_ids)
+        for call in waiting:
+            unstarted = assembled(call.request.prefix, [], FinishReason.ABORTED)
+            post(call.loop, set_result, call.future, unstarted)
+        self._releasing.append(_Releasing(release, set(wanted), len(wanted) + len(waiting)))
+
+    def _is_held(self, call: Call) -> bool:
+        name = call.request.request_id
+        return not call.future.cancelled() and any(
+            releasing.release.hold and name in releasing.left for releasing in self._releasing
+        )
+
+    def _tell_released(self) -> None:
+        for releasing in self._releasing:
+            releasing.left &= self._calls.keys()
+            if not releasing.left:
+                self._to_tell.append(partial(releasing.release.done.resolve, releasing.count))
+        self._releasing = [releasing for releasing in self._releasing if releasing.left]
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def _change_weights(self, change: Callable[[], None]) -> None:
+        """One of the two actions before new weights serve. A failure is the load's: the old weights go on."""
+        began_s = time.perf_counter()
+        try:
+            with phase("change_weights", track="weights"):
+                change()
+        except EngineFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 - told to whoever asked for the weights, who tries again
+            staged = self._inbox.take_staged()
+            if staged is not None:
+                self._to_tell.append(partial(staged.settle, error))
+        self._load_stall_s += time.perf_counter() - began_s
+
+    def _reset(self) -> None:
+        self._engine.reset_prefix_cache(preempt_running=self._policy.kv_cache == "recompute")
+        self._is_reset = True
+
+    def _load(self) -> None:
+        staged = self._inbox.take_staged()
+        if staged is None:  # a newer one is on its way
+            return
+        try:
+            self._engine.load_model_state_dict(staged.tensors, staged.version)
+        except EngineFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 - told to whoever asked for the weights, who tries again
+            self._to_tell.append(partial(staged.settle, error))
+        else:
+            self._to_tell.append(staged.settle)
+
+    def _snapshot(self) -> EngineStatistics:
+        own = self._engine.statistics()
+        return msgspec.structs.replace(
+            own,
+            in_flight=len(self._calls),
+            nonfinite_logprobs_total=own.nonfinite_logprobs_total + self._nonfinite,
+            load_stall_s_total=self._load_stall_s,
+        )
+
+
+def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:
+    """Fail what waits in it and all that will come."""
+    taken = inbox.fail(failure)
+    for call in taken.calls:
+        post(call.loop, set_error, call.future, failure())
+    for release in taken.releases:
+        release.done.fail(failure())
+
+
+def _keep(call: Call, saved: Completion) -> None:
+    """The rest of the call, as prompt and prefix."""
+    call.request = replace(call.request, prefix=saved)
+    call.chunks, call.arrived_s = [], time.perf_counter()
+
+
+def _deliver(results: list[tuple[Call, SampledTokens | Completion]]) -> None:
+    for call, result in results:
+        if call.future.done():
+            continue
+        if isinstance(result, Completion):
+            call.future.set_result(result)
+        elif call.on_chunk is not None:
+            call.on_chunk(result)

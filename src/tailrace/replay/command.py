@@ -1,0 +1,125 @@
+"""`tailrace replay`: from a capture, or from nothing, to a table."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.config import RunSettings
+from tailrace.errors import DataError, SettingsError
+from tailrace.lifecycle.resources import RunResources, remove_leftovers
+from tailrace.records import Group
+from tailrace.replay.capture import SETTINGS_FILE, read_capture
+from tailrace.replay.experts import ReplayedExperts, num_bytes
+from tailrace.replay.measuring import Replay, StageCost
+from tailrace.replay.scoring import Rescoring
+from tailrace.replay.stages import Pipeline
+from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
+from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.tracing.phases import PhaseRecorder
+from tailrace.transport.batches.channels import shared_memory_receiver, shared_memory_sender
+
+_SIZE = re.compile(r"(?P<number>[\d.]+)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_QUEUE = "replay"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """What to replay: what a run captured, or a load to make up."""
+
+    captured: Sequence[Group] = ()
+    settings: RunSettings | None = None
+    """Of the run that was captured."""
+    load: SyntheticLoad | None = None
+
+    def groups(self, experts: ReplayedExperts) -> Sequence[Group]:
+        """What enters the pipeline, its routed experts in the store."""
+        if self.load is not None:
+            return synthetic_groups(self.load, experts.put)
+        experts.stand_in(self.captured)
+        return self.captured
+
+    def scheduling(self, groups: Sequence[Group]) -> SchedulingSettings:
+        """As the run formed its batches; made-up groups come in rows that hold a rollout each."""
+        if self.settings is not None:
+            return self.settings.scheduling
+        longest = max(rollout.num_tokens for group in groups for rollout in group.rollouts)
+        return SchedulingSettings(row_tokens=max(16, longest))
+
+
+async def replay(
+    plan: ReplayPlan, *, only: str | None = None, traffic: int = 0, repeat: int = 1, ranks: int = 1
+) -> list[StageCost]:
+    """Measure the pipeline, for a trainer of so many data-parallel ranks.
+
+    Raises `SettingsError` for a phase that there is not, with those that there are.
+    """
+    await asyncio.to_thread(remove_leftovers)
+    async with AsyncExitStack() as stack:
+        resources = stack.enter_context(RunResources(uuid.uuid4().hex))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-replay-")))
+        recorder = stack.enter_context(PhaseRecorder().recording())
+        address, shared_memory = resources.address(_QUEUE), resources.shared_memory
+        sender = shared_memory_sender(address, shared_memory, num_ranks=ranks)
+        stack.push_async_callback(sender.close)
+        receivers = [
+            shared_memory_receiver(address, shared_memory, rank=rank, num_ranks=ranks) for rank in range(ranks)
+        ]
+        for receiver in receivers:
+            stack.push_async_callback(receiver.close)
+        experts = stack.enter_context(ReplayedExperts(shared_memory))
+        groups = await asyncio.to_thread(plan.groups, experts)
+        scoring = await stack.enter_async_context(Rescoring(plan.settings)) if plan.settings is not None else None
+        pipeline = Pipeline(
+            groups,
+            plan.scheduling(groups),
+            sender,
+            receivers,
+            folder,
+            score_groups=scoring.score if scoring is not None and scoring.is_possible else None,
+            open_payload=experts.open if experts else None,
+        )
+        if only is not None and only not in pipeline.stages:
+            raise SettingsError(f"--phase is {only!r}; this replay has: {', '.join(pipeline.stages)}")
+        measuring = Replay(pipeline, recorder, payload_bytes=num_bytes(groups), traffic=traffic, repeat=repeat)
+        return await asyncio.create_task(measuring.measure(only))
+
+
+def captured(folder: Path) -> ReplayPlan:
+    """What a run captured: its folder, or the `capture` folder in it. Raises `DataError`."""
+    inner = folder / "capture"
+    place = inner if inner.is_dir() else folder
+    groups = read_capture(place)
+    settings = place / SETTINGS_FILE
+    if not settings.is_file():
+        raise DataError(f"{settings} is missing: it tells how the run formed its batches")
+    return ReplayPlan(groups, RunSettings.model_validate_json(settings.read_text(encoding="utf-8")))
+
+
+def made_up(shape: str, routed_experts: str = "0B") -> ReplayPlan:
+    """Groups of `ROLLOUTSxTURNS`, of 2,032 tokens a turn. Raises `SettingsError`."""
+    rollouts, _, turns = shape.lower().partition("x")
+    if not (rollouts.isdecimal() and turns.isdecimal() and int(rollouts) and int(turns)):
+        raise SettingsError(f"--synthetic is {shape!r}; it is rollouts x turns, such as 64x20")
+    return ReplayPlan(
+        load=SyntheticLoad(rollouts=int(rollouts), turns=int(turns), experts_bytes=parse_bytes(routed_experts))
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """A size as people write it.
+
+    >>> parse_bytes("1GB"), parse_bytes("1.5 mb"), parse_bytes("512")
+    (1000000000, 1500000, 512)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise SettingsError(f"--routed-experts is {text!r}; a size is written as 1GB, 500MB or 0")
+    return int(float(match["number"]) * _UNITS[(match["unit"] or "B").upper()])

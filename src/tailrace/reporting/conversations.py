@@ -1,0 +1,110 @@
+"""Rollouts as conversations for the report. Every text was written by a model, a task or an environment: hostile."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tailrace.records import Json
+from tailrace.reporting.formats import NOTHING, seconds
+from tailrace.reporting.run_folder import ChosenRollout
+
+_MESSAGE_CHARACTERS = 6_000
+_MESSAGES = 40
+_LINE_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """One message as the page shows it."""
+
+    role: str
+    text: str
+    reasoning: str = ""
+    tool_calls: Sequence[tuple[str, str]] = ()
+    """Names and arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One chosen rollout as the page shows it."""
+
+    chosen: ChosenRollout
+    bubbles: Sequence[Bubble]
+    left_out: int
+    facts: Sequence[tuple[str, str]]
+
+
+def conversation(chosen: ChosenRollout) -> Conversation:
+    """A rollout, cut to what a page can hold."""
+    messages = chosen.record.messages
+    return Conversation(
+        chosen,
+        [_bubble(message) for message in messages[:_MESSAGES]],
+        max(0, len(messages) - _MESSAGES),
+        _facts(chosen),
+    )
+
+
+def _facts(chosen: ChosenRollout) -> list[tuple[str, str]]:
+    record, versions = chosen.record, chosen.record.versions
+    facts = [("step", f"{record.step:,}"), ("turns", f"{record.turns:,}"), ("tokens", f"{record.completion_tokens:,}")]
+    if versions is not None:
+        span = f"{versions.min}" if versions.min == versions.max else f"{versions.min} to {versions.max}"
+        facts.append(("policy version", span))
+    if record.advantage is not None:
+        facts.append(("advantage", f"{record.advantage:+.3f}"))
+    facts.append(("took", seconds(record.duration_s)))
+    facts.append(("outcome", f"{record.outcome.state}{': ' if record.outcome.reason else ''}{record.outcome.reason}"))
+    return facts + [
+        (name, NOTHING if value is None else f"{value:.3f}") for name, value in record.reward_components.items()
+    ]
+
+
+def _bubble(message: dict[str, Json]) -> Bubble:
+    calls = message.get("tool_calls")
+    return Bubble(
+        role=str(message.get("role", "")),
+        text=readable(message.get("content")),
+        reasoning=readable(message.get("reasoning_content")),
+        tool_calls=[_tool_call(call) for call in calls] if isinstance(calls, list) else [],
+    )
+
+
+def _tool_call(call: Json) -> tuple[str, str]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return "tool call", pretty(call)
+    arguments = function.get("arguments", "")
+    return readable(function.get("name")), readable(arguments) if isinstance(arguments, str) else _short_json(arguments)
+
+
+def readable(value: Json) -> str:
+    """Text for the page: control characters made visible, very long texts cut, saying how much was left out."""
+    text = "" if value is None else str(value)
+    cut = text[:_MESSAGE_CHARACTERS]
+    shown = "".join(character if _is_printable(character) else _escape(character) for character in cut)
+    rest = len(text) - len(cut)
+    return shown + (f"\n… and {rest:,} more characters" if rest else "")
+
+
+def _is_printable(character: str) -> bool:
+    return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs", "Cf") or character == "\u200d"
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def _short_json(value: Json) -> str:
+    compact = readable(msgspec.json.encode(value).decode("utf-8", "replace"))
+    return compact if len(compact) <= _LINE_CHARACTERS else pretty(value)
+
+
+def pretty(value: Json) -> str:
+    """A value as indented JSON."""
+    return readable(msgspec.json.format(msgspec.json.encode(value), indent=2).decode("utf-8", "replace"))

@@ -1,0 +1,65 @@
+"""What an evaluation beside training came to: its metrics, and every environment's course over the run."""
+
+from __future__ import annotations
+
+import math
+
+from tailrace.records import Outcome
+from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.reporting.rollout_records import RolloutEntry
+from tailrace.reporting.summary import EvaluationSummary
+from tailrace.scheduling import Evaluation, EvaluationResult
+
+EVALUATED = Outcome.filtered("evaluation")
+"""How the files of readable rollouts name what was never meant for training. No ledger knows of it."""
+
+
+def evaluation_entries(evaluation: Evaluation) -> list[RolloutEntry]:
+    """Its rollouts, for their file."""
+    return [RolloutEntry(rollout, EVALUATED) for result in evaluation.results.values() for rollout in result.rollouts]
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """The metrics of its line in `metrics.jsonl`."""
+    metrics = MetricsAccumulator()
+    metrics.add("eval/duration_s", evaluation.duration_s)
+    metrics.add("eval/coalesced", evaluation.coalesced)
+    for environment, result in evaluation.results.items():
+        _add(metrics, f"eval/{environment}", result)
+    return metrics.flush()
+
+
+def _add(metrics: MetricsAccumulator, name: str, result: EvaluationResult) -> None:
+    metrics.add(f"{name}/tasks", len(result.rewards))
+    metrics.add(f"{name}/failed", sum(result.failed.values()))
+    for figure, value in (("mean", result.mean_reward), ("standard_error", result.standard_error)):
+        if math.isfinite(value):
+            metrics.add(f"{name}/reward/{figure}", value)
+    if (versions := result.policy_versions) is not None:
+        metrics.add(f"{name}/policy_version/min", versions[0])
+        metrics.add(f"{name}/policy_version/max", versions[1])
+    for rollout in result.rollouts:
+        metrics.add(f"{name}/completion_tokens", rollout.num_completion_tokens)
+        metrics.add(f"{name}/truncated_share", float(rollout.truncated))
+        for component, value in (rollout.reward.components if rollout.reward else {}).items():
+            if math.isfinite(value):
+                metrics.add(f"{name}/reward_component/{component}", value)
+
+
+def followed(before: EvaluationSummary | None, evaluation: Evaluation, environment: str) -> EvaluationSummary | None:
+    """An environment's course with this evaluation, where it scored anything."""
+    result = evaluation.results[environment]
+    versions = result.policy_versions
+    if not result.rewards or versions is None:
+        return before
+    reward = result.mean_reward
+    return EvaluationSummary(
+        evaluations=1 if before is None else before.evaluations + 1,
+        reward_first=reward if before is None else before.reward_first,
+        reward_last=reward,
+        reward_best=reward if before is None else max(before.reward_best, reward),
+        step_last=evaluation.step,
+        tasks=len(result.rewards),
+        policy_version_min=versions[0],
+        policy_version_max=versions[1],
+    )

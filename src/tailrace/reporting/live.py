@@ -1,0 +1,195 @@
+"""What a person sees while a run goes on: the live view on a terminal, quiet log lines anywhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from tailrace.reporting.formats import clock, compact
+from tailrace.reporting.live_rendering import run_screen
+from tailrace.reporting.logs import RecentLines
+from tailrace.reporting.run_view import Pace, RunView
+
+_logger = logging.getLogger(__name__)
+
+_REFRESHES_PER_S = 4.0
+_PATIENCE_S = 30.0
+"""Without progress for this long, the quiet mode says what the run waits for."""
+
+
+def wants_live_view(live: str) -> bool:
+    """Whether to take the terminal: `on`, `off`, or `auto` (standard output is a terminal that can draw the view)."""
+    if live != "auto":
+        return live == "on"
+    console = Console()
+    return sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal and "utf" in console.encoding
+
+
+class LiveView:
+    """Shows `view()` until closed: `async with LiveView(view, terminal=...): ...`.
+
+    Snapshots are taken on the event loop, four times a second, and drawn in a thread of their own. Nothing that goes
+    wrong there reaches the run.
+    """
+
+    def __init__(
+        self,
+        view: Callable[[], RunView],
+        *,
+        terminal: bool,
+        recent: RecentLines | None = None,
+        log_every_s: float = 2.0,
+        no_progress_s: float = 60.0,
+        console: Console | None = None,
+    ) -> None:
+        self._take = view
+        self._recent = recent
+        self._view = view()
+        self._pace = Pace()
+        self._lines = QuietLines(log_every_s)
+        self._watchdog = Watchdog(no_progress_s)
+        self._console = console or Console()
+        self._live = self._drawing() if terminal else None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> LiveView:
+        if self._live is not None:
+            self._live.start()
+        self._task = asyncio.create_task(self._refresh(), name="live-view")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        try:
+            self._snapshot(last=True)
+        finally:
+            self.release_terminal()
+
+    def release_terminal(self) -> None:
+        """Stop drawing and give the cursor back: also for whoever ends the process at once. May be called twice."""
+        if self._live is None:
+            return
+        try:
+            self._live.stop()
+        except OSError as lost:
+            _logger.info("the terminal went away: %s", lost)
+
+    def _drawing(self) -> Live:
+        return Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=_REFRESHES_PER_S,
+            vertical_overflow="crop",
+        )
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(1 / _REFRESHES_PER_S)
+            self._snapshot()
+
+    def _snapshot(self, *, last: bool = False) -> None:
+        view = self._view = self._take()
+        self._pace.observe(view.step, view.elapsed_s)
+        if (stuck := self._watchdog.next(view)) is not None:
+            _logger.warning("%s", stuck)
+        if self._live is None:
+            line = self._lines.next(view, self._remaining_s(view), last=last)
+            if line is not None:
+                _logger.info("%s", line)
+
+    def _remaining_s(self, view: RunView) -> float | None:
+        return self._pace.remaining_s(view.max_steps, view.elapsed_s)
+
+    def _render(self) -> RenderableType:
+        try:
+            view, width = self._view, self._console.width
+            recent = () if self._recent is None else self._recent.lines
+            return run_screen(view, width, remaining_s=self._remaining_s(view), log_lines=recent)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            return Text(f"the live view cannot show this: {error}", style="dim")
+
+
+class QuietLines:
+    """Decides when the quiet mode speaks: once a step, at most every `every_s`, and when nothing moves for long."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._step = 0
+        self._spoken_s = float("-inf")
+
+    def next(self, view: RunView, remaining_s: float | None, *, last: bool = False) -> str | None:
+        """The line to log for this snapshot, or None. `last`: the final one, which is never held back."""
+        since_s = view.elapsed_s - self._spoken_s
+        moved = view.step != self._step
+        if moved and (last or since_s >= self._every_s):
+            self._step, self._spoken_s = view.step, view.elapsed_s
+            return progress_line(view, remaining_s)
+        if not moved and not last and view.waiting_for and since_s >= _PATIENCE_S:
+            self._spoken_s = view.elapsed_s
+            return f"step {view.step:,} · {clock(view.elapsed_s)} · waiting: {view.waiting_for}"
+        return None
+
+
+class Watchdog:
+    """Tells, every `limit_s` that no event comes, which stage the run waits for.
+
+    >>> watchdog = Watchdog(60.0)
+    >>> watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish"))
+    >>> watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish", elapsed_s=61.0))
+    'nothing has moved for 1:01; the run waits for 8 rollouts to finish'
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._seen: tuple[object, ...] = ()
+        self._moved_s = self._told_s = 0.0
+
+    def next(self, view: RunView) -> str | None:
+        """The warning for this snapshot, or None."""
+        seen = (
+            *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
+            *(view.in_flight, view.running_rollouts, view.ready_groups, view.queued_batches),
+            *(sum(view.failures.values()), view.evaluating_step, view.evaluated_rollouts),
+        )
+        if seen != self._seen:
+            self._seen, self._moved_s, self._told_s = seen, view.elapsed_s, view.elapsed_s
+        if view.elapsed_s - self._told_s < self._limit_s:
+            return None
+        self._told_s = view.elapsed_s
+        waits = f"; the run waits for {view.waiting_for}" if view.waiting_for else ""
+        return f"nothing has moved for {clock(view.elapsed_s - self._moved_s)}{waits}"
+
+
+def progress_line(view: RunView, remaining_s: float | None = None) -> str:
+    """One step in one line.
+
+    >>> view = RunView(name="demo", step=3, max_steps=60, rewards=[0.2, 0.3], reward_std=0.1, staleness_mean=0.8)
+    >>> progress_line(view, 65.0)
+    'step 3 of 60 · reward 0.300 ± 0.100 · staleness 0.8 mean, 0 max · 1:05 left'
+    """
+    parts = [f"step {view.step:,}" + (f" of {view.max_steps:,}" if view.max_steps else "")]
+    if view.rewards:
+        spread = "" if view.reward_std is None else f" ± {view.reward_std:.3f}"
+        parts.append(f"reward {view.rewards[-1]:.3f}{spread}")
+    parts += [f"held-out {environment} {reward:.3f}" for environment, reward in view.held_out.items()]
+    if view.generation_tokens_per_s:
+        parts.append(f"generated {compact(view.generation_tokens_per_s[-1])} tokens/s")
+    if view.training_tokens_per_s:
+        parts.append(f"trained {compact(view.training_tokens_per_s[-1])} tokens/s")
+    parts.append(f"staleness {view.staleness_mean:.1f} mean, {view.staleness_max} max")
+    if failed := sum(view.failures.values()):
+        parts.append(f"{failed:,} failed")
+    if remaining_s is not None:
+        parts.append(f"{clock(remaining_s)} left")
+    return " · ".join(parts)

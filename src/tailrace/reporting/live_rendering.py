@@ -1,0 +1,215 @@
+"""A `RunView` as text for a terminal: quiet labels, one accent, bars that can be compared at a glance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.reporting.formats import NOTHING, clock, compact, num_bytes, plural, seconds, share, sparkline
+from tailrace.reporting.run_view import RunView
+
+_ACCENT = "#2aa198"
+_SECOND = "#6c9fd4"
+_GOOD, _WARN, _BAD = "green", "yellow", "red"
+_LABEL = "bright_black"
+_TRACK = "grey23"
+_TWO_COLUMNS = 96
+_SPARK_WIDTH = 24
+_BAR_WIDTH = 16
+
+
+def run_screen(
+    view: RunView, width: int, *, remaining_s: float | None = None, log_lines: Sequence[str] = ()
+) -> RenderableType:
+    """The whole live view, laid out for a terminal of `width` columns: side by side where there is room."""
+    wide = width >= _TWO_COLUMNS
+    column = (width - 8) // 2 if wide else width - 4
+    learning, flow = _learning(view, column), _flow(view, column)
+    parts: list[RenderableType] = [
+        Text(),
+        _header(view),
+        _progress(view, remaining_s, width),
+        Text(),
+        Padding(_beside(learning, flow) if wide else Group(learning, flow), (0, 2)),
+    ]
+    if log_lines:
+        parts.append(Padding(Rule(style=_TRACK), (0, 2)))
+        parts.extend(_log_line(line, width) for line in log_lines)
+    return Group(*parts)
+
+
+def _header(view: RunView) -> RenderableType:
+    grid = Table.grid(expand=True, padding=(0, 2))
+    grid.add_column(ratio=1, no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    left = Text.assemble(("≋ ", _ACCENT), ("tailrace", f"bold {_ACCENT}"), ("  ", ""), (view.name, "bold"))
+    about = " · ".join(part for part in (view.model, ", ".join(view.environments)) if part)
+    grid.add_row(left, Text(about, style=_LABEL, overflow="ellipsis"))
+    return Padding(grid, (0, 2))
+
+
+def _progress(view: RunView, remaining_s: float | None, width: int) -> RenderableType:
+    of = f" of {view.max_steps:,}" if view.max_steps else ""
+    left = f" · {clock(remaining_s)} left" if remaining_s is not None else ""
+    words = Text.assemble(
+        (f"step {view.step:,}", "bold"), (of, _LABEL), (f" · {clock(view.elapsed_s)}", _LABEL), (left, _ACCENT)
+    )
+    stage = view.waiting_for or ("" if view.stage == "training" else view.stage)
+    if stage:
+        words.append(f" · {stage}", style=_WARN if view.waiting_for else "italic")
+    full = view.max_steps or max(view.step, 1)
+    bar = _bar(view.step / full, max(10, width - words.cell_len - 6), _ACCENT)
+    return Text.assemble("  ", bar, "  ", words, no_wrap=True, overflow="ellipsis")
+
+
+def _learning(view: RunView, width: int) -> RenderableType:
+    grid = _grid(width)
+    grid.add_row("reward", _reward(view), _spark(view.rewards, _ACCENT))
+    grid.add_row("", *_reward_detail(view))
+    if view.held_out or view.evaluating_step is not None:
+        grid.add_row("held out", *_held_out(view))
+    grid.add_row("policy", Text.assemble(("version ", _LABEL), f"{view.policy_version:,}"), "")
+    grid.add_row("staleness", *_staleness(view))
+    grid.add_row("generate", _rate(view.generation_tokens_per_s), _spark(view.generation_tokens_per_s, _SECOND))
+    grid.add_row("train", _rate(view.training_tokens_per_s), _spark(view.training_tokens_per_s, _SECOND))
+    grid.add_row("rollout", *_rollout(view))
+    return grid
+
+
+def _flow(view: RunView, width: int) -> RenderableType:
+    grid = _grid(width)
+    grid.add_row("in flight", *_gauge(view.in_flight, view.in_flight_limit, "rollout"))
+    grid.add_row("ready", *_gauge(view.ready_groups, view.groups_per_batch, "group"))
+    grid.add_row(
+        "queued", _number(view.queued_batches, "batch" if view.queued_batches == 1 else "batches"), _memory(view)
+    )
+    grid.add_row("running", _number(view.running_rollouts, "rollout" if view.running_rollouts == 1 else "rollouts"))
+    grid.add_row("phases", *_phases(view))
+    grid.add_row("loop lag", *_lag(view))
+    grid.add_row("rollouts", *_outcomes(view))
+    return grid
+
+
+def _grid(width: int) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style=_LABEL, width=9, no_wrap=True)
+    grid.add_column(width=18, no_wrap=True)
+    grid.add_column(width=max(8, width - 31), no_wrap=True, overflow="ellipsis")
+    return grid
+
+
+def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(left, right)
+    return grid
+
+
+def _number(value: int, noun: str) -> Text:
+    return Text.assemble(compact(value), (f" {noun}", _LABEL))
+
+
+def _reward(view: RunView) -> Text:
+    if not view.rewards:
+        return Text(NOTHING, style=_LABEL)
+    spread = "" if view.reward_std is None else f" ± {view.reward_std:.3f}"
+    return Text.assemble((f"{view.rewards[-1]:.3f}", f"bold {_ACCENT}"), (spread, _LABEL))
+
+
+def _reward_detail(view: RunView) -> tuple[Text, Text]:
+    first = Text(f"first {view.rewards[0]:.3f}" if view.rewards else "", style=_LABEL)
+    if view.zero_spread_share is not None:
+        return first, Text(f"{share(view.zero_spread_share)} of groups without spread", style=_LABEL)
+    return first, Text()
+
+
+def _held_out(view: RunView) -> tuple[Text, Text]:
+    step = view.evaluating_step
+    going_on = "" if step is None else f"step {step:,}: {plural(view.evaluated_rollouts, 'rollout')} done"
+    if len(view.held_out) == 1:
+        (reward,) = view.held_out.values()
+        return Text(f"{reward:.3f}", style=_ACCENT), Text(going_on, style=_LABEL)
+    rewards = Text()
+    for environment, reward in view.held_out.items():
+        rewards.append(f"{reward:.3f}", style=_ACCENT).append(f" {environment}  ", style=_LABEL)
+    return Text(going_on.partition(":")[0], style=_LABEL), rewards
+
+
+def _staleness(view: RunView) -> tuple[Text, Text]:
+    at_limit = view.max_staleness is not None and view.staleness_max >= view.max_staleness > 0
+    words = Text.assemble(
+        f"{view.staleness_mean:.1f}", (" mean · ", _LABEL), (f"{view.staleness_max}", _WARN if at_limit else ""),
+        (" max", _LABEL),
+    )  # fmt: skip
+    return words, Text("" if view.max_staleness is None else f"at most {view.max_staleness}", style=_LABEL)
+
+
+def _rate(values: Sequence[float]) -> Text:
+    if not values or not math.isfinite(values[-1]):
+        return Text(NOTHING, style=_LABEL)
+    return Text.assemble(compact(values[-1]), (" tokens/s", _LABEL))
+
+
+def _rollout(view: RunView) -> tuple[Text, Text]:
+    if view.completion_tokens is None:
+        return Text(NOTHING, style=_LABEL), Text()
+    words = Text.assemble(compact(view.completion_tokens), (" tokens", _LABEL))
+    return words, Text("" if view.turns is None else f"{view.turns:.1f} turns", style=_LABEL)
+
+
+def _gauge(value: int, limit: int | None, noun: str) -> tuple[Text, Text]:
+    of = "" if limit is None else f" of {limit:,}"
+    words = Text.assemble(compact(value), (f"{of} {noun}s", _LABEL))
+    return words, _bar(value / limit, _BAR_WIDTH, _SECOND) if limit else Text()
+
+
+def _memory(view: RunView) -> Text:
+    return Text(f"{num_bytes(view.rss_bytes)} of memory" if view.rss_bytes else "", style=_LABEL)
+
+
+def _phases(view: RunView) -> tuple[Text, Text]:
+    longest = sorted(view.phases_s.items(), key=lambda phase: -phase[1])[:4]
+    if not longest:
+        return Text(NOTHING, style=_LABEL), Text()
+    words = Text.assemble(longest[0][0], (f" {seconds(longest[0][1])}", _LABEL))
+    rest = Text()
+    for name, duration_s in longest[1:]:
+        rest.append(f"{name} ").append(f"{seconds(duration_s)}  ", style=_LABEL)
+    return words, rest
+
+
+def _lag(view: RunView) -> tuple[Text, Text]:
+    lag = view.lag
+    style = _GOOD if lag.max_s < 0.1 else _WARN if lag.max_s < 1.0 else _BAD
+    words = Text.assemble((seconds(lag.max_s), style), (" max", _LABEL))
+    rest = Text(f"p50 {seconds(lag.p50_s)} · p99 {seconds(lag.p99_s)}", style=_LABEL)
+    if lag.stalls:
+        rest.append(f" · {plural(lag.stalls, 'stall')}", style=_BAD)
+    return words, rest
+
+
+def _outcomes(view: RunView) -> tuple[Text, Text]:
+    rest = Text(f"{compact(view.rollouts_filtered)} filtered", style=_LABEL)
+    for reason, count in sorted(view.failures.items(), key=lambda failure: -failure[1]):
+        rest.append(" · ", style=_LABEL).append(f"{count:,} {reason}", style=_BAD)
+    return _number(view.rollouts_trained, "trained"), rest
+
+
+def _spark(values: Sequence[float], style: str) -> Text:
+    return Text(sparkline(values, _SPARK_WIDTH), style=style)
+
+
+def _bar(filled: float, width: int, style: str) -> Text:
+    """A thin bar; half steps come from the half line."""
+    halves = round(min(max(filled, 0.0), 1.0) * width * 2)
+    full, half = divmod(halves, 2)
+    return Text.assemble(("━" * full, style), ("╸" * half, style), ("━" * (width - full - half), _TRACK))
+
+
+def _log_line(line: str, width: int) -> Text:
+    return Text(f"  {line}"[: width - 1], style=_LABEL, no_wrap=True, overflow="ellipsis")

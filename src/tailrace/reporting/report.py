@@ -1,0 +1,231 @@
+"""`report.html` and `reward.png`: what a run did, in files that open without a network.
+
+Made from the run's folder alone (`metrics.jsonl`, `rollouts/*.jsonl`, `summary.json`, the settings file), so that a
+report can be made again, for a run that was killed too. Everything a model or a task wrote is hostile text: the
+template escapes it, and the page's own policy forbids scripts and requests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from tailrace.reporting.charts import Chart, Line, line_chart, reward_chart, reward_png
+from tailrace.reporting.conversations import conversation, pretty, readable
+from tailrace.reporting.formats import NOTHING, clock, compact, num_bytes, seconds, share
+from tailrace.reporting.metrics import metric_spec
+from tailrace.reporting.phase_report import ROW_HEADINGS, total_costs
+from tailrace.reporting.run_folder import RunFolder, read_run_folder
+from tailrace.reporting.summary import RunSummary, summary_lines
+
+REPORT_FILE = "report.html"
+REWARD_FILE = "reward.png"
+_PHASES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure at the top of the page."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+def write_report(run_folder: Path) -> None:
+    """Write `report.html` and, where a reward is known, `reward.png` into the run's folder.
+
+    Takes a second or two, most of it matplotlib's: call it off the event loop. Raises `DataError` for a folder
+    without a run and `OSError` where the files cannot be written.
+    """
+    run = read_run_folder(run_folder)
+    rewards = (run.series("reward/mean"), run.series("reward/std"))
+    _replace(run_folder / REPORT_FILE, _page(run, reward_chart(*rewards)).encode("utf-8", "replace"))
+    if (picture := reward_png(*rewards, f"{readable(run.name)}: reward")) is not None:
+        _replace(run_folder / REWARD_FILE, picture)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def _page(run: RunFolder, reward: Chart | None) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tailrace.reporting"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"readable": readable, "pretty": pretty, "clock": clock, "seconds": seconds}
+    return environment.get_template("report.html.j2").render(
+        run=run,
+        summary=run.summary,
+        status=_status(run.summary),
+        tiles=_tiles(run),
+        reward=reward,
+        charts=_charts(run),
+        conversations=[conversation(chosen) for chosen in run.rollouts],
+        lines=[] if run.summary is None else summary_lines(run.summary),
+        metrics=_metric_rows(run),
+        phase_headings=ROW_HEADINGS,
+        phases=[cost.row() for cost in total_costs(run.steps)],
+    )
+
+
+def _status(summary: RunSummary | None) -> str:
+    return "unfinished" if summary is None else str(summary.status)
+
+
+def _tiles(run: RunFolder) -> list[Tile]:
+    summary = run.summary
+    reward, version = run.series("reward/mean"), run.series("policy/version")
+    generated, trained = run.series("generation/tokens_per_s"), run.series("training/tokens_per_s")
+    stale_mean, stale_max = run.series("staleness/mean"), run.series("staleness/max")
+    steps = len(reward.steps) if summary is None else summary.steps
+    tiles = [
+        Tile("Reward", _fixed(reward.last), f"from {_fixed(reward.values[0])}" if reward.values else ""),
+        *_held_out_tiles(summary),
+        Tile("Steps", compact(steps), f"policy version {compact(version.last or 0)}"),
+        Tile("Generated", _average(generated.values), "tokens/s, mean"),
+        Tile("Trained", _average(trained.values), "tokens/s of compute"),
+        Tile(
+            "Staleness", _average(stale_mean.values, 2), f"at most {compact(max(stale_max.values, default=0))} versions"
+        ),
+    ]
+    if summary is not None and summary.length_ratio is not None:
+        tiles.append(Tile("Length ratio", _fixed(summary.length_ratio), "trained to admitted; 1 is unbiased"))
+    if summary is not None and summary.peak_rss_bytes:
+        tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), "peak, all processes"))
+    return [tile for tile in tiles if tile.value != NOTHING]
+
+
+def _held_out_tiles(summary: RunSummary | None) -> list[Tile]:
+    """One for each environment that was evaluated beside training."""
+    found = summary.evaluations if summary is not None else {}
+    return [
+        Tile(
+            "Held-out reward" if len(found) == 1 else f"Held-out {environment}",
+            _fixed(course.reward_last),
+            f"from {_fixed(course.reward_first)}; versions {course.policy_version_min} to {course.policy_version_max}",
+        )
+        for environment, course in found.items()
+    ]
+
+
+def _fixed(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3f}"
+
+
+def _average(values: Sequence[float], digits: int = 0) -> str:
+    if not values:
+        return NOTHING
+    mean = sum(values) / len(values)
+    return f"{mean:.{digits}f}" if digits else compact(mean)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChartSpec:
+    """One of the small charts: metric names by label."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    show: Callable[[float], str] = compact
+    logarithmic: bool = False
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+_LENGTH = _ChartSpec(
+    "Rollout length", "tokens", {"sampled": "rollout/completion_tokens", "with context": "rollout/tokens"}
+)
+_TURNS = _ChartSpec(
+    "Turns, branches", "per rollout", {"turns": "rollout/turns", "branches": "rollout/branches"}, show=_short
+)
+_THROUGHPUT = _ChartSpec(
+    "Throughput", "tokens/s", {"generated": "generation/tokens_per_s", "trained": "training/tokens_per_s"}
+)
+_STALENESS = _ChartSpec("Staleness", "policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, show=_short)
+_LAG = _ChartSpec(
+    "Event-loop lag",
+    "logarithmic",
+    {"median": "lag/p50_s", "p99": "lag/p99_s", "max": "lag/max_s"},
+    show=seconds,
+    logarithmic=True,
+)
+_SHARES = _ChartSpec(
+    "Shares",
+    "",
+    {
+        "zero-spread groups": "group/zero_spread_share",
+        "truncated": "rollout/truncated_share",
+        "failed": "rollout/failed_share",
+    },
+    show=share,
+)
+_AGREEMENT = _ChartSpec(
+    "Trainer and generator",
+    "|log-prob difference|, nats",
+    {
+        "all tokens": "training/logprob_difference",
+        "fresh": "training/logprob_difference_fresh",
+        "over older caches": "training/logprob_difference_mixed",
+    },
+    show=_short,
+)
+
+
+def _charts(run: RunFolder) -> list[Chart]:
+    phases = line_chart(
+        "Phases", "per step, logarithmic; rollouts overlap", _phase_lines(run), show=seconds, logarithmic=True
+    )
+    held_out = line_chart("Held-out reward", "evaluations beside training", _held_out_lines(run), show=_short)
+    rewards = line_chart("Reward by environment", "mean per step", _environment_lines(run), show=_short)
+    before = [_chart(run, spec) for spec in (_LENGTH, _TURNS, _THROUGHPUT, _STALENESS)]
+    after = [_chart(run, spec) for spec in (_LAG, _SHARES, _AGREEMENT)]
+    return [chart for chart in (held_out, rewards, *before, phases, *after) if chart is not None]
+
+
+def _chart(run: RunFolder, spec: _ChartSpec) -> Chart | None:
+    lines = [Line(label, run.series(name)) for label, name in spec.lines.items()]
+    return line_chart(spec.title, spec.unit, lines, show=spec.show, logarithmic=spec.logarithmic)
+
+
+def _environment_lines(run: RunFolder) -> list[Line]:
+    """None where there is one environment: the big chart is its own."""
+    names = [name for name in run.names("reward/", "/mean") if name != "reward/mean"]
+    lines = [Line(name.removeprefix("reward/").removesuffix("/mean"), run.series(name)) for name in names]
+    return lines if len(lines) > 1 else []
+
+
+def _held_out_lines(run: RunFolder) -> list[Line]:
+    names = run.names("eval/", "/reward/mean")
+    return [Line(name.removeprefix("eval/").removesuffix("/reward/mean"), run.series(name)) for name in names]
+
+
+def _phase_lines(run: RunFolder) -> list[Line]:
+    """The longest phases first."""
+    names = run.names("phase/", "/wall_s")
+    lines = [Line(name.removeprefix("phase/").removesuffix("/wall_s"), run.series(name)) for name in names]
+    return sorted(lines, key=lambda line: -sum(line.series.values))[:_PHASES]
+
+
+def _metric_rows(run: RunFolder) -> list[tuple[str, str, str, str]]:
+    """Name, newest value, unit and description of every metric of the table that the run recorded."""
+    rows = []
+    for name, value in run.latest().items():
+        try:
+            spec = metric_spec(name)
+        except ValueError:
+            continue
+        rows.append((name, f"{value:,.6g}", "" if spec.unit == "1" else spec.unit, spec.description))
+    return rows

@@ -1,0 +1,118 @@
+"""What the report reads of a finished run: `metrics.jsonl`, `rollouts/*.jsonl`, `summary.json`, the settings' text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.errors import DataError
+from tailrace.records import Json
+from tailrace.reporting.rollout_records import RolloutRecord
+from tailrace.reporting.sinks import read_jsonl, read_rollouts
+from tailrace.reporting.summary import RunSummary, read_summary
+
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FOLDER = "rollouts"
+_NEWEST_FILES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over the run: `[num_points]` each."""
+
+    steps: Sequence[float]
+    values: Sequence[float]
+
+    @property
+    def last(self) -> float | None:
+        """The newest value."""
+        return self.values[-1] if self.values else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRollout:
+    """A rollout that the report shows, and why."""
+
+    title: str
+    record: RolloutRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Everything that a report is made of."""
+
+    name: str
+    rows: list[dict[str, Json]]
+    """Lines of `metrics.jsonl`: `step`, `wall_s` and metrics by name."""
+    rollouts: list[ChosenRollout]
+    summary: RunSummary | None
+    settings: str
+
+    def series(self, name: str) -> Series:
+        """One metric over the steps, without the lines that do not have it."""
+        points = [
+            (row["step"], float(row[name]))
+            for row in self.rows
+            if _is_number(row.get(name)) and _is_number(row.get("step"))
+        ]
+        return Series([step for step, _ in points], [value for _, value in points])
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """The metrics of each line, without what is no number."""
+        return [{name: float(value) for name, value in row.items() if _is_number(value)} for row in self.rows]
+
+    def names(self, prefix: str, suffix: str) -> list[str]:
+        """Metric names of a family that occur, in order of appearance."""
+        found = {name: None for row in self.rows for name in row if name.startswith(prefix) and name.endswith(suffix)}
+        return list(found)
+
+    def latest(self) -> dict[str, float]:
+        """The newest value of every metric, by name."""
+        newest = {name: value for row in self.rows for name, value in row.items() if _is_number(value)}
+        return {name: newest[name] for name in sorted(newest)}
+
+
+def read_run_folder(folder: Path) -> RunFolder:
+    """Read a run. Raises `DataError` when this is no run folder: it holds neither metrics nor a summary."""
+    summary = read_summary(folder)
+    if summary is None and not (folder / METRICS_FILE).is_file():
+        raise DataError(f"{folder} is not a run folder: it has neither {METRICS_FILE} nor summary.json")
+    settings = folder / (summary.settings_path if summary is not None else "config.toml")
+    return RunFolder(
+        name=folder.resolve().name if summary is None else summary.name,
+        rows=read_jsonl(folder / METRICS_FILE),
+        rollouts=choose_rollouts(folder / ROLLOUTS_FOLDER),
+        summary=summary,
+        settings=settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else "",
+    )
+
+
+def choose_rollouts(folder: Path) -> list[ChosenRollout]:
+    """The best, median and worst of the newest files, and a typical one of the first file, to see what was learned."""
+    paths = sorted(folder.glob("step_*.jsonl"))
+    newest = _scored(paths[-_NEWEST_FILES:])
+    if not newest:
+        return []
+    places = (("Best", len(newest) - 1), ("Median", len(newest) // 2), ("Worst", 0))
+    chosen = {newest[place].rollout_id: ChosenRollout(title, newest[place]) for title, place in reversed(places)}
+    rollouts = sorted(chosen.values(), key=lambda rollout: -(rollout.record.reward or 0.0))
+    if len(paths) > _NEWEST_FILES and (first := _scored(paths[:1])):
+        rollouts.append(ChosenRollout("Where it began", first[len(first) // 2]))
+    return rollouts
+
+
+def _scored(paths: Sequence[Path]) -> list[RolloutRecord]:
+    """Rollouts with a reward, lowest first; of equal ones the oldest first."""
+    records = [
+        record
+        for path in paths
+        for record in read_rollouts(path.parent, int(path.stem.removeprefix("step_")))
+        if record.reward is not None
+    ]
+    return sorted(records, key=lambda record: record.reward or 0.0)
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

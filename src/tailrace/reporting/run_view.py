@@ -1,0 +1,95 @@
+"""A snapshot of a run, as the orchestrator fills it for whoever watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tailrace.tracing.lag import LagStatistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """What a person wants to see of a run right now. Cheap to make: take one four times a second."""
+
+    name: str
+    model: str = ""
+    environments: Sequence[str] = ()
+    stage: str = "starting"
+    """One or two words: `starting`, `training`, `evaluating`, `saving`, `stopping`, `finished`."""
+    waiting_for: str = ""
+    """What holds the run up, in plain words; empty while it flows."""
+    elapsed_s: float = 0.0
+
+    step: int = 0
+    """Steps trained so far."""
+    max_steps: int | None = None
+    rewards: Sequence[float] = ()
+    """Mean reward of each step so far, in order."""
+    reward_std: float | None = None
+    """Of the newest step."""
+    zero_spread_share: float | None = None
+    completion_tokens: float | None = None
+    """Mean sampled tokens per rollout, newest step."""
+    turns: float | None = None
+
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    """Mean reward of the newest evaluation beside training, by environment."""
+    evaluating_step: int | None = None
+    """The step whose evaluation goes on."""
+    evaluated_rollouts: int = 0
+    """Of that evaluation, finished or lost so far."""
+
+    policy_version: int = 0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    max_staleness: int | None = None
+
+    generation_tokens_per_s: Sequence[float] = ()
+    """Of each step so far, in order; the last is now."""
+    training_tokens_per_s: Sequence[float] = ()
+
+    in_flight: int = 0
+    in_flight_limit: int | None = None
+    ready_groups: int = 0
+    groups_per_batch: int | None = None
+    queued_batches: int = 0
+    running_rollouts: int = 0
+    """Rollouts whose agents run."""
+
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Wall seconds per phase of the newest step."""
+    lag: LagStatistics = field(default_factory=LagStatistics)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Rollouts that failed since the run began, by reason."""
+    rollouts_trained: int = 0
+    rollouts_filtered: int = 0
+    rss_bytes: float = 0.0
+    """All processes of the run together."""
+
+
+class Pace:
+    """How long a step takes lately, from snapshots of the step count: an exponential average over about ten steps."""
+
+    _WEIGHT = 0.15
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._since_s: float | None = None
+        self._step_s: float | None = None
+
+    def observe(self, step: int, elapsed_s: float) -> None:
+        """Take in a snapshot. What came before the first step is start-up, and does not count."""
+        if step == self._step:
+            return
+        if self._since_s is not None and step > self._step:
+            newest_s = (elapsed_s - self._since_s) / (step - self._step)
+            self._step_s = newest_s if self._step_s is None else self._step_s + self._WEIGHT * (newest_s - self._step_s)
+        self._step, self._since_s = step, elapsed_s
+
+    def remaining_s(self, max_steps: int | None, elapsed_s: float) -> float | None:
+        """Seconds left, or None while nothing is known. Counts down between steps."""
+        if max_steps is None or self._step_s is None or self._since_s is None:
+            return None
+        spent_s = min(elapsed_s - self._since_s, self._step_s)
+        return max(0.0, (max_steps - self._step) * self._step_s - spent_s)

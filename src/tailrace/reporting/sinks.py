@@ -1,0 +1,167 @@
+"""Files of records, written off the event loop.
+
+    caller ──write()──▶ bounded queue ──▶ one writer thread ──▶ metrics.jsonl, rollouts/step_000012.jsonl
+
+`write` never waits: a full queue drops the record and counts it. Nothing that goes wrong with a file reaches the run: a
+sink's first failure is logged, all are counted, and the next record is tried again (a disk may get room).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tailrace.records import Json
+from tailrace.reporting.rollout_records import (
+    RolloutEntry,
+    RolloutRecord,
+    decode_line,
+    encode_line,
+    rollout_record,
+)
+from tailrace.tracing.background import BackgroundWriter
+from tailrace.tracing.phases import phase
+
+
+class JsonlSink:
+    """One file of one JSON object a line, appended to: `metrics.jsonl`."""
+
+    def __init__(self, path: Path, writer: BackgroundWriter) -> None:
+        self._path = path
+        self._writer = writer
+
+    @property
+    def lost_records(self) -> int:
+        """Records of all files of its writer that were dropped, or that a disk refused."""
+        statistics = self._writer.statistics()
+        return statistics.dropped + statistics.failed
+
+    def write(self, record: Mapping[str, Json]) -> bool:
+        """Append one record. Never waits and never raises: False, and counted, when it was dropped."""
+        line = dict(record)
+        return self._writer.submit(lambda: self._append(line))
+
+    def _append(self, record: dict[str, Json]) -> None:
+        with phase("write_metrics"):
+            _append_bytes(self._path, msgspec.json.encode(record) + b"\n")
+
+
+class RolloutWriter:
+    """A folder of readable rollouts, one file per step: `rollouts/step_000012.jsonl`.
+
+    What waits holds on to its rollouts' tokens, so it is bounded in rollouts, not only in files. What is written is let
+    go of rollout by rollout: to free thousands of them at once holds every thread up, the event loop's too.
+    """
+
+    def __init__(
+        self, folder: Path, writer: BackgroundWriter, *, every_steps: int = 1, waiting_rollouts: int = 1024
+    ) -> None:
+        """At most `waiting_rollouts` wait for the disk, or one file's worth where that is more."""
+        self._folder = folder
+        self._writer = writer
+        self._every_steps = every_steps
+        self._max_waiting = waiting_rollouts
+        self._submitted = self._written = 0
+
+    def write(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
+        """Append these rollouts to the file of `step`. Never waits and never raises: False when they were dropped.
+
+        Does nothing (True) where `every_steps` leaves the step out. The rollouts must be final: they are read later, in
+        the writer's thread.
+        """
+        if self._every_steps == 0 or step % self._every_steps != 0 or not entries:
+            return True
+        return self._submit(rollouts_path(self._folder, step), step, entries)
+
+    def write_evaluation(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
+        """Append an evaluation's rollouts to a file of their own. Never waits and never raises."""
+        return self._every_steps == 0 or self._submit(evaluation_path(self._folder, step), step, entries)
+
+    def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> bool:
+        kept = deque(entries)
+        waiting = self._submitted - self._written
+        if waiting and waiting + len(kept) > self._max_waiting:
+            self._writer.drop()
+            return False
+        count = len(kept)
+        accepted = self._writer.submit(lambda: self._append(path, step, kept, count))
+        self._submitted += count * accepted
+        return accepted
+
+    def _append(self, path: Path, step: int, entries: deque[RolloutEntry], count: int) -> None:
+        try:
+            with phase("write_rollouts") as writing:
+                data = b"".join(encode_line(rollout_record(entry, step)) for entry in _taken(entries))
+                writing.add_bytes(len(data))
+                _append_bytes(path, data)
+        finally:
+            self._written += count
+
+
+def _taken(entries: deque[RolloutEntry]) -> Iterator[RolloutEntry]:
+    while entries:
+        yield entries.popleft()
+
+
+def rollouts_path(folder: Path, step: int) -> Path:
+    """The file of one step's rollouts.
+
+    >>> rollouts_path(Path("rollouts"), 12).name
+    'step_000012.jsonl'
+    """
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def evaluation_path(folder: Path, step: int) -> Path:
+    """The file of the rollouts of the evaluation of one step.
+
+    >>> evaluation_path(Path("rollouts"), 40).name
+    'evaluation_000040.jsonl'
+    """
+    return folder / f"evaluation_{step:06d}.jsonl"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Json]]:
+    """The objects of a file that `JsonlSink` wrote, without lines that a full disk cut short; none without the file."""
+    return [record for line in _lines(path) if isinstance(record := _decoded(line), dict)]
+
+
+def read_rollouts(folder: Path, step: int | None = None) -> Iterator[RolloutRecord]:
+    """The rollouts of one step, or of all of them in order, without lines that a full disk cut short."""
+    paths = sorted(folder.glob("step_*.jsonl")) if step is None else [rollouts_path(folder, step)]
+    for path in paths:
+        for line in _lines(path):
+            try:
+                yield decode_line(line)
+            except msgspec.MsgspecError:
+                continue
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if stripped := line.strip():
+                yield stripped
+
+
+def _decoded(line: bytes) -> Json:
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+def _append_bytes(path: Path, data: bytes) -> None:
+    """Append whole lines; a line that an earlier failure cut short is ended first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            data = data if file.read(1) == b"\n" else b"\n" + data
+        file.write(data)

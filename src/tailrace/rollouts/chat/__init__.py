@@ -1,0 +1,1 @@
+"""Messages to token ids and back: templates, tokenizer, bridging of turns, parsing of replies."""

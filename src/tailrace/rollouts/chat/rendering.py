@@ -1,0 +1,188 @@
+"""Chat rendering: messages to tokens, tokens to messages, and never a sampled token to text and back.
+
+first turn        render(messages)                      the whole conversation
+following turns   bridge(branch, history, new)          only what the new messages add
+every reply       parse(completion)                     text, reasoning, tool calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from tailrace.errors import EnvironmentFailed
+from tailrace.records import Completion, Int32Array, Json, Message, ToolSpec, as_token_ids
+from tailrace.records.arrays import readonly
+from tailrace.rollouts.chat.family_rendering import family_rendering
+from tailrace.rollouts.chat.replies import ParsedReply, read_reply
+from tailrace.rollouts.chat.template_rendering import TemplateRendering
+from tailrace.rollouts.chat.tokenizer import ChatTokenizer
+
+_REMEMBERED_PROMPTS = 256
+_REMEMBERED_CHARACTERS = 8192
+"""Of one prompt; together they bound what is remembered to some megabytes."""
+
+
+class Renderer(Protocol):
+    """All that a policy asks of the rendering of a model's chats: `ChatRenderer`, or a model of one."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a reply."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
+        """See `ChatRenderer.render`."""
+        ...
+
+    def bridge(
+        self,
+        token_ids: Int32Array,
+        reply_start: int,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+    ) -> Int32Array | None:
+        """See `ChatRenderer.bridge`."""
+        ...
+
+    def parse(
+        self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
+    ) -> ParsedReply:
+        """See `ChatRenderer.parse`."""
+        ...
+
+    def drifts(self, completion: Completion) -> bool:
+        """See `ChatRenderer.drifts`."""
+        ...
+
+
+class ChatRenderer:
+    """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
+
+    `model` is the folder of its tokenizer; `name` the model's public name (`Qwen/Qwen3-0.6B`), by which its family is
+    known, where the folder's `config.json` does not tell it.
+
+    `thinking_retention`: `all` keeps the reasoning of earlier turns (the tokens as they were sampled), so that a
+    conversation that only grows stays one branch; `template` leaves that to the family's template.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ChatTokenizer,
+        *,
+        name: str | None = None,
+        thinking_retention: Literal["all", "template"] = "all",
+    ) -> None:
+        self.tokenizer = model if isinstance(model, ChatTokenizer) else ChatTokenizer.from_folder(model, name=name)
+        self._family = family_rendering(self.tokenizer, thinking_retention)
+        self._template = TemplateRendering(self.tokenizer)
+        self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
+        self._remembers = self._family is None and not self.tokenizer.tells_time
+        self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
+        self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a reply: hand them to the engine."""
+        return (self._family or self._template).stop_token_ids
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
+        """The whole conversation up to where the next reply begins: [num_tokens].
+
+        Raises `EnvironmentFailed` where the model's template refuses the conversation (two user turns in a row, ...).
+        """
+        plain = _plain(messages) if self._remembers and not tools else None
+        return self._render(messages, tools) if plain is None else self._remembered(plain)
+
+    def _render_plain(self, messages: tuple[tuple[str, str], ...]) -> Int32Array:
+        """The rollouts of a group begin alike: what one of them rendered, the others need not."""
+        rendered = self._render([cast(Message, {"role": role, "content": content}) for role, content in messages], None)
+        readonly(rendered)
+        return rendered
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None) -> Int32Array:
+        from jinja2 import TemplateError
+
+        if not messages:
+            raise EnvironmentFailed("the conversation is empty; chat() needs at least one message")
+        try:
+            return as_token_ids((self._family or self._template).render(messages, _envelopes(tools)))
+        except (TemplateError, ValueError, KeyError, TypeError) as error:
+            raise EnvironmentFailed(
+                f"the chat template of {self.tokenizer.name_or_path} refuses this conversation: {error}"
+            ) from error
+
+    def bridge(
+        self,
+        token_ids: Int32Array,
+        reply_start: int,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSpec] | None = None,
+    ) -> Int32Array | None:
+        """What `new_messages` add after a reply: the tokens to append to `token_ids`.
+
+        `token_ids` [num_tokens] end with the sampled reply, which starts at `reply_start` and is the last message of
+        `history`. None where the extension cannot be proved; then render the whole conversation as a new branch.
+        """
+        if self._family is not None:
+            before = token_ids.tolist()
+            added = self._family.bridge(before[:reply_start], before[reply_start:], new_messages, _envelopes(tools))
+        else:
+            is_closed = len(token_ids) > reply_start and int(token_ids[-1]) in self.stop_token_ids
+            added = self._template.bridge(history, new_messages, _envelopes(tools), reply_is_closed=is_closed)
+        return None if added is None else as_token_ids(added)
+
+    def parse(
+        self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
+    ) -> ParsedReply:
+        """What the policy said in a turn whose prompt was `prompt_token_ids`."""
+        if self._family is not None:
+            token_ids: list[int] = completion.token_ids.tolist()
+            return self._family.parse(token_ids, prompt_ids=prompt_token_ids.tolist(), tools=_envelopes(tools))
+        return read_reply(self._read(completion)[1], prompt_opens_reasoning=self._opens_reasoning(prompt_token_ids))
+
+    def drifts(self, completion: Completion) -> bool:
+        """Whether the reply's text would be tokenized otherwise than it was sampled."""
+        token_ids, text = self._read(completion)
+        return self.tokenizer.encode(text) != token_ids
+
+    def _read(self, completion: Completion) -> tuple[list[int], str]:
+        """Its tokens without the one that ended it, and their text. Asked for twice in a row, decoded once."""
+        read, token_ids, text = self._last_read
+        if read is not completion:
+            token_ids = completion.token_ids.tolist()
+            if token_ids and token_ids[-1] in self.stop_token_ids:
+                token_ids.pop()
+            text = self.tokenizer.decode(token_ids)
+            self._last_read = completion, token_ids, text
+        return token_ids, text
+
+    def _opens_reasoning(self, prompt_token_ids: Int32Array) -> bool:
+        """Whether the generation prompt ends inside `<think>`: a handful of tokens decide it."""
+        return self._ends_in_reasoning(tuple(prompt_token_ids[-8:].tolist()))
+
+    def _tail_opens_reasoning(self, token_ids: tuple[int, ...]) -> bool:
+        return self.tokenizer.decode(token_ids).rstrip("\n").endswith("<think>")
+
+
+def _plain(messages: Sequence[Message]) -> tuple[tuple[str, str], ...] | None:
+    """A short conversation of nothing but roles and text, as a key; None for any other."""
+    plain, characters = [], 0
+    for message in messages:
+        content = message.get("content")
+        if len(message) != 2 or not isinstance(content, str):
+            return None
+        characters += len(content)
+        plain.append((message["role"], content))
+    return tuple(plain) if characters <= _REMEMBERED_CHARACTERS else None
+
+
+def _envelopes(tools: Sequence[ToolSpec] | None) -> list[dict[str, Json]] | None:
+    """Tools as chat templates expect them; those that come in that form already are left alone."""
+    if not tools:
+        return None
+    return [dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools]

@@ -1,0 +1,97 @@
+"""Rendering by the model's own chat template, for every model without a hand-written renderer.
+
+Such a template only knows how to render a whole conversation. To append just the new messages, the conversation is
+rendered with a sentinel in the place of the last reply, and what follows the sentinel is what the template puts
+after a reply: its close, the new messages, the next generation prompt. Only that text is tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+
+from tailrace.errors import ModelError
+from tailrace.records import Json, Message
+from tailrace.rollouts.chat.tokenizer import ChatTokenizer
+
+_SENTINEL = "\u2042sentinel-reply\u2042"
+"""Text that no template changes (no whitespace at its ends, no markup) and conversations hardly hold; checked."""
+
+_REMEMBERED_TEXTS = 1024
+_REMEMBERED_CHARACTERS = 8192
+"""Bounds of the encoding cache: some 20 MB at the worst."""
+
+
+class TemplateRendering:
+    """Conversations to tokens by the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._remembered = lru_cache(maxsize=_REMEMBERED_TEXTS)(tokenizer.encode)
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The token with which the template closes a reply, and the model's own end tokens."""
+        close = self._closing_token_id()
+        ids = [*([] if close is None else [close]), *self._tokenizer.end_token_ids]
+        if not ids:
+            raise ModelError(
+                f"{self._tokenizer.name_or_path}: neither the chat template nor the tokenizer names a token that ends "
+                "a reply; set eos_token in tokenizer_config.json"
+            )
+        return tuple(dict.fromkeys(ids))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> list[int]:
+        """The whole conversation, up to where the next reply begins."""
+        return self._encode(self._text(messages, tools))
+
+    def bridge(
+        self,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Json]] | None,
+        *,
+        reply_is_closed: bool,
+    ) -> list[int] | None:
+        """Tokens that follow the reply at the end of `history` (its stop token included if it was sampled).
+
+        None where the template cannot be split there.
+        """
+        from jinja2 import TemplateError
+
+        around: list[Message] = [*history[:-1], {"role": "assistant", "content": _SENTINEL}, *new_messages]
+        try:
+            text = self._text(around, tools)
+        except TemplateError:
+            return None
+        if text.count(_SENTINEL) != 1:
+            return None
+        following = text.partition(_SENTINEL)[2]
+        added = self._encode(following)
+        closes = bool(added) and added[0] in self.stop_token_ids
+        return added[1:] if reply_is_closed and closes else added
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids, remembered for a while: the rollouts of a group begin alike and often go on alike."""
+        if len(text) > _REMEMBERED_CHARACTERS:
+            return self._tokenizer.encode(text)
+        return self._remembered(text)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> str:
+        return self._tokenizer.render_text(messages, tools=tools, add_generation_prompt=True)
+
+    def _closing_token_id(self) -> int | None:
+        """The first token after a reply, where it is a token of its own that text cannot become."""
+        from jinja2 import TemplateError
+
+        messages: list[Message] = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": _SENTINEL},
+            {"role": "user", "content": "."},
+        ]
+        try:
+            following = self._text(messages, None).partition(_SENTINEL)[2]
+        except TemplateError:
+            return None
+        added = self._tokenizer.encode(following)
+        return added[0] if added and added[0] in self._tokenizer.added_token_ids else None

@@ -1,0 +1,55 @@
+"""The policy's own engine as a judge: the same weights, queue and caches as its rollouts, no other server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from tailrace.errors import ChatFailed, EnvironmentFailed, RequestRefused
+from tailrace.records import FinishReason, Generate, Message, SamplingParams
+from tailrace.rollouts.chat.rendering import Renderer
+from tailrace.rollouts.scoring.judge.chat import ChatAnswer
+
+
+class EngineChat:
+    """Answers come through `generate`. What it samples is nobody's rollout and is never trained on."""
+
+    _numbers = count()
+
+    def __init__(self, renderer: Renderer, generate: Generate, *, max_model_tokens: int | None = None) -> None:
+        self._renderer = renderer
+        self._generate = generate
+        self._max_model_tokens = max_model_tokens
+
+    async def __call__(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> ChatAnswer:
+        """See `Chat`."""
+        name = f"judge/{next(self._numbers)}"
+        try:
+            prompt = self._renderer.render(messages)
+            sampling = SamplingParams(
+                temperature=temperature,
+                max_tokens=self._limit(len(prompt), max_tokens),
+                stop_token_ids=self._renderer.stop_token_ids,
+            )
+            completion = await self._generate(
+                prompt, sampling=sampling, request_id=name, session_id=name, group_id=name
+            )
+        except (RequestRefused, EnvironmentFailed) as error:
+            raise ChatFailed(f"the policy's engine cannot be asked: {error}", may_recover=False) from error
+        if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):
+            raise ChatFailed(f"the policy's engine ended it as {completion.finish_reason}", may_recover=True)
+        parsed = self._renderer.parse(completion, prompt_token_ids=prompt)
+        return ChatAnswer(parsed.message()["content"], len(prompt), completion.num_tokens)
+
+    async def close(self) -> None:
+        """Nothing to do: the engine is its owner's."""
+
+    def _limit(self, prompt_tokens: int, max_tokens: int) -> int:
+        if self._max_model_tokens is None:
+            return max_tokens
+        room = self._max_model_tokens - prompt_tokens
+        if room < 1:
+            raise RequestRefused(
+                f"a prompt of {prompt_tokens} tokens leaves no room in the model's context of {self._max_model_tokens}"
+            )
+        return min(max_tokens, room)

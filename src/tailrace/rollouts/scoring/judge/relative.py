@@ -1,0 +1,122 @@
+"""Asks a model to score a group, until the answer is valid or the calls are used up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from tailrace.environments import JudgeFormat, JudgeSettings
+from tailrace.environments.judge import RUBRIC
+from tailrace.errors import ChatFailed, JudgeFailed
+from tailrace.records import Group, Message, Reward, Rollout
+from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
+from tailrace.rollouts.scoring.judge.ranking import ScoresById, valid_score
+
+
+@dataclass(slots=True)
+class JudgeUsage:
+    """What judging took, all calls counted, those in vain too."""
+
+    calls: int = 0
+    retries: int = 0
+    failed_groups: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    """By the prices of the settings."""
+
+    def add(self, other: JudgeUsage) -> None:
+        """Count what another one took as well."""
+        for name, amount in asdict(other).items():
+            setattr(self, name, getattr(self, name) + amount)
+
+    def since(self, earlier: JudgeUsage) -> JudgeUsage:
+        """What was taken after `earlier`."""
+        return JudgeUsage(**{name: amount - getattr(earlier, name) for name, amount in asdict(self).items()})
+
+    def metrics(self, separator: str = "_") -> dict[str, float]:
+        """Under the names that a group's metrics have (`judge_calls`), or a run's (`judge/calls`)."""
+        return {f"judge{separator}{name}": amount for name, amount in asdict(self).items()}
+
+
+class RelativeJudge:
+    """A `score_group` that asks `chat`; the same judge may score any number of groups at once.
+
+    A rollout's reward becomes `weight` × score + `own_weight` × its own reward. The components `judge` and (where it
+    had one) `own` tell them apart; what came with its own reward is kept.
+    """
+
+    def __init__(self, chat: Chat, settings: JudgeSettings | None = None, *, form: JudgeFormat | None = None) -> None:
+        """`form`: how it is asked and answers; None: scores by id, as JSON."""
+        self.usage = JudgeUsage()
+        self._chat = chat
+        self._settings = settings or JudgeSettings()
+        self._form = form or ScoresById()
+
+    async def __call__(self, group: Group) -> Group:
+        """Score a group. Raises `JudgeFailed` when no call brought valid scores."""
+        spent = JudgeUsage()
+        try:
+            scores = await self._ask(group, spent)
+        finally:
+            self.usage.add(spent)
+            group.metrics.update(spent.metrics())
+        for rollout, score in zip(group.rollouts, scores, strict=True):
+            rollout.reward = self._reward(rollout, score)
+        return group
+
+    async def close(self) -> None:
+        """Let the chat's connections go."""
+        await self._chat.close()
+
+    async def _ask(self, group: Group, spent: JudgeUsage) -> Sequence[float]:
+        """Call until an answer is valid. Waits for the model, and before a retry of one that failed."""
+        settings, failure = self._settings, ""
+        prompt = self._form.prompt(group, settings.rubric or RUBRIC)
+        while spent.calls <= settings.retries:
+            pause_s = 0.0
+            spent.retries += spent.calls > 0
+            spent.calls += 1
+            try:
+                answer = await self._answer(prompt, spent)
+                return self._valid(self._form.scores(answer.content, group), group)
+            except TimeoutError:
+                failure = f"no answer within {settings.timeout_s:g} s (judge.timeout_s)"
+            except JudgeFailed as error:
+                failure = str(error)
+            except ChatFailed as error:
+                failure, pause_s = str(error), max(error.pause_s, settings.retry_pause_s * 2 ** (spent.calls - 1))
+                if not error.may_recover:
+                    break
+            if pause_s and spent.calls <= settings.retries:
+                await asyncio.sleep(pause_s)
+        spent.failed_groups = 1
+        raise JudgeFailed(
+            f"task {group.task.task_id}: the judge gave no valid scores in {spent.calls} calls; the last: {failure}"
+        )
+
+    async def _answer(self, prompt: Sequence[Message], spent: JudgeUsage) -> ChatAnswer:
+        settings = self._settings
+        async with asyncio.timeout(settings.timeout_s):
+            answer = await self._chat(prompt, max_tokens=settings.max_tokens, temperature=settings.temperature)
+        spent.prompt_tokens += answer.prompt_tokens
+        spent.completion_tokens += answer.completion_tokens
+        spent.cost += answer.prompt_tokens * settings.prompt_price / 1e6
+        spent.cost += answer.completion_tokens * settings.completion_price / 1e6
+        return answer
+
+    def _valid(self, scores: Sequence[float], group: Group) -> list[float]:
+        if len(scores) != len(group.rollouts):
+            raise JudgeFailed(f"{len(scores)} scores for {len(group.rollouts)} rollouts")
+        return [valid_score(score, r.rollout_id) for score, r in zip(scores, group.rollouts, strict=True)]
+
+    def _reward(self, rollout: Rollout, score: float) -> Reward:
+        own, value = rollout.reward, self._settings.weight * score
+        if own is None:
+            return Reward(value, components={"judge": score})
+        return replace(
+            own,
+            value=value + self._settings.own_weight * own.value,
+            components={**own.components, "judge": score, "own": own.value},
+        )

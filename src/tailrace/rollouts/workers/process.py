@@ -1,0 +1,175 @@
+"""A rollout worker: runs users' synchronous environments and rewards in a process that can be killed.
+
+Started by `WorkerPool` as `python -m tailrace.rollouts.workers.process`, in a process group of its own. Calls run one
+after another on the main thread. A second thread reads the pipe, so that the process ends the moment its parent does,
+even in the middle of a call that never returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from typing import Any, BinaryIO
+
+from tailrace.environments import (
+    Environment,
+    EnvironmentSettings,
+    EnvironmentSpec,
+    Observation,
+    load_environment,
+)
+from tailrace.environments.protocol import read_columns
+from tailrace.errors import EnvironmentFailed
+from tailrace.records import Json
+from tailrace.rollouts.workers.messages import (
+    LENGTH_BYTES,
+    Answer,
+    Call,
+    Failure,
+    Hello,
+    Load,
+    Open,
+    ReadColumns,
+    Request,
+    Score,
+    ScoreNamed,
+    Step,
+    hello_decoder,
+    observation_to_json,
+    pack,
+    request_decoder,
+    reward_to_json,
+)
+
+
+class RolloutWorker:
+    """Environments by instance number, and what can be asked of them."""
+
+    def __init__(self, hello: Hello) -> None:
+        self._settings = hello.environments
+        self._specs: dict[str, EnvironmentSpec] = {}
+        self._open: dict[int, Environment] = {}
+        self._coroutines = asyncio.Runner()
+
+    def answer(self, request: Request) -> Answer:
+        """Do what is asked. What user code raises becomes the answer's failure."""
+        for instance in request.released:
+            self._open.pop(instance, None)
+        try:
+            return Answer(value=self._do(request.call))
+        except Exception as error:  # noqa: BLE001  user code may raise anything; the orchestrator is told what
+            return failure(error)
+
+    def _do(self, call: Call) -> Json:
+        match call:
+            case Load(environment):
+                self._spec(environment)
+                return None
+            case Open():
+                return observation_to_json(self._reopen(call))
+            case Step(instance, reply):
+                return observation_to_json(self._observe(self._open[instance].step(reply)))
+            case ReadColumns(instance, columns):
+                return read_columns(self._open[instance], columns)
+            case Score(task, messages):
+                reward = self._spec(task.environment).reward
+                return reward_to_json(self._settled(reward(task.task(), messages) if reward else None))
+            case ScoreNamed(task, conversations, names):
+                rewards, tasks = self._spec(task.environment).rewards, [task.task()] * len(conversations)
+                return {name: self._settled(rewards[name].call(tasks, conversations)) for name in names}
+
+    def _reopen(self, call: Open) -> Observation:
+        factory = self._spec(call.task.environment).environment
+        assert factory is not None  # only reset/step environments are opened
+        environment = factory()
+        observation = self._observe(environment.reset(call.task.task()))
+        for reply in call.replies:
+            observation = self._observe(environment.step(reply))
+        self._open[call.instance] = environment
+        return observation
+
+    def _spec(self, environment: str) -> EnvironmentSpec:
+        if environment not in self._specs:
+            settings = EnvironmentSettings.model_validate_json(self._settings[environment])
+            self._specs[environment] = load_environment(settings, with_tasks=False)
+        return self._specs[environment]
+
+    def _observe(self, result: Any) -> Observation:
+        observation = self._settled(result)
+        if not isinstance(observation, Observation):
+            raise EnvironmentFailed(
+                f"reset and step return an Observation; this environment returned a {type(observation).__name__}"
+            )
+        return observation
+
+    def _settled(self, result: Any) -> Any:
+        return self._coroutines.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def failure(error: Exception) -> Answer:
+    """An answer that tells what was raised, and where."""
+    summary = f"{type(error).__name__}: {error}"
+    return Answer(failure=Failure(summary, "".join(traceback.format_exception(error)).rstrip()))
+
+
+def main() -> None:
+    """Answer calls until the orchestrator closes the pipe or vanishes."""
+    requests, answers = _take_pipes()
+    hello = hello_decoder.decode(_read(requests))
+    sys.path[:] = hello.module_path
+    worker = RolloutWorker(hello)
+    arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(requests, arrived), daemon=True).start()
+    while True:
+        answer = worker.answer(request_decoder.decode(arrived.get()))
+        answers.write(_packed(answer))
+        answers.flush()
+
+
+def _packed(answer: Answer) -> bytes:
+    try:
+        return pack(answer)
+    except (TypeError, ValueError, OverflowError) as error:
+        return pack(failure(error))
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the pipes to ourselves: what user code prints goes to the log, what it reads is empty."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _receive(requests: BinaryIO, arrived: queue.SimpleQueue[bytes]) -> None:
+    while body := _read(requests):
+        arrived.put(body)
+    _end()
+
+
+def _read(requests: BinaryIO) -> bytes:
+    """One message's body; empty where the pipe was closed."""
+    return requests.read(int.from_bytes(requests.read(LENGTH_BYTES), "little"))
+
+
+def _end() -> None:
+    """End now, and with it whatever user code started in this process group."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

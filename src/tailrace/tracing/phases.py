@@ -1,0 +1,284 @@
+"""Where the time goes: named phases around everything that happens to a rollout and a batch.
+
+    with recorder.recording():            once per process: what runs in here is measured
+        with phase("score"):              anywhere below, in coroutines and in threads; costs nothing where none records
+            ...
+
+A phase that awaits is charged only for what it ran itself. The tasks of a recording loop tell when they run and when
+they wait; in between, time goes to the phase that is in force in that task (a context variable, which child tasks and
+`asyncio.to_thread` inherit). Time that no phase claims is counted as `OTHER`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+
+from tailrace.records import Json
+from tailrace.tracing.phase_totals import PhaseTotals, PhaseUsage
+from tailrace.tracing.traces import TraceWriter
+from tailrace.tracing.watched_tasks import watching_task_factory
+
+OTHER = "other"
+"""What runs on the event loop outside of every phase."""
+
+_thread = threading.get_ident
+
+
+class PhaseRecorder:
+    """Adds up, for one process, what its phases took; with a `trace`, writes each of them down too."""
+
+    def __init__(
+        self,
+        trace: TraceWriter | None = None,
+        *,
+        other: str = OTHER,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        cpu_clock_ns: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
+        """`other` is the name of what is in no phase."""
+        self.trace, self._other = trace, other
+        self._clock_ns, self._cpu_clock_ns = clock_ns, cpu_clock_ns
+        self._clocks: dict[int, _Clock] = {}
+        self._loop_clock: _Clock | None = None
+        self._flushed: list[PhaseTotals] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[PhaseRecorder]:
+        """Measure what is started in this context, on the running event loop and in threads that inherit it."""
+        loop = asyncio.get_running_loop()
+        before = loop.get_task_factory()
+        clock = self._loop_clock = self.clock()
+        clock.is_loop = True
+        outermost = phase(self._other)
+        outermost.enter_outermost(self)
+
+        loop.set_task_factory(watching_task_factory(clock))
+        try:
+            yield self
+        finally:
+            loop.set_task_factory(before)
+            outermost.leave_outermost()
+
+    def clock(self) -> _Clock:
+        """That of this thread."""
+        thread = _thread()
+        found = self._clocks.get(thread)
+        if found is None:
+            found = self._clocks[thread] = _Clock(self._clock_ns, self._cpu_clock_ns)
+        return found
+
+    @property
+    def in_force(self) -> str:
+        """The phase that holds the event loop now. From any thread."""
+        clock = self._loop_clock
+        return self._other if clock is None or clock.scope is None else clock.scope.name
+
+    def held_ns(self) -> dict[str, int]:
+        """How long each phase has held the event loop so far."""
+        return {} if self._loop_clock is None else {name: totals.held_ns for name, totals in self._totals_of_loop()}
+
+    def flush(self) -> dict[str, PhaseUsage]:
+        """What each phase took since the last flush; starts over."""
+        usage: dict[str, PhaseUsage] = {}
+        for clock in list(self._clocks.values()):
+            for name, totals in list(clock.totals.items()):
+                if (since := totals.flush()) is not None:
+                    usage[name] = since if name not in usage else usage[name].merged(since)
+        return usage
+
+    def _totals_of_loop(self) -> list[tuple[str, PhaseTotals]]:
+        assert self._loop_clock is not None
+        return list(self._loop_clock.totals.items())
+
+
+class _Clock:
+    """One thread's: which phase is in force, and since when. Touched by that thread alone, but for reading."""
+
+    __slots__ = ("_cpu_ns", "_cpu_since_ns", "_since_ns", "is_loop", "now_ns", "runs", "scope", "totals", "turn")
+
+    def __init__(self, clock_ns: Callable[[], int], cpu_clock_ns: Callable[[], int]) -> None:
+        self.now_ns, self._cpu_ns = clock_ns, cpu_clock_ns
+        self.totals: dict[str, PhaseTotals] = {}
+        self.is_loop = self.runs = False
+        self.turn = 0
+        """Counts the turns that tasks take on the event loop."""
+        self.scope: phase | None = None
+        self._since_ns = 0
+        self._cpu_since_ns = -1
+
+    def begin_turn(self) -> None:
+        """A task runs."""
+        scope = _scope.get()
+        if scope is not None and scope.has_ended:
+            scope = scope.surviving()
+        self.turn += 1
+        self.runs = True
+        self.start(scope, self.now_ns())
+
+    def end_turn(self) -> None:
+        """It waits, or has ended."""
+        self.charge(self.now_ns())
+        self.runs = False
+        self.scope = None
+
+    def start(self, scope: phase | None, now_ns: int) -> None:
+        """From now on time is that of `scope`."""
+        self.scope = scope
+        self._since_ns = now_ns
+        if scope is None:
+            return
+        totals = self.totals.get(scope.name)
+        if totals is None:
+            totals = self.totals[scope.name] = PhaseTotals()
+        self._cpu_since_ns = self._cpu_ns() if totals.is_long or not self.is_loop else -1
+
+    def charge(self, now_ns: int) -> None:
+        """Time until now was that of the scope in force."""
+        scope = self.scope
+        if scope is None:
+            return
+        held_ns = now_ns - self._since_ns
+        # A stretch that is short is all computation: to ask the system would cost more than it.
+        cpu_ns = held_ns if self._cpu_since_ns < 0 else self._cpu_ns() - self._cpu_since_ns
+        self.totals[scope.name].add(held_ns, cpu_ns, self.turn if self.is_loop else -1)
+
+
+class phase:
+    """A stretch of work that has a name; `with phase("score"): ...`, with or without awaits inside.
+
+    Wall time is that of the phase less that of phases inside. What is nested in it in a trace lies in its lane; with a
+    `track` it opens one of its own. `about` is shown beside it in the trace.
+    """
+
+    __slots__ = (
+        "_about",
+        "_began_ns",
+        "_clock",
+        "_inside",
+        "_inside_ns",
+        "_lane",
+        "_num_bytes",
+        "_outer",
+        "_owns_turn",
+        "_recorder",
+        "_shares_lane",
+        "_track",
+        "has_ended",
+        "name",
+    )
+
+    def __init__(
+        self, name: str, *, track: str | None = None, num_bytes: int = 0, about: Mapping[str, Json] | None = None
+    ) -> None:
+        self.name = name
+        self.has_ended = False
+        self._track, self._num_bytes, self._about = track, num_bytes, about
+        self._recorder: PhaseRecorder | None = None
+        self._outer: phase | None = None
+        self._inside = 0  # 1 while another phase lies in this one's lane
+        self._inside_ns = 0
+        self._lane = -1
+        self._shares_lane = self._owns_turn = False
+
+    def __enter__(self) -> phase:
+        outer = _scope.get()
+        if outer is None:
+            return self
+        self._outer = outer = outer.surviving() if outer.has_ended else outer
+        assert outer._recorder is not None
+        self._recorder = recorder = outer._recorder
+        clock = recorder.clock()
+        now_ns = clock.now_ns()
+        if clock.runs:
+            clock.charge(now_ns)
+        elif not clock.is_loop:
+            self._owns_turn = clock.runs = True
+        self._take_lane(outer, recorder.trace, clock)
+        _scope.set(self)
+        if clock.runs:
+            clock.start(self, now_ns)
+        self._began_ns = now_ns
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder, outer = self._recorder, self._outer
+        if recorder is None or outer is None:
+            return
+        clock = recorder.clock()
+        now_ns = clock.now_ns()
+        self.has_ended = True
+        if clock.runs:
+            clock.charge(now_ns)
+        self._sum_up(recorder.trace, clock, outer, now_ns - self._began_ns)
+        _scope.set(outer)
+        if self._owns_turn:
+            clock.runs, clock.scope = False, None
+        elif clock.runs:
+            clock.start(outer.surviving(), now_ns)
+
+    def add_bytes(self, num_bytes: int) -> None:
+        """So many bytes were worked on."""
+        self._num_bytes += num_bytes
+
+    def tell(self, name: str, value: Json) -> None:
+        """Add to what the trace shows beside it."""
+        if self._recorder is not None and self._recorder.trace is not None:
+            self._about = {**(self._about or {}), name: value}
+
+    def surviving(self) -> phase:
+        """This phase, or the innermost around it that has not ended: a task may outlive the phase it began in."""
+        scope = self
+        while scope.has_ended and scope._outer is not None:
+            scope = scope._outer
+        return scope
+
+    def enter_outermost(self, recorder: PhaseRecorder) -> None:
+        """What is in no phase is in this one, and nothing shares its lane."""
+        self._recorder, self._outer, self._inside = recorder, _scope.get(), 1
+        _scope.set(self)
+
+    def leave_outermost(self) -> None:
+        """The end of the recording."""
+        _scope.set(self._outer)
+
+    def _take_lane(self, outer: phase, trace: TraceWriter | None, clock: _Clock) -> None:
+        """In one lane lies only what does not overlap: what begins beside another phase takes a lane of its own."""
+        self._shares_lane = self._track is None and outer._inside == 0
+        if self._shares_lane:
+            self._track, self._lane = outer._track, outer._lane
+            outer._inside = 1
+        elif trace is not None:
+            if self._track is None:
+                self._track = outer._track or (self.name if clock.is_loop else threading.current_thread().name)
+            self._lane = trace.take_lane(self._track)
+
+    def _sum_up(self, trace: TraceWriter | None, clock: _Clock, outer: phase, duration_ns: int) -> None:
+        totals = clock.totals.get(self.name)
+        if totals is None:  # it ran in no turn: in a callback, or in a task from before the recording
+            totals = clock.totals[self.name] = PhaseTotals()
+        totals.end(duration_ns - self._inside_ns, self._num_bytes)
+        if self._shares_lane:
+            outer._inside = 0
+            outer._inside_ns += duration_ns
+        if trace is not None and self._track is not None:
+            trace.add_span(
+                self.name,
+                self._track,
+                self._lane,
+                began_ns=self._began_ns,
+                duration_ns=duration_ns,
+                about=self._about,
+            )
+            if not self._shares_lane:
+                trace.give_lane_back(self._track, self._lane)
+
+
+_scope: contextvars.ContextVar[phase | None] = contextvars.ContextVar("tailrace_phase", default=None)

@@ -1,0 +1,173 @@
+"""`trace.json`: a Chrome trace of the whole pipeline, to be opened in Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    each process ── spans ──▶ its own part (one JSON event a line, written by a thread) ──┐
+    the run, at its end ── join_trace ──▶ trace.json ◀────────────────────────────────────┘
+
+Times are of the monotonic clock, which the processes of one host share. What overlaps lies in lanes: `rollouts 0`,
+`rollouts 1`, ... are one track each, and in one lane spans nest. A process writes so many bytes and no more; what comes
+after is counted. Format: "Trace Event Format", Chromium project (complete, counter and metadata events).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from tailrace.records import Json
+from tailrace.tracing.background import BackgroundWriter
+
+TRACE_FILE = "trace.json"
+_PART_SUFFIX = ".events"
+_EVENTS_AT_ONCE = 256
+_QUEUED_WRITES = 64
+
+_Span: TypeAlias = tuple[str, str, int, int, int, Mapping[str, Json] | None]
+"""Name, track, lane, began_ns, duration_ns, about."""
+
+
+class TraceWriter:
+    """One process's part of the trace. Any thread may add to it; a thread of its own writes."""
+
+    def __init__(self, folder: Path, process: str, *, max_bytes: int) -> None:
+        """Write `folder/<process>.events`, at most so many bytes of it."""
+        self._path = folder / (process + _PART_SUFFIX)
+        self._left_bytes = max_bytes
+        self._writer = BackgroundWriter(queue_records=_QUEUED_WRITES)
+        self._spans: list[_Span] = []
+        self._lanes: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self._free_lanes: defaultdict[str, list[int]] = defaultdict(list)
+        self._pid, self._tids = os.getpid(), dict[tuple[str, int], int]()
+        self._dropped = 0
+        self._is_full = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path.write_bytes(_line({"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process}}))
+
+    def take_lane(self, track: str) -> int:
+        """The lowest lane of a track that is free."""
+        free = self._free_lanes[track]
+        return heapq.heappop(free) if free else next(self._lanes[track])
+
+    def give_lane_back(self, track: str, lane: int) -> None:
+        """Whoever took it has ended."""
+        heapq.heappush(self._free_lanes[track], lane)
+
+    def add_span(
+        self,
+        name: str,
+        track: str,
+        lane: int,
+        *,
+        began_ns: int,
+        duration_ns: int,
+        about: Mapping[str, Json] | None = None,
+    ) -> None:
+        """Something took from `began_ns` on (of `time.monotonic_ns`) so long."""
+        if self._is_full:
+            self._dropped += 1
+            return
+        self._spans.append((name, track, lane, began_ns, duration_ns, about))
+        if len(self._spans) >= _EVENTS_AT_ONCE:
+            self.flush()
+
+    def add_value(self, name: str, unit: str, at_ns: int, value: float) -> None:
+        """A value over time: a curve of its own."""
+        self._submit([{"ph": "C", "name": name, "pid": self._pid, "ts": at_ns / 1e3, "args": {unit: value}}])
+
+    def flush(self) -> None:
+        """Hand what was added to the thread that writes; never waits."""
+        spans, self._spans = self._spans, []
+        if spans:
+            self._submit(self._events(spans))
+
+    def close(self) -> None:
+        """Write what is left. Blocks: call it off the loop."""
+        self.flush()
+        self._writer.submit(self._write_note)
+        self._writer.close()
+
+    def _submit(self, events: Iterable[Mapping[str, Json]]) -> None:
+        if not self._is_full:
+            self._writer.submit(lambda: self._write(events))
+
+    def _write(self, events: Iterable[Mapping[str, Json]]) -> None:
+        """In the writer's thread."""
+        lines = [_line(event) for event in events]
+        num_bytes = sum(map(len, lines))
+        if num_bytes > self._left_bytes:
+            self._is_full = True
+            self._dropped += len(lines)
+            return
+        self._left_bytes -= num_bytes
+        self._append(lines)
+
+    def _write_note(self) -> None:
+        if self._dropped:
+            about: dict[str, Json] = {"dropped": self._dropped}
+            self._append([_line({"ph": "M", "name": "trace_is_full", "pid": self._pid, "args": about})])
+
+    def _append(self, lines: Iterable[bytes]) -> None:
+        with self._path.open("ab") as file:
+            file.writelines(lines)
+
+    def _events(self, spans: Sequence[_Span]) -> Iterator[Mapping[str, Json]]:
+        for name, track, lane, began_ns, duration_ns, about in spans:
+            tid = self._tids.get((track, lane))
+            if tid is None:
+                tid = self._tids[track, lane] = len(self._tids) + 1
+                yield from self._track(tid, track, lane)
+            event: dict[str, Json] = {
+                "ph": "X",
+                "name": name,
+                "cat": track,
+                "pid": self._pid,
+                "tid": tid,
+                "ts": began_ns / 1e3,
+                "dur": duration_ns / 1e3,
+            }
+            if about:
+                event["args"] = dict(about)
+            yield event
+
+    def _track(self, tid: int, track: str, lane: int) -> Iterator[Mapping[str, Json]]:
+        about: dict[str, Json] = {"ph": "M", "pid": self._pid, "tid": tid}
+        yield {**about, "name": "thread_name", "args": {"name": f"{track} {lane}"}}
+        group = list(self._lanes).index(track) if track in self._lanes else len(self._lanes)
+        yield {**about, "name": "thread_sort_index", "args": {"sort_index": group * 10_000 + lane}}
+
+
+def join_trace(parts: Path, trace: Path) -> None:
+    """Join the parts of a run's processes into one file and remove them. Blocks; raises `OSError`.
+
+    A line that a killed process cut short is left out.
+    """
+    temporary = trace.with_name(trace.name + ".part")
+    separator = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+    with temporary.open("wb") as joined:
+        for part in sorted(parts.glob("*" + _PART_SUFFIX)):
+            with part.open("rb") as lines:
+                for line in lines:
+                    if line.endswith(b"}\n"):
+                        joined.write(separator + line[:-1])
+                        separator = b",\n"
+        joined.write(b"\n]}\n" if separator == b",\n" else separator + b"]}\n")
+    os.replace(temporary, trace)
+    remove_parts(parts)
+
+
+def remove_parts(parts: Path) -> None:
+    """Of an earlier start of the run, too."""
+    for part in parts.glob("*" + _PART_SUFFIX):
+        part.unlink()
+    if parts.is_dir():
+        parts.rmdir()
+
+
+def _line(event: Mapping[str, Json]) -> bytes:
+    return msgspec.json.encode(event) + b"\n"

@@ -1,0 +1,1 @@
+"""Batches from the orchestrator to the trainer: queue, layout, stores, channels between processes."""

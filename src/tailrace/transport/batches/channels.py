@@ -1,0 +1,281 @@
+"""A batch queue across processes: references by socket, bytes wherever the store has them.
+
+    sender (orchestrator)                                receiver (one rank of the trainer)
+      store.write, in a thread ──── reference (+ bytes) ────► source.open, in a thread: maps it, lends views
+      store.release            ◄─── acknowledged (every rank) gave its part back
+
+The sender binds one socket for each rank. A batch counts against `capacity` until every rank has acknowledged it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tailrace.errors import CorruptData, PeerGone, TransportError
+from tailrace.records import Batch, PlannedBatch
+from tailrace.tracing.phases import phase
+from tailrace.transport.batches.queue import not_received, require_capacity, require_ranks
+from tailrace.transport.batches.stores import (
+    BatchRef,
+    BatchSource,
+    BatchStore,
+    FileSource,
+    FileStore,
+    Piece,
+    SharedMemoryStore,
+    ValueSource,
+    ValueStore,
+)
+from tailrace.transport.channels import Channel, decode, encode, wait_until
+
+
+class BatchAcknowledged(msgspec.Struct, frozen=True):
+    """A rank is done with its part of a batch."""
+
+    step: int
+    sequence: int
+
+
+class ChannelBatchSender:
+    """The scheduler's end. Make it on a running event loop, before the receivers."""
+
+    def __init__(
+        self,
+        address: str,
+        store: BatchStore,
+        *,
+        num_ranks: int = 1,
+        capacity: int = 2,
+        adopted: Sequence[Sequence[BatchRef]] = (),
+    ) -> None:
+        """`adopted` are batches that lie in the store already: they are offered first, and count as sent."""
+        require_capacity(capacity)
+        self._store, self._num_ranks, self._capacity = store, num_ranks, capacity
+        self._adopted = deque(adopted)
+        self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
+        self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
+        self._turn = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._changed = asyncio.Event()
+        self._channels = [
+            Channel(
+                rank_address(address, rank),
+                bind=True,
+                on_message=partial(self._on_acknowledged, rank),
+                changed=self._changed,
+                peer=f"batch queue's receiver of rank {rank}",
+            )
+            for rank in range(num_ranks)
+        ]
+        self._offering = asyncio.create_task(self._offer_adopted(), name="batches of an earlier sender")
+
+    async def send(self, batch: PlannedBatch) -> None:
+        """See `BatchSender.send`; waits for every receiver to connect, too.
+
+        Bytes are written in a thread. A send that is cancelled while they are goes out all the same.
+        """
+        require_ranks(batch, self._num_ranks)
+        async with self._turn:
+            await asyncio.shield(self._offering)
+            await wait_until(self._changed, lambda: self._failure is not None or self._is_ready)
+            if self._failure:
+                raise self._failure
+            self._writing = asyncio.create_task(self._write_and_send(batch))
+            await asyncio.shield(self._writing)
+
+    async def close(self) -> None:
+        """See `BatchSender.close`. What a receiver has opened stays readable to it."""
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+        await asyncio.gather(self._offering, *([self._writing] if self._writing else []), return_exceptions=True)
+        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._store.close)
+
+    @property
+    def _failure(self) -> TransportError | None:
+        return next((channel.failure for channel in self._channels if channel.failure), None)
+
+    @property
+    def _is_connected(self) -> bool:
+        return all(channel.connected for channel in self._channels)
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._is_connected and self._writing is None and len(self._sent) < self._capacity
+
+    async def _write_and_send(self, batch: PlannedBatch) -> None:
+        """Waits for the thread that writes, never for a receiver."""
+        self._sequence += 1
+        sequence = self._sequence
+        try:
+            context = contextvars.copy_context()  # the phase inside is one of the phase around
+            write = partial(context.run, self._write, batch, sequence)
+            self._send_out(sequence, await asyncio.get_running_loop().run_in_executor(self._thread, write))
+        finally:
+            if sequence not in self._sent:
+                self._thread.submit(self._store.release, sequence)
+            self._writing = None
+            self._changed.set()
+
+    def _write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
+        with phase("write_batch", num_bytes=batch.num_bytes):
+            return self._store.write(batch, sequence)
+
+    async def _offer_adopted(self) -> None:
+        """Waits for the receivers and for room; ends when all is offered, or with the queue."""
+        while self._adopted:
+            await wait_until(self._changed, lambda: self._failure is not None or self._is_ready)
+            if self._failure:
+                return
+            refs = self._adopted.popleft()
+            self._send_out(refs[0].sequence, [Piece(ref) for ref in refs])
+
+    def _send_out(self, sequence: int, pieces: Sequence[Piece]) -> None:
+        for channel, piece in zip(self._channels, pieces, strict=True):
+            channel.send(encode(piece.ref), piece.body)
+        self._sent[sequence] = set(range(self._num_ranks))
+
+    def _on_acknowledged(self, rank: int, message: bytes) -> None:
+        sequence = decode(message, BatchAcknowledged).sequence
+        waited_for = self._sent.get(sequence, set())
+        waited_for.discard(rank)
+        if sequence in self._sent and not waited_for:
+            del self._sent[sequence]
+            self._thread.submit(self._store.release, sequence)
+
+
+class ChannelBatchReceiver:
+    """The end of one rank. Make it on a running event loop. Received arrays are read-only views."""
+
+    def __init__(self, address: str, source: BatchSource, *, rank: int = 0, num_ranks: int = 1) -> None:
+        self._source, self._rank, self._num_ranks = source, rank, num_ranks
+        self._waiting: deque[tuple[BatchRef, memoryview | None]] = deque()
+        self._body: memoryview | None = None
+        self._received: dict[int, BatchRef] = {}
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._channel = Channel(
+            rank_address(address, rank),
+            bind=False,
+            on_message=self._on_reference,
+            on_body=self._on_body,
+            changed=self._changed,
+            peer="batch queue's sender",
+        )
+
+    async def receive(self) -> Batch:
+        """See `BatchReceiver.receive`. What was accepted before the sender ended still comes."""
+        async with self._turn:
+            await wait_until(self._changed, lambda: bool(self._waiting or self._channel.failure))
+            if not self._waiting:
+                raise self._channel.failure or PeerGone("the batch queue is closed")
+            ref, body = self._waiting[0]
+            try:
+                batch = await asyncio.to_thread(self._open, ref, body)
+            except TransportError:
+                self._waiting.popleft()
+                raise
+            self._waiting.popleft()
+            self._received[ref.step] = ref
+            return batch
+
+    async def acknowledge(self, step: int) -> None:
+        """See `BatchReceiver.acknowledge`."""
+        ref = self._received.pop(step, None)
+        if ref is None:
+            raise not_received(step)
+        self._channel.send(encode(BatchAcknowledged(step, ref.sequence)))
+
+    async def close(self) -> None:
+        """See `BatchReceiver.close`."""
+        await self._channel.close()
+        async with self._turn:
+            self._waiting.clear()
+            self._source.close()
+
+    def _open(self, ref: BatchRef, body: memoryview | None) -> Batch:
+        with phase("open_batch", num_bytes=ref.num_bytes):
+            batch = self._source.open(ref, body)
+        if (batch.rank, batch.num_ranks) != (self._rank, self._num_ranks):
+            raise CorruptData(
+                f"rank {self._rank} of {self._num_ranks} was sent the rows of rank {batch.rank} of {batch.num_ranks}"
+            )
+        return batch
+
+    def _on_body(self, body: memoryview) -> None:
+        self._body = body
+
+    def _on_reference(self, message: bytes) -> None:
+        body, self._body = self._body, None
+        self._waiting.append((decode(message, BatchRef), body))
+
+
+def rank_address(address: str, rank: int) -> str:
+    """Where one rank's conversation is: a socket beside the queue's, or the port after its port.
+
+    >>> rank_address("ipc:///run/batches", 2), rank_address("tcp://10.0.0.1:5000", 2)
+    ('ipc:///run/batches-2', 'tcp://10.0.0.1:5002')
+    """
+    if address.startswith("tcp:"):
+        host, _, port = address.rpartition(":")
+        return f"{host}:{int(port) + rank}"
+    return f"{address}-{rank}"
+
+
+def shared_memory_sender(
+    address: str,
+    folder: Path,
+    *,
+    spill: Path | None = None,
+    num_ranks: int = 1,
+    capacity: int = 2,
+    checksum_bodies: bool = False,
+) -> ChannelBatchSender:
+    """Through recycled files in a folder of shared memory, for processes of one host.
+
+    What does not fit in there goes to files in `spill`, and is refused without.
+    """
+    store = SharedMemoryStore(folder, spill=spill, checksum_bodies=checksum_bodies)
+    return ChannelBatchSender(address, store, num_ranks=num_ranks, capacity=capacity)
+
+
+def shared_memory_receiver(
+    address: str, folder: Path, *, spill: Path | None = None, rank: int = 0, num_ranks: int = 1
+) -> ChannelBatchReceiver:
+    """The other end of `shared_memory_sender`, with the same folders."""
+    return ChannelBatchReceiver(address, FileSource(folder, recycled=True, spill=spill), rank=rank, num_ranks=num_ranks)
+
+
+def file_sender(
+    address: str, folder: Path, *, num_ranks: int = 1, capacity: int = 2, keep: bool = False
+) -> ChannelBatchSender:
+    """Through durable, checksummed files in a folder that both ends see, on one host or on several.
+
+    With `keep` what an earlier sender left there unacknowledged comes first; without, it is removed.
+    """
+    store = FileStore(folder, keep=keep)
+    return ChannelBatchSender(address, store, num_ranks=num_ranks, capacity=capacity, adopted=store.adopted)
+
+
+def file_receiver(address: str, folder: Path, *, rank: int = 0, num_ranks: int = 1) -> ChannelBatchReceiver:
+    """The other end of `file_sender`."""
+    source = FileSource(folder, recycled=False, require_checksums=True)
+    return ChannelBatchReceiver(address, source, rank=rank, num_ranks=num_ranks)
+
+
+def value_sender(address: str, *, num_ranks: int = 1, capacity: int = 2) -> ChannelBatchSender:
+    """By value, through the socket itself, for hosts that share no folder."""
+    return ChannelBatchSender(address, ValueStore(), num_ranks=num_ranks, capacity=capacity)
+
+
+def value_receiver(address: str, *, rank: int = 0, num_ranks: int = 1) -> ChannelBatchReceiver:
+    """The other end of `value_sender`."""
+    return ChannelBatchReceiver(address, ValueSource(), rank=rank, num_ranks=num_ranks)

@@ -1,0 +1,354 @@
+"""Where the bytes of a batch lie between its sender and the ranks of the trainer.
+
+    SharedMemoryStore   recycled files in a folder of shared memory, one for each rank and batch in flight
+    FileStore           fresh files in a folder of any file system, checksummed and published by one rename
+    ValueStore          recycled memory of the sender's own, sent along whole: for hosts that share no folder
+
+All of them write the same bytes (`segments`), each rank's part by itself, so that no rank opens another one's rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from tailrace.errors import CorruptData, NoRoom
+from tailrace.records import Batch, PlannedBatch
+from tailrace.transport.batches.codec import part_tensors, read_batch
+from tailrace.transport.segments import SegmentFile, map_segment, read_segment, verify_body
+
+_logger = logging.getLogger(__name__)
+
+
+class BatchRef(msgspec.Struct, frozen=True):
+    """Where one rank's part of a batch lies."""
+
+    step: int
+    segment: str
+    """A file below the store's folder; nothing where the bytes come along."""
+    sequence: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rank's part of a batch, written."""
+
+    ref: BatchRef
+    body: mmap.mmap | None = None
+    """To be sent along with the reference."""
+
+
+class BatchStore(Protocol):
+    """The sender's side. Called from one thread at a time; `write` not from an event loop's."""
+
+    def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
+        """Write every rank's part; O(bytes). Raises `TransportError`; then, too, the batch is to be released."""
+        ...
+
+    def release(self, sequence: int) -> None:
+        """Every rank has given this batch back, or none was told of it."""
+        ...
+
+    def close(self) -> None:
+        """Remove what is left."""
+        ...
+
+
+class BatchSource(Protocol):
+    """The side of one rank."""
+
+    def open(self, ref: BatchRef, body: memoryview | None) -> Batch:
+        """The part that a reference means. Raises `TransportError`, `CorruptData` among them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is mapped; arrays that somebody holds stay readable."""
+        ...
+
+
+class SharedMemoryStore:
+    """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy.
+
+    What finds no room there goes to files in the folder `spill`, if there is one; that is told once.
+    """
+
+    def __init__(self, folder: Path, *, spill: Path | None = None, checksum_bodies: bool = False) -> None:
+        self._spill, self._checksum_bodies = spill, checksum_bodies
+        self._pool = _Pool(lambda number: SegmentFile(folder / f"{_BATCH}{os.getpid()}-{number}.safetensors"))
+        self._num_spilled = 0
+
+    def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
+        """See `BatchStore.write`."""
+        segments = list(enumerate(self._pool.take(sequence, batch.num_ranks)))
+        return [Piece(self._write(segment, batch.part(rank), sequence)) for rank, segment in segments]
+
+    def release(self, sequence: int) -> None:
+        """See `BatchStore.release`."""
+        self._pool.release(sequence)
+
+    def close(self) -> None:
+        """See `BatchStore.close`. What a receiver has mapped stays readable to it."""
+        for segment in self._pool.close():
+            segment.path.unlink(missing_ok=True)
+        if self._spill is not None:
+            _remove_if_empty(self._spill)
+
+    def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> BatchRef:
+        try:
+            return _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
+        except NoRoom as error:
+            if self._spill is None or segment.path.parent == self._spill:
+                raise
+            spilled = self._spilled(self._spill, error)
+            self._pool.replace(sequence, segment, spilled)
+            return _write_part(spilled, part, sequence, spilled.path.name, checksum_body=self._checksum_bodies)
+
+    def _spilled(self, folder: Path, error: NoRoom) -> SegmentFile:
+        """A file outside of shared memory, which takes the place of one in there."""
+        if not self._num_spilled:
+            _logger.warning("%s; meanwhile batches go through files in %s, which is slower", error, folder)
+        self._num_spilled += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        return SegmentFile(folder / f"{_SPILLED}{os.getpid()}-{self._num_spilled}.safetensors")
+
+
+class ValueStore:
+    """Recycled memory of this process, whose content is sent along."""
+
+    def __init__(self, *, checksum_bodies: bool = True) -> None:
+        self._checksum_bodies = checksum_bodies
+        self._pool = _Pool(lambda number: SegmentFile.nameless(f"batch {number}"))
+        self._mappings: dict[SegmentFile, mmap.mmap] = {}
+
+    def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
+        """See `BatchStore.write`."""
+        segments = enumerate(self._pool.take(sequence, batch.num_ranks))
+        return [self._write(segment, batch.part(rank), sequence) for rank, segment in segments]
+
+    def release(self, sequence: int) -> None:
+        """See `BatchStore.release`."""
+        self._pool.release(sequence)
+
+    def close(self) -> None:
+        """See `BatchStore.close`. What is on its way stays readable until it is sent."""
+        self._mappings.clear()
+        self._pool.close()
+
+    def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
+        ref = _write_part(segment, part, sequence, "", checksum_body=self._checksum_bodies)
+        return Piece(ref, self._mapping(segment))
+
+    def _mapping(self, segment: SegmentFile) -> mmap.mmap:
+        mapping, size = self._mappings.get(segment), os.fstat(segment.fileno()).st_size
+        if mapping is None or len(mapping) != size:
+            mapping = self._mappings[segment] = mmap.mmap(segment.fileno(), 0, access=mmap.ACCESS_READ)
+        return mapping
+
+
+class FileStore:
+    """Fresh files, one folder for each batch, which is there with all its ranks' parts or not at all.
+
+    What was accepted is on the disk. With `keep` it outlives both processes: what an earlier sender left there and
+    nobody acknowledged is offered again, so that a batch may come twice after a crash, and never half. Without it,
+    leftovers are removed, at the start and at the end.
+    """
+
+    def __init__(self, folder: Path, *, keep: bool = False) -> None:
+        self._folder, self._keep = folder, keep
+        folder.mkdir(parents=True, exist_ok=True)
+        self.adopted = self._adopt() if keep else []
+        self._remove([_HALF_WRITTEN] if keep else [_HALF_WRITTEN, _BATCH])
+
+    def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
+        """See `BatchStore.write`. On the disk when it returns."""
+        name = f"{_BATCH}{sequence:08d}"
+        folder = self._folder / f"{_HALF_WRITTEN}{sequence:08d}"
+        folder.mkdir()
+        pieces = [Piece(self._write(folder, name, batch, rank, sequence)) for rank in range(batch.num_ranks)]
+        _flush_folder(folder)
+        folder.rename(self._folder / name)
+        _flush_folder(self._folder)
+        return pieces
+
+    def release(self, sequence: int) -> None:
+        """See `BatchStore.release`."""
+        for name in (_BATCH, _HALF_WRITTEN):
+            shutil.rmtree(self._folder / f"{name}{sequence:08d}", ignore_errors=True)
+
+    def close(self) -> None:
+        """See `BatchStore.close`; with `keep`, what nobody acknowledged stays."""
+        if not self._keep:
+            self._remove([_HALF_WRITTEN, _BATCH])
+            _remove_if_empty(self._folder)
+
+    def _remove(self, beginnings: Sequence[str]) -> None:
+        for beginning in beginnings:
+            for leftover in self._folder.glob(f"{beginning}*"):
+                shutil.rmtree(leftover)
+
+    def _write(self, folder: Path, name: str, batch: PlannedBatch, rank: int, sequence: int) -> BatchRef:
+        segment = SegmentFile(folder / _part_name(rank))
+        try:
+            ref = _write_part(segment, batch.part(rank), sequence, f"{name}/{_part_name(rank)}", checksum_body=True)
+            segment.flush()
+        finally:
+            segment.close()
+        return ref
+
+    def _adopt(self) -> list[list[BatchRef]]:
+        """References to every rank's part of each batch that was published, oldest first. Reads headers only."""
+        adopted = []
+        for folder in sorted(self._folder.glob(f"{_BATCH}*")):
+            refs = []
+            for rank in itertools.count():
+                path = folder / _part_name(rank)
+                if not path.exists():
+                    break
+                mapping = map_segment(path)
+                segment = read_segment(path, mapping)
+                step = read_batch(path, segment).summary.step
+                refs.append(BatchRef(step, f"{folder.name}/{path.name}", segment.sequence, len(mapping)))
+            adopted.append(refs)
+        return adopted
+
+
+class FileSource:
+    """One rank's parts, mapped from files below a folder."""
+
+    def __init__(
+        self, folder: Path, *, recycled: bool, spill: Path | None = None, require_checksums: bool = False
+    ) -> None:
+        """`recycled`: the same files hold one batch after the other, and stay mapped; `spill` is the sender's."""
+        self._folder, self._spill = folder, spill or folder
+        self._recycled, self._require_checksums = recycled, require_checksums
+        self._mappings: dict[str, mmap.mmap] = {}
+
+    def open(self, ref: BatchRef, body: memoryview | None) -> Batch:
+        """See `BatchSource.open`."""
+        if body is not None or not _PLACE.fullmatch(ref.segment):
+            raise CorruptData(f"a batch reference names a file outside its folder: {ref.segment!r}")
+        path = (self._spill if ref.segment.startswith(_SPILLED) else self._folder) / ref.segment
+        return _read_part(path, self._map(path) if self._recycled else map_segment(path), ref, self._require_checksums)
+
+    def close(self) -> None:
+        """See `BatchSource.close`."""
+        self._mappings.clear()
+
+    def _map(self, path: Path) -> mmap.mmap:
+        """The file's mapping, kept from last time unless the file's size changed."""
+        mapping = self._mappings.get(path.name)
+        if mapping is None or not path.exists() or path.stat().st_size != len(mapping):
+            mapping = self._mappings[path.name] = map_segment(path)
+        return mapping
+
+
+class ValueSource:
+    """One rank's parts, as they were received."""
+
+    def open(self, ref: BatchRef, body: memoryview | None) -> Batch:
+        """See `BatchSource.open`."""
+        if body is None:
+            raise CorruptData(f"the batch of step {ref.step} came without its bytes")
+        if np.frombuffer(body, np.uint8).ctypes.data % _ALIGNED_BYTES:  # a small one, in the middle of a buffer
+            body = memoryview(bytes(body))
+        return _read_part(f"the message of step {ref.step}", body, ref, required=False)
+
+    def close(self) -> None:
+        """See `BatchSource.close`."""
+
+
+_ALIGNED_BYTES = 8
+"""What columns need; where they were read from a mapping they lie on `segments.ALIGNMENT_BYTES`."""
+_BATCH = "batch-"
+_HALF_WRITTEN = ".half-written-batch-"
+_SPILLED = "spilled-batch-"
+_PLACE = re.compile(r"(?:spilled-)?batch-[\w.-]+(/rank-[0-9]+\.safetensors)?", re.ASCII)
+
+
+class _Pool:
+    """Segments that are written, lent to a batch, and written again."""
+
+    def __init__(self, create: _Create) -> None:
+        self._create = create
+        self._all: list[SegmentFile] = []
+        self._free: list[SegmentFile] = []
+        self._lent: dict[int, list[SegmentFile]] = {}
+
+    def take(self, sequence: int, count: int) -> list[SegmentFile]:
+        """Segments for one batch: those given back last, whose memory is warm, and new ones where they are too few."""
+        while len(self._free) < count:
+            segment = self._create(len(self._all))
+            self._all.append(segment)
+            self._free.append(segment)
+        lent = self._lent[sequence] = [self._free.pop() for _ in range(count)]
+        return lent
+
+    def release(self, sequence: int) -> None:
+        """The segments of one batch are free again, the first rank's on top: each rank gets those it has mapped."""
+        self._free += reversed(self._lent.pop(sequence, []))
+
+    def replace(self, sequence: int, segment: SegmentFile, other: SegmentFile) -> None:
+        """Have `other` in the place of a segment that a batch was lent, and remove that one."""
+        for segments in (self._all, self._lent[sequence]):
+            segments[segments.index(segment)] = other
+        segment.close()
+        segment.path.unlink(missing_ok=True)
+
+    def close(self) -> list[SegmentFile]:
+        """Close all of them; returns them."""
+        closed, self._all = self._all, []
+        for segment in closed:
+            segment.close()
+        return closed
+
+
+class _Create(Protocol):
+    def __call__(self, number: int, /) -> SegmentFile: ...
+
+
+def _write_part(segment: SegmentFile, part: PlannedBatch, sequence: int, name: str, *, checksum_body: bool) -> BatchRef:
+    tensors, metadata = part_tensors(part)
+    num_bytes = segment.write(tensors, metadata, sequence, checksum_body=checksum_body)
+    return BatchRef(part.summary.step, name, sequence, num_bytes)
+
+
+def _read_part(path: Path | str, content: mmap.mmap | memoryview, ref: BatchRef, required: bool) -> Batch:
+    segment = read_segment(path, content)
+    if segment.sequence != ref.sequence:
+        raise CorruptData(f"{path} holds content {segment.sequence}, and the reference means {ref.sequence}")
+    verify_body(path, segment, required=required)
+    batch = read_batch(path, segment)
+    if batch.summary.step != ref.step:
+        raise CorruptData(f"{path} holds the batch of step {batch.summary.step}, not of step {ref.step}")
+    return batch
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # gone already, or not only batches lie there
+        folder.rmdir()
+
+
+def _part_name(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def _flush_folder(folder: Path) -> None:
+    """Have the folder's entries on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

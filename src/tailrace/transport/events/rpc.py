@@ -1,0 +1,196 @@
+"""The event log of one process, appended to and followed from others.
+
+    client                                server (beside the log)
+      AppendEvent(id, event)    ─────►      log.append
+                                ◄─────    EventAccepted(id) | EventRefused(id, reason)
+      FollowLog                 ─────►      log.follow
+                                ◄─────    EventLogged(event) for every event, and LogEnded
+
+A client keeps what it was told, so that each of its followers can start where it likes. What waits in a socket for a
+slow client is never more than the log itself, which the server holds anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tailrace.errors import PeerGone, TransportError
+from tailrace.records import Event
+from tailrace.transport.channels import CLOSE_LINGER_MS, Channel, decode, encode, wait_until
+from tailrace.transport.events.log import MemoryEventLog, remember
+
+_logger = logging.getLogger(__name__)
+
+
+class AppendEvent(msgspec.Struct, frozen=True, tag=True):
+    """Log this event."""
+
+    id: int
+    event: Event
+
+
+class FollowLog(msgspec.Struct, frozen=True, tag=True):
+    """Send every event there is and will be."""
+
+
+class EventAccepted(msgspec.Struct, frozen=True, tag=True):
+    """The event is logged."""
+
+    id: int
+
+
+class EventRefused(msgspec.Struct, frozen=True, tag=True):
+    """The event is not logged."""
+
+    id: int
+    reason: str
+
+
+class EventLogged(msgspec.Struct, frozen=True, tag=True):
+    """The next event of the log."""
+
+    event: Event
+
+
+class LogEnded(msgspec.Struct, frozen=True, tag=True):
+    """There was an end to the log, and this is it."""
+
+
+_Request: TypeAlias = AppendEvent | FollowLog
+_Answer: TypeAlias = EventAccepted | EventRefused | EventLogged | LogEnded
+
+
+class EventLogServer:
+    """Gives other processes the log that this one owns. Make it on a running event loop; it binds `address`."""
+
+    def __init__(self, log: MemoryEventLog, address: str) -> None:
+        self._log = log
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise TransportError(f"cannot open the event log's socket {address}: {error}") from error
+        self._streams: dict[bytes, asyncio.Task[None]] = {}
+        self._serving = asyncio.create_task(self._serve(), name="event log server")
+
+    async def close(self) -> None:
+        """Stop serving. Clients' followers get the rest and end if the log is closed; else they get `PeerGone`.
+
+        Leaves the log as it is. Closing twice does nothing.
+        """
+        if not self._log.closed:
+            for stream in self._streams.values():
+                stream.cancel()
+        await asyncio.gather(*self._streams.values(), return_exceptions=True)
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self._socket.close(linger=CLOSE_LINGER_MS)
+
+    async def _serve(self) -> None:
+        """Waits for requests; ends with the server. A client that speaks nonsense is not answered."""
+        while True:
+            client, frame = await self._socket.recv_multipart()
+            try:
+                request: _Request = decode(frame, _Request)  # type: ignore[arg-type]
+            except TransportError:
+                _logger.exception("the event log got a message that it does not understand")
+                continue
+            if isinstance(request, AppendEvent):
+                await self._send(client, await self._append(request))
+            elif client not in self._streams:
+                self._streams[client] = asyncio.create_task(self._stream(client), name="event log stream")
+
+    async def _append(self, request: AppendEvent) -> _Answer:
+        try:
+            await self._log.append(request.event)
+        except TransportError as error:
+            return EventRefused(request.id, str(error))
+        return EventAccepted(request.id)
+
+    async def _stream(self, client: bytes) -> None:
+        """Waits for events; ends with the log or the server. What is sent to a client that has gone is dropped."""
+        async for event in self._log.follow():
+            await self._send(client, EventLogged(event))
+        await self._send(client, LogEnded())
+
+    async def _send(self, client: bytes, answer: _Answer) -> None:
+        await self._socket.send_multipart([client, encode(answer)])
+
+
+class EventLogClient:
+    """Another process's event log. Make it on a running event loop; it connects to `address`."""
+
+    def __init__(self, address: str, epoch: str) -> None:
+        self._epoch = epoch
+        self._ids = itertools.count()
+        self._waiting: set[int] = set()
+        self._answers: dict[int, EventAccepted | EventRefused] = {}
+        self._events: list[Event] = []
+        self._is_following = False
+        self._ended = False
+        self._changed = asyncio.Event()
+        self._channel = Channel(
+            address, bind=False, on_message=self._on_answer, changed=self._changed, peer="event log's server"
+        )
+
+    async def append(self, event: Event) -> None:
+        """See `EventLog.append`. An append that is cancelled may be logged all the same."""
+        request = AppendEvent(next(self._ids), event)
+        self._waiting.add(request.id)
+        try:
+            self._channel.send(encode(request))
+            await wait_until(self._changed, lambda: request.id in self._answers or bool(self._channel.failure))
+        finally:
+            self._waiting.remove(request.id)
+            answer = self._answers.pop(request.id, None)
+        if isinstance(answer, EventRefused):
+            raise TransportError(answer.reason)
+        if answer is None:
+            raise self._gone()
+
+    async def follow(self, after: int = 0) -> AsyncIterator[Event]:
+        """See `EventLog.follow`. Closing this client ends it, too."""
+        if not self._is_following and not self._ended:
+            self._is_following = True
+            self._channel.send(encode(FollowLog()))
+        for position in itertools.count(after):
+            await wait_until(self._changed, lambda position=position: self._is_decided(position))  # type: ignore[misc]
+            if position < len(self._events):
+                yield self._events[position]
+            elif self._ended:
+                return
+            else:
+                raise self._gone()
+
+    async def close(self) -> None:
+        """Let go of the log; the server's stays open. This client's followers end. Closing twice does nothing."""
+        self._ended = True
+        await self._channel.close()
+
+    def _is_decided(self, position: int) -> bool:
+        return position < len(self._events) or self._ended or bool(self._channel.failure)
+
+    def _gone(self) -> TransportError:
+        return self._channel.failure or PeerGone("the event log's server is gone")
+
+    def _on_answer(self, message: bytes) -> None:
+        answer: _Answer = decode(message, _Answer)  # type: ignore[arg-type]
+        match answer:
+            case EventLogged(event) if event.epoch == self._epoch:
+                remember(self._events, event)
+            case LogEnded():
+                self._ended = True
+            case EventAccepted(id) | EventRefused(id) if id in self._waiting:
+                self._answers[id] = answer
+            case _:
+                pass  # of another epoch, or for an append that nobody waits for any more

@@ -1,0 +1,142 @@
+"""Who holds which payloads: every one from the moment a completion names it until its owner has ended.
+
+    completion ──► record(owner, chunks) ──► held ──► release(owner) ──► the store has room again
+               └─► drop(chunks), where nobody waits for it any more
+
+An owner is a rollout. Deciding is O(payloads) on the event loop; telling the store goes on in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import TransportError
+from tailrace.records import PayloadChunk, PayloadRef
+from tailrace.transport.payloads.put_queue import PutQueue
+from tailrace.transport.payloads.store import PayloadStore, Refusals
+
+_logger = logging.getLogger(__name__)
+
+_ENDED_REMEMBERED = 1 << 16
+"""Owners whose end is remembered, in case that something of theirs still comes."""
+
+
+class PayloadFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of payloads since the run began. Always: recorded = released + held."""
+
+    recorded_bytes: int = 0
+    released_bytes: int = 0
+    held_bytes: int = 0
+
+
+class PayloadAccounts:
+    """The ledger's side of a payload store. Not safe across threads: it belongs to the event loop."""
+
+    def __init__(self, store: PayloadStore) -> None:
+        self._store = store
+        self._held: dict[str, dict[str, PayloadRef]] = {}
+        self._owners: dict[str, str] = {}  # of every payload that is held, by its URI
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._recorded_bytes = self._released_bytes = 0
+        self._refusals = Refusals()
+        self._puts = PutQueue(store)
+        self._is_closed = False
+        self._releases = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payload-releases")
+
+    def record(self, owner: str, chunks: Iterable[PayloadChunk]) -> None:
+        """A completion of `owner` names these; naming one again changes nothing. An ended owner's are dropped."""
+        if owner in self._ended:
+            self.drop(chunks)
+            return
+        for ref in self._unknown(chunks):
+            self._owners[ref.uri] = owner
+            self._held.setdefault(owner, {})[ref.uri] = ref
+            self._recorded_bytes += ref.num_bytes
+
+    async def put(self, owner: str, array: NDArray[np.generic]) -> PayloadRef | None:
+        """Leave what arrived here in the store, in a thread, for `owner`. None without room for it, which is told."""
+        if self._is_closed:
+            return None
+        putting = self._puts.put(array)
+        putting.add_done_callback(partial(self._record_put, owner))
+        try:
+            return await asyncio.shield(putting)  # so that it is recorded even if nobody waits any more
+        except TransportError as error:
+            self._refusals.tell(error)
+            return None
+
+    def drop(self, chunks: Iterable[PayloadChunk]) -> None:
+        """A completion that nobody waits for names these. What an owner holds stays."""
+        dropped = self._unknown(chunks)
+        num_bytes = sum(ref.num_bytes for ref in dropped)
+        self._recorded_bytes += num_bytes
+        self._released_bytes += num_bytes
+        self._release(dropped)
+
+    def release(self, owner: str) -> None:
+        """The owner has ended: nobody will read what it held. Ending twice does nothing."""
+        self._ended[owner] = None
+        if len(self._ended) > _ENDED_REMEMBERED:
+            self._ended.popitem(last=False)
+        refs = [*self._held.pop(owner, {}).values()]
+        for ref in refs:
+            del self._owners[ref.uri]
+            self._released_bytes += ref.num_bytes
+        self._release(refs)
+
+    def writer_ended(self, writer: str) -> None:
+        """The process that put under this name is gone; what nobody was told of is released, and the rest in time."""
+        held = [ref for refs in self._held.values() for ref in refs.values()]
+        self._tell(lambda: self._store.abandon(writer, held))
+
+    @property
+    def figures(self) -> PayloadFigures:
+        """A snapshot."""
+        return PayloadFigures(
+            recorded_bytes=self._recorded_bytes,
+            released_bytes=self._released_bytes,
+            held_bytes=self._recorded_bytes - self._released_bytes,
+        )
+
+    async def close(self) -> None:
+        """Release everything, and wait until the store was told. Closing twice does nothing."""
+        self._is_closed = True
+        await self._puts.close()
+        await asyncio.sleep(0)  # so that the last of them are recorded
+        for owner in [*self._held]:
+            self.release(owner)
+        await asyncio.to_thread(self._releases.shutdown)
+
+    def _record_put(self, owner: str, putting: asyncio.Future[PayloadRef]) -> None:
+        if not putting.cancelled() and putting.exception() is None:
+            self.record(owner, [PayloadChunk(0, 0, putting.result())])
+
+    def _unknown(self, chunks: Iterable[PayloadChunk]) -> list[PayloadRef]:
+        """What the chunks refer to and nobody holds, each once."""
+        refs = {chunk.ref.uri: chunk.ref for chunk in chunks if chunk.ref is not None}
+        return [ref for uri, ref in refs.items() if uri not in self._owners]
+
+    def _release(self, refs: list[PayloadRef]) -> None:
+        if refs:
+            self._tell(lambda: self._store.release(refs))
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        self._releases.submit(what).add_done_callback(_log_failure)
+
+
+def _log_failure(told: Future[None]) -> None:
+    """What could not be released stays until the run's end; nothing waits for it."""
+    error = told.exception()
+    if isinstance(error, TransportError | OSError):
+        _logger.warning("payloads could not be released, and stay until the end of the run: %s", error)
+    elif error is not None:
+        _logger.error("releasing payloads failed", exc_info=error)

@@ -1,0 +1,289 @@
+"""A payload store of files: in shared memory for the processes of one host, in a shared folder for those of several.
+
+    generator     put ──► the slab in use ──full──► sealed slabs ──all released──► used again, oldest first
+    orchestrator  release ──► a tally beside each slab; what a writer that died left is deleted once released
+    trainer       open ──► a mapping that is kept for as long as its file is there
+
+Payloads of many requests share a slab, so a step of a thousand turns makes no thousand files, and no page is fresh but
+those of a store that grows. The folder belongs to one run: it is locked by the run's owner and goes with it (see
+`lifecycle.resources`), and a run that resumes begins with an empty one, since rollouts in flight start over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import CorruptData, TransportError
+from tailrace.records import PayloadRef
+from tailrace.transport.payloads.slabs import (
+    SLAB_SUFFIX,
+    MappedSlab,
+    OwnedSlab,
+    Place,
+    slab_bytes_for,
+    tally_of,
+    write_tally,
+)
+from tailrace.transport.payloads.store import PayloadStoreStatistics
+
+_logger = logging.getLogger(__name__)
+
+SLAB_BYTES = 32 << 20
+"""One payload that is not released keeps that much from being used again; a step's payloads fill some dozens."""
+
+SHARED_MEMORY, FOLDER = "shm", "folder"
+"""Stores, as references name them."""
+
+
+class SlabPayloadStore:
+    """One process's end of a store in `folder`. See `PayloadStore`.
+
+    `writer` names this end where it puts: no other end of the folder has that name, nor ever had it. `max_bytes` bounds
+    what this end takes. `name` is `SHARED_MEMORY`, whose slabs stay mapped, or `FOLDER`; a folder of a file system that
+    several hosts share is flushed after every payload (`is_remote`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        writer: str = "",
+        name: str = SHARED_MEMORY,
+        is_remote: bool = False,
+        slab_bytes: int = SLAB_BYTES,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._folder, self._name, self._is_remote = folder, name, is_remote
+        self._written_bytes = 0
+        self._pool = _Pool(folder, writer, slab_bytes, max_bytes, is_mapped=name == SHARED_MEMORY)
+        self._mapped: dict[str, MappedSlab] = {}
+        self._tallies = _Tallies(folder)
+        self._putting, self._opening, self._releasing = threading.Lock(), threading.Lock(), threading.Lock()
+
+    def put(self, array: NDArray[np.generic]) -> PayloadRef:
+        """See `PayloadStore.put`."""
+        contiguous = np.ascontiguousarray(array)
+        with self._putting:
+            try:
+                place = self._append(contiguous, array.shape)
+            except OSError as error:
+                raise TransportError(f"a payload cannot be written to {self._folder}: {error.strerror}") from error
+            self._written_bytes += contiguous.nbytes
+        return PayloadRef(place.uri(), str(array.dtype), array.shape)
+
+    def withdraw(self, ref: PayloadRef) -> None:
+        """See `PayloadStore.withdraw`."""
+        place = self._place(ref)
+        with self._putting:
+            self._pool.withdraw(place)
+
+    def open(self, ref: PayloadRef) -> NDArray[np.generic]:
+        """See `PayloadStore.open`."""
+        place = self._place(ref)
+        with self._opening:
+            slab = self._mapped.get(place.slab)
+            if slab is None or (self._is_remote and slab.generation != place.generation):
+                slab = self._map(place.slab)
+        return slab.array(ref, place)
+
+    def release(self, refs: Iterable[PayloadRef]) -> None:
+        """See `PayloadStore.release`."""
+        counts = Counter((place.slab, place.generation) for place in map(self._place, refs))
+        with self._releasing:
+            for (slab, generation), count in counts.items():
+                self._tallies.add(slab, generation, count)
+
+    def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
+        """See `PayloadStore.abandon`."""
+        counts = Counter(self._place(ref).slab for ref in held)
+        with self._releasing:
+            for path in self._folder.glob(f"{writer}-*{SLAB_SUFFIX}"):
+                self._tallies.abandon(path.name, counts[path.name])
+
+    def statistics(self) -> PayloadStoreStatistics:
+        """See `PayloadStore.statistics`."""
+        with self._putting:
+            return PayloadStoreStatistics(written_bytes=self._written_bytes, capacity_bytes=self._pool.num_bytes)
+
+    def close(self) -> None:
+        """See `PayloadStore.close`. What was put stays, for whoever holds it: the files go with their folder."""
+        with self._putting, self._opening:
+            self._pool.close()
+            self._mapped.clear()
+
+    def _append(self, contiguous: NDArray[np.generic], shape: tuple[int, ...]) -> Place:
+        slab = self._pool.with_room(contiguous.nbytes)
+        generation, offset = slab.append(contiguous, shape)
+        if self._is_remote:
+            slab.flush()
+        return Place(self._name, slab.path.name, generation, offset)
+
+    def _place(self, ref: PayloadRef) -> Place:
+        place = Place.of(ref)
+        if place.store != self._name:
+            raise CorruptData(f"{ref.uri} is of another store than {self._folder}")
+        return place
+
+    def _map(self, slab: str) -> MappedSlab:
+        """A fresh mapping. Those of files that are gone are let go of: their memory would stay with them."""
+        self._mapped = {name: mapped for name, mapped in self._mapped.items() if mapped.path.exists()}
+        mapped = self._mapped[slab] = MappedSlab(self._folder / slab)
+        return mapped
+
+
+class _Pool:
+    """The slabs of one writer: one in use, the others sealed, oldest first."""
+
+    def __init__(self, folder: Path, writer: str, slab_bytes: int, max_bytes: int | None, *, is_mapped: bool) -> None:
+        self._folder, self._writer, self._slab_bytes, self._max_bytes = folder, writer, slab_bytes, max_bytes
+        self._is_mapped = is_mapped
+        self._slabs: list[OwnedSlab] = []  # the one in use last
+        self._created = 0
+        self._is_closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(slab.size for slab in self._slabs)
+
+    def with_room(self, num_bytes: int) -> OwnedSlab:
+        """The slab in use, or an old one that starts over, or a new one. Raises `TransportError` where none can be."""
+        if self._is_closed or not self._writer:
+            raise TransportError(f"the payload store in {self._folder} is not one to put into")
+        if self._slabs and self._slabs[-1].room >= num_bytes:
+            return self._slabs[-1]
+        size = max(self._slab_bytes, slab_bytes_for(num_bytes))
+        slab = next((slab for slab in self._slabs if slab.size >= size and slab.is_released()), None)
+        if slab is None:
+            slab = self._create(size)
+        else:
+            self._slabs.remove(slab)
+            slab.start_over()
+        self._slabs.append(slab)
+        return slab
+
+    def withdraw(self, place: Place) -> None:
+        """A payload of it will never be released by anybody else."""
+        for slab in self._slabs:
+            if (slab.path.name, slab.generation) == (place.slab, place.generation):
+                slab.withdrawn += 1
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        self._is_closed = True
+        while self._slabs:
+            self._slabs.pop().close()
+
+    def _create(self, size: int) -> OwnedSlab:
+        if self._max_bytes is not None and self.num_bytes + size > self._max_bytes:
+            for slab in [slab for slab in self._slabs if slab.is_released()]:  # too small, or it had been taken
+                self._slabs.remove(slab)
+                slab.remove()
+        if self._max_bytes is not None and self.num_bytes + size > self._max_bytes:
+            raise TransportError(
+                f"the payloads in {self._folder} would take {self.num_bytes + size:,} bytes, and {self._max_bytes:,} "
+                "are allowed"
+            )
+        self._created += 1
+        path = self._folder / f"{self._writer}-{self._created}{SLAB_SUFFIX}"
+        return OwnedSlab(path, size, is_mapped=self._is_mapped)
+
+
+class _Tallies:
+    """What the one process that releases knows of the slabs of all writers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._released: dict[str, tuple[int, int]] = {}  # generation, payloads
+        self._abandoned: dict[str, int] = {}  # payloads that are still held
+
+    def add(self, slab: str, generation: int, count: int) -> None:
+        """So many payloads more are released."""
+        if slab in self._abandoned:
+            self.abandon(slab, self._abandoned[slab] - count)
+            return
+        counted, released = self._released.get(slab, (generation, 0))
+        total = count + (released if counted == generation else 0)
+        self._released[slab] = (generation, total)
+        path = self._folder / slab
+        if path.exists():  # or its writer has closed
+            write_tally(path, generation, total)
+        else:
+            del self._released[slab]
+
+    def abandon(self, slab: str, held: int) -> None:
+        """Nobody will write to it any more, and so many of its payloads are not released yet: the last one ends it."""
+        self._released.pop(slab, None)
+        if held > 0:
+            self._abandoned[slab] = held
+            return
+        self._abandoned.pop(slab, None)
+        path = self._folder / slab
+        path.unlink(missing_ok=True)
+        tally_of(path).unlink(missing_ok=True)
+
+
+class OverflowingPayloadStore:
+    """Shared memory for as long as there is room, then a folder; which one it was, a reference tells."""
+
+    def __init__(self, memory: SlabPayloadStore, folder: SlabPayloadStore) -> None:
+        self._memory, self._folder = memory, folder
+        self._has_overflowed = False
+
+    def put(self, array: NDArray[np.generic]) -> PayloadRef:
+        """See `PayloadStore.put`. Shared memory is tried anew every time: what is released makes room."""
+        try:
+            return self._memory.put(array)
+        except TransportError as error:
+            if not self._has_overflowed:
+                _logger.warning("%s; until there is room payloads go to a folder, which is slower", error)
+            self._has_overflowed = True
+            return self._folder.put(array)
+
+    def withdraw(self, ref: PayloadRef) -> None:
+        """See `PayloadStore.withdraw`."""
+        self._store_of(ref).withdraw(ref)
+
+    def open(self, ref: PayloadRef) -> NDArray[np.generic]:
+        """See `PayloadStore.open`."""
+        return self._store_of(ref).open(ref)
+
+    def release(self, refs: Iterable[PayloadRef]) -> None:
+        """See `PayloadStore.release`."""
+        for store, own in self._shared_out(refs).items():
+            store.release(own)
+
+    def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
+        """See `PayloadStore.abandon`."""
+        shared_out = self._shared_out(held)
+        for store in (self._memory, self._folder):
+            store.abandon(writer, shared_out.get(store, ()))
+
+    def statistics(self) -> PayloadStoreStatistics:
+        """See `PayloadStore.statistics`."""
+        ours = [store.statistics() for store in (self._memory, self._folder)]
+        return PayloadStoreStatistics(
+            written_bytes=sum(one.written_bytes for one in ours), capacity_bytes=sum(one.capacity_bytes for one in ours)
+        )
+
+    def close(self) -> None:
+        """See `PayloadStore.close`."""
+        self._memory.close()
+        self._folder.close()
+
+    def _store_of(self, ref: PayloadRef) -> SlabPayloadStore:
+        """Whichever it names; the second one tells what names neither."""
+        return self._memory if ref.uri.startswith(f"{SHARED_MEMORY}:") else self._folder
+
+    def _shared_out(self, refs: Iterable[PayloadRef]) -> dict[SlabPayloadStore, list[PayloadRef]]:
+        shared_out: dict[SlabPayloadStore, list[PayloadRef]] = {}
+        for ref in refs:
+            shared_out.setdefault(self._store_of(ref), []).append(ref)
+        return shared_out

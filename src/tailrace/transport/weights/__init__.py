@@ -1,0 +1,1 @@
+"""Model state dicts from the trainer to generators."""

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engines.protocol import Engine, FailureListener
+from tailrace.generation.engines.simulated import SimulatedEngine
+from tailrace.generation.rpc.client import GeneratorClient
+from tailrace.generation.rpc.server import GeneratorServer
+from tailrace.records import Completion, FinishReason, ModelStateDictRef, SamplingParams
+from tailrace.transport.channels import create_socket_folder, ipc_address
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
+from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
+
+
+@asynccontextmanager
+async def served(
+    model, store: MemoryModelStateDictStore | None = None, brake: Brake | None = None
+) -> AsyncIterator[GeneratorClient]:
+    folder = create_socket_folder()
+    address = ipc_address(folder, "generator")
+    generator = Generator(lambda: make_engine(model, brake))
+    server = GeneratorServer(generator, (store or MemoryModelStateDictStore()).open, address)
+    serving = asyncio.create_task(server.serve())
+    client = GeneratorClient(address)
+    try:
+        await client.statistics()
+        yield client
+    finally:
+        await GeneratorClient(address).close()
+        await asyncio.wait_for(serving, 10)
+        await client.close()
+        (folder / "generator").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def ask(client: GeneratorClient, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
+    return asyncio.create_task(
+        client.generate(
+            np.asarray(prompt, np.int32),
+            sampling=SamplingParams(**sampling),
+            request_id=name,
+            session_id=name,
+            group_id=name,
+        )
+    )
+
+
+async def running(client: GeneratorClient, count: int) -> None:
+    """Wait until so many requests run."""
+    while (await client.statistics()).running != count:  # noqa: ASYNC110 - statistics have no event
+        await asyncio.sleep(0.001)
+
+
+async def test_completions_cross_the_socket_unchanged(model) -> None:
+    async with served(model) as client:
+        done = await asyncio.gather(*(ask(client, str(i), [i + 1, 2], temperature=0, max_tokens=9) for i in range(6)))
+        for i, completion in enumerate(done):
+            assert completion.token_ids.tolist() == greedy_reference(model, [i + 1, 2], 9)
+            expected = forward_logprobs(model, [i + 1, 2], completion.token_ids)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+            assert completion.policy_versions.tolist() == [0] * 9
+            assert completion.finish_reason is FinishReason.LENGTH
+            assert completion.metrics["cached_prompt_tokens"] == 0
+        assert (await client.statistics()).sampled_tokens_total == 54
+
+
+async def test_a_prefix_crosses_the_socket(model) -> None:
+    async with served(model) as client:
+        whole = await ask(client, "whole", [1, 2, 3], temperature=0, max_tokens=12)
+        prefix = Completion(whole.token_ids[:5], whole.logprobs[:5], whole.policy_versions[:5], FinishReason.ABORTED)
+        continued = await client(
+            np.asarray([1, 2, 3]),
+            sampling=SamplingParams(temperature=0, max_tokens=12),
+            request_id="rest",
+            session_id="s",
+            group_id="g",
+            prefix=prefix,
+        )
+        assert continued.token_ids.tolist() == whole.token_ids.tolist()
+
+
+async def test_published_weights_are_installed_by_reference(model) -> None:
+    store, newer = MemoryModelStateDictStore(), make_model(seed=1)
+    async with served(model, store) as client:
+        ref = store.publish(newer.state_dict(), 3)
+        assert await client.load_model_state_dict(ref) == 3
+        done = await ask(client, "r", [1, 2], max_tokens=8)
+        assert set(done.policy_versions.tolist()) == {3}
+        np.testing.assert_allclose(done.logprobs, forward_logprobs(newer, [1, 2], done.token_ids), atol=1e-4)
+
+
+async def test_errors_keep_their_type(model) -> None:
+    store = MemoryModelStateDictStore()
+    async with served(model, store) as client:
+        with pytest.raises(RequestRefused, match="request bad has an empty prompt"):
+            await ask(client, "bad", [])
+        with pytest.raises(ModelError, match="lacks weights"):
+            await client.load_model_state_dict(store.publish({}, 1))
+        with pytest.raises(Exception, match=r".") as raised:
+            await client.load_model_state_dict(ModelStateDictRef(version=9, uri="memory:nowhere", num_bytes=0))
+        assert type(raised.value).__module__ == "tailrace.errors"
+        assert (await ask(client, "good", [1], max_tokens=2)).num_tokens == 2
+
+
+async def test_an_engine_that_cannot_be_built_is_told_to_whoever_says_hello() -> None:
+    def factory() -> Engine:
+        raise ModelError("no such model")
+
+    folder = create_socket_folder()
+    generator = Generator(factory)
+    server = GeneratorServer(generator, MemoryModelStateDictStore().open, ipc_address(folder, "generator"))
+    serving, client = asyncio.create_task(server.serve()), GeneratorClient(server.address)
+    with pytest.raises(ModelError, match="no such model"):
+        await client.hello()
+    with pytest.raises(EngineFailed, match="could not be built: ModelError: no such model"):
+        await ask(client, "r", [1])
+    await client.close()
+    await asyncio.wait_for(serving, 20)
+    await generator.close()
+    (folder / "generator").unlink(missing_ok=True)
+    folder.rmdir()
+
+
+async def test_a_call_that_cannot_be_read_costs_only_that_call(model) -> None:
+    def call(name: str, *frames: bytes, **fields: object) -> list[bytes]:
+        header = {"type": "GenerateCall", "request_id": name, "session_id": name, "group_id": name, **fields}
+        return [msgspec.msgpack.encode(header), *frames]
+
+    prefix = {"finish_reason": "aborted", "metrics": {}}
+    async with served(model) as client:
+        good = ask(client, "good", [1, 2], max_tokens=200)
+        stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        stranger.connect(client.address)
+        for number, (message, said) in enumerate(
+            (
+                (call("a", bytes(4), sampling={"top_kk": 1}, call_id=0), b"unknown field `top_kk`"),
+                (call("b", sampling={}, call_id=1), b"without its prompt"),
+                (call("c", bytes(3), sampling={}, call_id=2), b"without its prompt"),
+                (call("d", bytes(4), bytes(8), sampling={}, call_id=3, prefix=prefix), b"without its arrays"),
+                (call("e", bytes(4), sampling={"max_tokens": 0}, call_id=4), b"request e"),
+                (call("f", bytes([255] * 4), sampling={}, call_id=5), b"request f"),
+            )
+        ):
+            await stranger.send_multipart(message)
+            answer = await asyncio.wait_for(stranger.recv(), 20)
+            reply = msgspec.msgpack.decode(answer)
+            assert (reply["type"], reply["call_id"]) == ("ErrorReply", number)
+            assert reply["kind"] in {"CorruptData", "RequestRefused"}
+            assert said in answer
+        stranger.close(linger=0)
+        assert (await good).num_tokens == 200
+
+
+async def test_cancelling_the_caller_aborts_the_remote_request(model) -> None:
+    async with served(model, brake=Brake()) as client:
+        calls = [ask(client, str(i), [1], max_tokens=250) for i in range(4)]
+        await running(client, 4)
+        for call in calls:
+            call.cancel()
+        assert (await ask(client, "next", [2], max_tokens=3)).num_tokens == 3
+        await running(client, 0)
+        assert (await client.statistics()).sampled_tokens_total < 4 * 250
+
+
+async def test_a_client_told_of_a_failure_fails_every_outstanding_and_later_call(model) -> None:
+    async with served(model) as client:
+        call = ask(client, "r", [1], max_tokens=250)
+        await asyncio.sleep(0)
+        client.fail(EngineFailed("the supervisor saw it go"))
+        with pytest.raises(EngineFailed, match="the supervisor saw it go"):
+            await call
+        with pytest.raises(EngineFailed, match="the supervisor saw it go"):
+            await ask(client, "later", [1])
+
+
+SILENT_SERVER = """
+import sys, zmq
+socket = zmq.Context.instance().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+socket.recv_multipart()
+print("got it", flush=True)
+socket.recv_multipart()
+"""
+
+
+async def test_the_death_of_the_servers_process_fails_outstanding_calls_at_once(tmp_path: Path) -> None:
+    folder = create_socket_folder()
+    address = ipc_address(folder, "generator")
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", textwrap.dedent(SILENT_SERVER), address], stdout=subprocess.PIPE
+    )
+    client = GeneratorClient(address, name="generator 0")
+    try:
+        call = ask(client, "r", [1])
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+        process.kill()
+        with pytest.raises(EngineFailed, match="generator 0 ended"):
+            await asyncio.wait_for(call, 20)
+        with pytest.raises(EngineFailed, match="generator 0 ended"):
+            await ask(client, "later", [1])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        await client.close()
+        (folder / "generator").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+async def test_an_idle_engine_that_ends_by_itself_is_told_to_every_client_at_once() -> None:
+    folder = create_socket_folder()
+    engine = EndsByItself()
+    server = GeneratorServer(Generator(lambda: engine), MemoryModelStateDictStore().open, ipc_address(folder, "g"))
+    serving = asyncio.create_task(server.serve())
+    clients = [GeneratorClient(server.address) for _ in range(2)]
+    for client in clients:
+        await client.hello()
+    threading.Thread(target=engine.end).start()
+    async with asyncio.timeout(30):  # nothing is asked of it: only the end itself can tell
+        for client in clients:
+            assert "a rank of it died" in str(await client.failed())
+        with pytest.raises(EngineFailed, match="a rank of it died"):
+            await serving
+    for client in clients:
+        with pytest.raises(EngineFailed, match="a rank of it died"):
+            await ask(client, "late", [1])
+        await client.leave()
+    (folder / "g").unlink(missing_ok=True)
+    folder.rmdir()
+
+
+class EndsByItself(SimulatedEngine):
+    """As one does whose processes are others than the one that steps it."""
+
+    def watch(self, on_failure: FailureListener) -> None:
+        self.end = partial(on_failure, EngineFailed("a rank of it died"))
+
+
+async def test_a_server_that_is_alive_and_stuck_fails_outstanding_calls_by_the_deadline_for_progress() -> None:
+    folder = create_socket_folder()
+    address = ipc_address(folder, "generator")
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", textwrap.dedent(SILENT_SERVER), address], stdout=subprocess.PIPE
+    )
+    client = GeneratorClient(address, name="generator 0", progress_deadline_s=0.2)
+    try:
+        with pytest.raises(EngineFailed, match=r"generator 0 is stuck: no progress for 0\.2 s"):
+            await asyncio.wait_for(ask(client, "r", [1]), 20)
+        with pytest.raises(EngineFailed, match="generator 0 is stuck"):
+            await ask(client, "later", [1])
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        await client.leave()
+        (folder / "generator").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+async def test_tokens_and_load_are_told_while_a_request_goes_on(model) -> None:
+    reports: list[int] = []
+    async with served(model) as client:
+        heard: list[int] = []
+        listening = GeneratorClient(client.address, on_report=lambda statistics, received: reports.append(received))
+        await listening.hello()
+        done = await listening.generate(
+            np.asarray([1, 2], np.int32),
+            sampling=SamplingParams(max_tokens=200),
+            request_id="r",
+            session_id="s",
+            group_id="g",
+            on_chunk=lambda chunk: heard.extend(chunk.token_ids.tolist()),
+        )
+        assert heard == done.token_ids.tolist()[:192]
+        while reports[-1:] != [1]:  # noqa: ASYNC110 - reports come every so often
+            await asyncio.sleep(0.01)
+        await listening.leave()

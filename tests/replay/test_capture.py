@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tailrace.errors import DataError
+from tailrace.records import (
+    Branch,
+    Completion,
+    FinishReason,
+    Group,
+    GroupId,
+    PayloadChunk,
+    PayloadRef,
+    Reward,
+    Rollout,
+    RolloutId,
+    SamplingParams,
+    Task,
+    TaskId,
+)
+from tailrace.replay.capture import CaptureWriter, read_capture
+from tailrace.tracing.background import BackgroundWriter
+
+
+def completion(size: int, version: int, *, chunks: tuple[PayloadChunk, ...] = ()) -> Completion:
+    return Completion(
+        token_ids=np.arange(size, dtype=np.int32),
+        logprobs=-np.arange(size, dtype=np.float32),
+        policy_versions=np.full(size, version, np.int32),
+        finish_reason=FinishReason.STOP,
+        mixed_spans=((1, 3),),
+        routed_experts=chunks,
+    )
+
+
+def branch(*, ends_with_context: bool = False) -> Branch:
+    grown = Branch()
+    grown.extend_context([7, 8, 9])
+    grown.extend_completion(completion(4, 2, chunks=(PayloadChunk(0, 6, PayloadRef("memory:1", "uint8", (6, 2, 2))),)))
+    grown.extend_completion(completion(3, 3))
+    if ends_with_context:
+        grown.extend_context([5])
+    return grown
+
+
+def group(number: int = 1) -> Group:
+    task = Task(TaskId(f"words/{number}"), "words", number, {"text": "höher", "answer": 3}, seed=5)
+    group_id = GroupId(f"words/{number}#1")
+    rollouts = [
+        Rollout(
+            RolloutId(f"{group_id}.{place}"),
+            group_id,
+            task,
+            SamplingParams(temperature=0.7),
+            branches,
+            messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            reward=reward,
+            turns=2,
+            metrics={"generate_s": 0.5},
+        )
+        for place, (branches, reward) in enumerate(
+            [
+                ([branch(), branch(ends_with_context=True)], Reward(1.0, {"exact": 1.0}, {"seen": [1, "x"]})),
+                ([], None),
+            ]
+        )
+    ]
+    return Group(group_id, task, rollouts, [0.5, np.array([0.25, -1.0], np.float32)])
+
+
+def written(folder: Path, *groups: Group, steps: int = 1, max_bytes: int = 1 << 20) -> Path:
+    writer = BackgroundWriter()
+    capture = CaptureWriter(folder / "capture", writer, steps=steps, max_bytes=max_bytes, settings_json="{}")
+    for one in groups:
+        capture.write(one)
+        capture.step_ended()
+    writer.close()
+    assert writer.statistics().failed == 0
+    return folder / "capture"
+
+
+def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
+    (read,) = read_capture(written(tmp_path, group()))
+    original = group()
+    assert (read.group_id, read.task) == (original.group_id, original.task)
+    assert read.advantages is not None
+    assert read.advantages[0] == 0.5
+    assert np.asarray(read.advantages[1]).tolist() == [0.25, -1.0]
+    for name in ("rollout_id", "sampling", "messages", "reward", "turns", "metrics"):
+        assert [getattr(one, name) for one in read.rollouts] == [getattr(one, name) for one in original.rollouts]
+    branches = zip(read.rollouts[0].branches, original.rollouts[0].branches, strict=True)
+    for one, other in branches:
+        for column in ("token_ids", "logprobs", "policy_versions", "loss_mask"):
+            assert getattr(one, column).tolist() == getattr(other, column).tolist(), column
+        for name in ("completion_spans", "mixed_spans", "payload_chunks", "oldest_version"):
+            assert getattr(one, name) == getattr(other, name), name
+
+
+def test_only_the_first_steps_are_captured(tmp_path: Path) -> None:
+    assert len(read_capture(written(tmp_path, group(1), group(2), group(3), steps=2))) == 2
+
+
+def test_nothing_is_captured_unless_asked_for(tmp_path: Path) -> None:
+    folder = written(tmp_path, group(), steps=0)
+    assert not folder.exists()
+    with pytest.raises(DataError, match="--capture 2"):
+        read_capture(folder)
+
+
+def test_a_capture_keeps_to_its_size(tmp_path: Path) -> None:
+    one_group = sum(path.stat().st_size for path in written(tmp_path / "one", group()).glob("group_*"))
+    folder = written(tmp_path / "more", *(group() for _ in range(4)), steps=9, max_bytes=one_group * 5 // 2)
+    assert len(read_capture(folder)) == 2
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".msgpack"])
+def test_a_damaged_file_is_named(tmp_path: Path, suffix: str) -> None:
+    folder = written(tmp_path, group())
+    (folder / f"group_000001{suffix}").write_bytes(b"\x93nothing")
+    with pytest.raises(DataError, match=r"group_000001\.msgpack"):
+        read_capture(folder)

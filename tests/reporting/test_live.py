@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tailrace.reporting.live import LiveView, QuietLines, progress_line, wants_live_view
+from tailrace.reporting.live_rendering import run_screen
+from tailrace.reporting.logs import Terminal, setup_logging
+from tailrace.reporting.run_view import Pace, RunView
+from tailrace.tracing.lag import LagStatistics
+
+
+def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
+    return RunView(
+        name="quickstart-2",
+        model="tailrace-tiny",
+        environments=["alphabet-sort"],
+        stage="training",
+        elapsed_s=elapsed_s,
+        step=step,
+        max_steps=60,
+        rewards=[0.25, 0.5, 0.745],
+        reward_std=0.143,
+        completion_tokens=84.2,
+        turns=2.4,
+        held_out={"alphabet-sort": 0.813},
+        evaluating_step=30,
+        evaluated_rollouts=12,
+        policy_version=38,
+        staleness_mean=0.8,
+        staleness_max=2,
+        max_staleness=4,
+        generation_tokens_per_s=[4000, 3958],
+        training_tokens_per_s=[2700, 2770],
+        in_flight=96,
+        in_flight_limit=160,
+        ready_groups=2,
+        groups_per_batch=8,
+        queued_batches=1,
+        running_rollouts=64,
+        phases_s={"generate": 1.42, "train": 0.9},
+        lag=LagStatistics(0.0002, 0.001, 0.003, 0.012, stalls=1),
+        failures={"timeout": 2},
+        rollouts_trained=2432,
+        rollouts_filtered=120,
+        rss_bytes=1.3e9,
+    )
+
+
+def text_of(view: RunView, width: int, **more: object) -> str:
+    console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
+    console.print(run_screen(view, width, **more))  # type: ignore[arg-type]
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_live_view_shows_everything_within_the_width(width: int) -> None:
+    text = text_of(a_view(), width, remaining_s=41.0, log_lines=["12:00:01 checkpoint written"])
+    assert max(len(line) for line in text.splitlines()) <= width
+    for promised in (
+        "step 38 of 60 · 1:12 · 0:41 left",
+        "0.745 ± 0.143",
+        "version 38",
+        "held out   0.813",
+        "step 30: 12 rollouts done",
+        "0.8 mean · 2 max",
+        "3,958 tokens/s",
+        "2,770 tokens/s",
+        "96 of 160 rollouts",
+        "2 of 8 groups",
+        "1 batch",
+        "64 rollouts",
+        "generate 1.4 s",
+        "12 ms max",
+        "2 timeout",
+        "checkpoint written",
+        "▁▅█",
+    ):
+        assert promised in text
+
+
+def test_the_live_view_tells_evaluations_of_several_environments_apart() -> None:
+    view = RunView(name="two", held_out={"alphabet-sort": 0.5, "arithmetic": 0.25}, evaluating_step=8)
+    text = text_of(view, 160)
+    assert "0.500 alphabet-sort  0.250 arithmetic" in text
+    assert "held-out alphabet-sort 0.500 · held-out arithmetic 0.250" in progress_line(view)
+
+
+def test_the_live_view_shows_a_run_that_has_nothing_to_show_yet() -> None:
+    text = text_of(RunView(name="new", waiting_for="the trainer loads the model"), 80)
+    assert "the trainer loads the model" in text
+
+
+def test_a_diverged_run_can_be_shown() -> None:
+    view = RunView(
+        name="bad", rewards=[math.nan], generation_tokens_per_s=[math.nan], step=1, completion_tokens=math.nan
+    )
+    assert "nan" in text_of(view, 100)
+
+
+async def test_the_terminal_view_draws_and_leaves_the_last_state() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    async with LiveView(a_view, terminal=True, console=console) as view:
+        await asyncio.sleep(0.05)
+        view.release_terminal()
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue()
+    assert "0.745" in drawn
+    assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l"), "the cursor is given back"
+
+
+async def test_a_terminal_that_went_away_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise OSError("Input/output error")
+
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100)
+    async with LiveView(a_view, terminal=True, console=console):
+        console.file = Gone()
+
+
+async def test_without_a_terminal_it_logs_the_last_step(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="tailrace"):
+        async with LiveView(a_view, terminal=False):
+            pass
+    assert [record.message for record in caplog.records] == [progress_line(a_view())]
+
+
+def test_quiet_lines_come_once_a_step_and_not_too_often() -> None:
+    lines = QuietLines(every_s=2.0)
+    said = [
+        lines.next(a_view(step, elapsed_s), None, last=last) is not None
+        for step, elapsed_s, last in [
+            (0, 0.0, False),
+            (1, 1.0, False),
+            (1, 1.5, False),
+            (2, 2.0, False),
+            (3, 3.5, False),
+            (4, 3.6, False),
+            (5, 3.7, True),
+            (5, 3.8, True),
+        ]
+    ]
+    assert said == [False, True, False, False, True, False, True, False]
+
+
+def test_quiet_lines_say_what_a_stuck_run_waits_for() -> None:
+    lines = QuietLines(every_s=2.0)
+    stuck = [RunView(name="x", step=1, elapsed_s=at_s, waiting_for="the trainer") for at_s in (1.0, 20.0, 40.0, 50.0)]
+    said = [lines.next(view, None) for view in stuck]
+    assert [line is not None for line in said] == [True, False, True, False]
+    assert "waiting: the trainer" in str(said[2])
+
+
+def test_pace_ignores_start_up_and_counts_down() -> None:
+    pace = Pace()
+    assert pace.remaining_s(10, 0.0) is None
+    for step, elapsed_s in [(0, 0.0), (1, 50.0), (2, 52.0), (3, 54.0)]:
+        pace.observe(step, elapsed_s)
+    assert pace.remaining_s(10, 54.0) == pytest.approx(14.0)
+    assert pace.remaining_s(10, 55.0) == pytest.approx(13.0)
+    assert pace.remaining_s(10, 99.0) == pytest.approx(12.0)
+    assert pace.remaining_s(None, 54.0) is None
+
+
+def test_the_setting_decides_about_the_terminal() -> None:
+    assert wants_live_view("on")
+    assert not wants_live_view("off")
+    assert not wants_live_view("auto")  # pytest captures standard output: no terminal
+
+
+def test_each_process_logs_to_its_own_file_and_the_live_view_keeps_the_last_lines(tmp_path: Path) -> None:
+    recent = setup_logging("trainer", tmp_path / "logs", Terminal.LIVE, level="debug")
+    logger = logging.getLogger("tailrace.training")
+    for number in range(9):
+        logger.info("line %d\nand more", number)
+    logger.debug("a detail")
+    logging.getLogger("somebody.else").info("noise")
+    logging.shutdown()
+    assert recent is not None
+    assert [line.split("  ")[1] for line in recent.lines] == ["line 5", "line 6", "line 7", "line 8"]
+    written = (tmp_path / "logs" / "trainer.log").read_text()
+    assert "tailrace.training: line 0" in written
+    assert "a detail" in written
+    assert "noise" not in written

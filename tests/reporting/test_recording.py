@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from tailrace.records import BatchSummary, Group, Outcome, Rollout, RolloutId
+from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.reporting.recording import RunRecorder
+from tests.reporting.example_run import a_rollout
+
+
+def a_group(*rewards: float) -> Group:
+    rollouts = [a_rollout(1, place, reward, []).rollout for place, reward in enumerate(rewards)]
+    return Group(rollouts[0].group_id, rollouts[0].task, rollouts)
+
+
+def a_summary(rollouts: list[Rollout], *, masked_tokens: int = 0) -> BatchSummary:
+    sampled = sum(rollout.num_completion_tokens for rollout in rollouts)
+    return BatchSummary(
+        step=1,
+        judged_version=1,
+        num_samples=len(rollouts),
+        num_rollouts=len(rollouts),
+        num_tokens=sum(rollout.num_tokens for rollout in rollouts),
+        loss_tokens=sampled - masked_tokens,
+        masked_tokens=masked_tokens,
+        num_rows=1,
+        row_tokens=512,
+        staleness_mean=0.5,
+        staleness_max=2,
+        padding=0.25,
+    )
+
+
+def test_groups_become_rewards_and_zero_spread_is_counted() -> None:
+    recorder = RunRecorder(MetricsAccumulator())
+    recorder.group_scored(a_group(0.0, 1.0))
+    recorder.group_scored(a_group(1.0, 1.0))
+    metrics = recorder.flush()
+    assert metrics["reward/mean"] == metrics["reward/alphabet-sort/mean"] == 0.75
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["group/zero_spread_share"] == 0.5
+    assert metrics["reward_component/ratio"] == 0.75
+
+
+def test_every_outcome_is_counted_with_its_reason() -> None:
+    recorder = RunRecorder(MetricsAccumulator())
+    trained, filtered = a_group(0.0, 1.0).rollouts
+    recorder.rollout_ended(trained.rollout_id, trained, Outcome.trained(1))
+    recorder.rollout_ended(filtered.rollout_id, filtered, Outcome.filtered("zero_spread"))
+    recorder.rollout_ended(RolloutId("lost"), None, Outcome.failed("timeout"))
+    recorder.rollout_ended(RolloutId("lost"), None, Outcome.failed("timeout"))
+    metrics = recorder.flush()
+    assert metrics["rollout/failed/timeout"] == 2
+    assert metrics["rollout/filtered/zero_spread"] == 1
+    assert metrics["rollout/failed_share"] == 0.5
+    assert metrics["bias/wasted_tokens"] == filtered.num_completion_tokens
+
+
+def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next_one() -> None:
+    recorder = RunRecorder(MetricsAccumulator())
+    stopped, at_the_end = a_group(0.0, 1.0).rollouts
+    for rollout in (stopped, at_the_end):
+        recorder.bias.cut(rollout.rollout_id, 5)
+        assert recorder.bias.losing(rollout) == rollout.num_completion_tokens + 5
+    recorder.rollout_ended(stopped.rollout_id, None, Outcome.cancelled("straggler"))
+    assert recorder.flush()["bias/wasted_tokens"] == stopped.num_completion_tokens + 5
+    assert recorder.bias.wasted_tokens == stopped.num_completion_tokens + 5
+
+
+def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
+    recorder = RunRecorder(MetricsAccumulator(), warmup_steps=0)
+    rollouts = a_group(*[0.5] * 8).rollouts
+    for rollout in rollouts:
+        recorder.rollout_finished(rollout)
+    kept = rollouts[:4]
+    recorder.batch_sent(a_summary(kept, masked_tokens=26))
+    for rollout in kept:
+        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
+    for rollout in rollouts[4:]:
+        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.filtered("stale"))
+    metrics = recorder.flush()
+    assert metrics["bias/length_ratio"] == (30 + 31 + 32 + 33) / 4 / 33.5
+    assert metrics["bias/loss_length_ratio"] == pytest.approx(100 / 4 / 33.5)
+    assert metrics["bias/masked_share"] == 26 / (126 + 80)
+    assert metrics["rollout/completion_tokens"] == 33.5
+
+
+def test_where_everything_is_trained_the_length_ratio_is_1_whenever_it_was_sampled() -> None:
+    recorder = RunRecorder(MetricsAccumulator(), warmup_steps=1)
+    rollouts = a_group(*[0.5] * 8).rollouts
+    for rollout in rollouts[:5]:
+        recorder.rollout_finished(rollout)
+    recorder.batch_sent(a_summary(rollouts[:4]))
+    for rollout in rollouts[5:]:
+        recorder.rollout_finished(rollout)
+    recorder.batch_sent(a_summary(rollouts[4:]))
+    for rollout in rollouts:
+        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(2))
+    metrics = recorder.flush()
+    assert metrics["bias/length_ratio"] == metrics["bias/loss_length_ratio"] == 1
+
+
+def test_warm_up_does_not_count_in_the_ratios() -> None:
+    recorder = RunRecorder(MetricsAccumulator(), warmup_steps=1)
+    rollout = a_group(0.5).rollouts[0]
+    recorder.rollout_finished(rollout)
+    recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
+    assert "bias/length_ratio" not in recorder.flush()
+
+
+def test_a_batch_is_recorded_with_its_staleness_weighted_by_tokens() -> None:
+    recorder = RunRecorder(MetricsAccumulator())
+    recorder.batch_sent(a_summary(a_group(0.1, 0.2).rollouts))
+    metrics = recorder.flush()
+    assert metrics["batch/padding"] == 0.25
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0.5, 2)
+    assert metrics["batch/samples"] == metrics["batch/rollouts"] == 2

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import DataError
+from tailrace.reporting.metric_docs import metrics_page
+from tailrace.reporting.metrics import metric_spec
+from tailrace.reporting.report import write_report
+from tailrace.reporting.run_folder import choose_rollouts
+from tailrace.reporting.sinks import read_jsonl
+from tests.reporting.example_run import HOSTILE, write_example_run
+
+VOID = {"meta", "link", "img", "br", "input", "hr", "path", "use", "rect"}
+
+
+class Page(HTMLParser):
+    """What a browser would do with the page: its tags, its references and its text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.handlers: list[str] = []
+        self.shown = ""
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data", "poster"):
+                self.references.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+            if name.startswith("on"):
+                self.handlers.append(name)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+    def handle_data(self, data: str) -> None:
+        self.shown += data
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quickstart")
+    write_example_run(folder, steps=12)
+    write_report(folder)
+    return folder
+
+
+def assert_self_contained(page: Page) -> None:
+    assert page.open == []
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
+    assert all(reference.startswith("#") for reference in page.references)
+    assert {reference[1:] for reference in page.references} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert page.handlers == []
+    style = page.source[page.source.index("<style>") : page.source.index("</style>")]
+    assert "@import" not in style
+    assert "url(" not in style
+
+
+def test_the_report_is_one_whole_page_without_references(run_folder: Path) -> None:
+    page = Page(run_folder / "report.html")
+    assert_self_contained(page)
+    assert "://" not in page.source
+    assert page.tags.count("svg") == 9
+
+
+def test_the_report_shows_the_run(run_folder: Path) -> None:
+    shown = Page(run_folder / "report.html").shown
+    for promised in ("quickstart", "finished", "Best", "Median", "Worst", "Where it began", "Throughput", "Staleness"):
+        assert promised in shown
+    for promised in (
+        "Event-loop lag",
+        "Phases",
+        "calculator",
+        "learning_rate = 1e-3",
+        "admitted 4,000 = terminal 4,000",
+    ):
+        assert promised in shown
+    assert (run_folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(run_folder.glob("*.part"))
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    write_example_run(tmp_path, steps=3, hostile=True)
+    write_report(tmp_path)
+    page = Page(tmp_path / "report.html")
+    assert_self_contained(page)
+    assert "<script>alert('x')</script><img src=\"http://evil.example/x.png\">" in page.shown
+    assert "{{ 7*7 }}" in page.shown
+    assert "49" not in page.source[page.source.index("<h1>") : page.source.index("</h1>")]
+    assert "\x1b" not in page.source
+    assert "\u202e" not in page.source
+    assert HOSTILE not in page.source
+
+
+def test_the_page_forbids_scripts_and_requests_itself(run_folder: Path) -> None:
+    assert "default-src 'none'; style-src 'unsafe-inline'" in (run_folder / "report.html").read_text()
+
+
+def test_a_run_that_trained_nothing_and_left_no_summary_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lag/max_s": null}\n')
+    write_report(tmp_path)
+    page = Page(tmp_path / "report.html")
+    assert_self_contained(page)
+    assert "No step was trained" in page.shown
+    assert "left no summary" in page.shown
+    assert not (tmp_path / "reward.png").exists()
+
+
+def test_a_run_of_a_single_step_has_a_report(tmp_path: Path) -> None:
+    write_example_run(tmp_path, steps=1)
+    write_report(tmp_path)
+    assert_self_contained(Page(tmp_path / "report.html"))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a run folder"):
+        write_report(tmp_path)
+
+
+def test_best_median_and_worst_come_from_the_newest_steps(run_folder: Path) -> None:
+    chosen = choose_rollouts(run_folder / "rollouts")
+    assert [rollout.title for rollout in chosen] == ["Best", "Median", "Worst", "Where it began"]
+    rewards = [rollout.record.reward or 0.0 for rollout in chosen]
+    assert rewards[0] >= rewards[1] >= rewards[2]
+    assert all(rollout.record.step > 7 for rollout in chosen[:3])
+    assert chosen[3].record.step == 1
+
+
+def test_the_examples_metrics_are_in_the_table(run_folder: Path) -> None:
+    for row in read_jsonl(run_folder / "metrics.jsonl"):
+        for name in row.keys() - {"step", "wall_s"}:
+            assert metric_spec(name).description
+
+
+def test_docs_metrics_md_is_in_step_with_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert page.read_text(encoding="utf-8") == metrics_page(), "run `make docs`"

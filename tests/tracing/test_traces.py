@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tailrace.tracing.phases import PhaseRecorder, phase
+from tailrace.tracing.traces import TraceWriter, join_trace
+from tests.support.chrome_trace import crossings, read_trace, spans, tracks
+
+
+async def _rollout(number: int, started: asyncio.Barrier) -> None:
+    with phase("rollout", track="rollouts", about={"rollout": f"task-{number}"}):
+        with phase("generate"):
+            await started.wait()
+        async with asyncio.TaskGroup() as tools:  # two at once
+            for _ in range(2):
+                tools.create_task(_call_tool())
+
+
+async def _call_tool() -> None:
+    with phase("tool"):
+        await asyncio.sleep(0)
+
+
+async def _record(folder: Path, *, rollouts: int = 4, max_bytes: int = 1_000_000) -> list[dict[str, object]]:
+    trace = TraceWriter(folder / "parts", "orchestrator", max_bytes=max_bytes)
+    with PhaseRecorder(trace).recording():
+        started = asyncio.Barrier(rollouts)
+        await asyncio.gather(*(asyncio.create_task(_rollout(number, started)) for number in range(rollouts)))
+    trace.close()
+    join_trace(folder / "parts", folder / "trace.json")
+    return read_trace(folder / "trace.json")
+
+
+async def test_what_overlaps_lies_in_lanes_and_in_a_lane_spans_nest(tmp_path: Path) -> None:
+    events = await _record(tmp_path)
+    assert tracks(events) == {"orchestrator": {"rollouts"}}
+    assert len({span["tid"] for span in spans(events, "rollout")}) == 4
+    assert len(spans(events, "tool")) == 8
+    assert crossings(events) == []
+    assert {span["args"]["rollout"] for span in spans(events, "rollout")} == {f"task-{n}" for n in range(4)}
+
+
+async def test_a_trace_keeps_to_its_size_and_tells_what_it_left_out(tmp_path: Path) -> None:
+    events = await _record(tmp_path, rollouts=200, max_bytes=20_000)
+    notes = [event for event in events if event["name"] == "trace_is_full"]
+    assert (tmp_path / "trace.json").stat().st_size < 25_000
+    assert len(notes) == 1
+
+
+async def test_the_parts_of_all_processes_become_one_file(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    for role in ("orchestrator", "trainer"):
+        trace = TraceWriter(parts, role, max_bytes=100_000)
+        trace.add_span("train", "optimizer steps", 0, began_ns=5_000, duration_ns=2_500, about={"step": 1})
+        trace.add_value("event-loop lag", "ms", 6_000, 1.5)
+        trace.close()
+    with (parts / "generator.events").open("w") as killed:
+        killed.write('{"ph":"M","name":"process_name","pid":9,"args":{"name":"generator"}}\n{"ph":"X","na')
+    join_trace(parts, tmp_path / "trace.json")
+    events = read_trace(tmp_path / "trace.json")
+    named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert named == ["generator", "orchestrator", "trainer"]
+    assert [(span["ts"], span["dur"]) for span in spans(events)] == [(5.0, 2.5)] * 2
+    assert not parts.exists()
+
+
+def test_a_trace_without_a_span_is_valid(tmp_path: Path) -> None:
+    TraceWriter(tmp_path / "parts", "trainer", max_bytes=0).close()
+    join_trace(tmp_path / "parts", tmp_path / "trace.json")
+    assert [event["name"] for event in read_trace(tmp_path / "trace.json")] == ["process_name"]

@@ -1,0 +1,212 @@
+"""Promises of every batch queue, whatever carries it, to one rank or to several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tailrace.errors import PeerGone, TransportError
+from tailrace.records import PlannedBatch
+from tailrace.transport.batches.channels import (
+    file_receiver,
+    file_sender,
+    shared_memory_receiver,
+    shared_memory_sender,
+    value_receiver,
+    value_sender,
+)
+from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
+from tailrace.transport.channels import ipc_address
+from tests.transport.transport_builders import assert_same_batch, make_batch, plan
+
+
+@dataclass
+class Queue:
+    """All ends of one."""
+
+    sender: BatchSender
+    receivers: list[BatchReceiver]
+
+    def batch(self, step: int = 1, **shape: int) -> PlannedBatch:
+        return make_batch(step, num_ranks=len(self.receivers), **shape)  # type: ignore[arg-type]
+
+    async def send(self, batch: PlannedBatch) -> None:
+        await self.sender.send(batch)
+
+    async def receive(self) -> None:
+        """Every rank, in the other direction than they were made in."""
+        for receiver in reversed(self.receivers):
+            await receiver.receive()
+
+    async def acknowledge(self, step: int) -> None:
+        for receiver in self.receivers:
+            await receiver.acknowledge(step)
+
+    async def close(self) -> None:
+        for receiver in self.receivers:
+            await receiver.close()
+        await self.sender.close()
+
+
+def open_queue(kind: str, num_ranks: int, address: str, folder: Path) -> Queue:
+    """Two batches at most."""
+    ranks = [{"rank": rank, "num_ranks": num_ranks} for rank in range(num_ranks)]
+    if kind == "memory":
+        queue = MemoryBatchQueue(2, num_ranks=num_ranks)
+        return Queue(queue, [queue.receiver(rank) for rank in range(num_ranks)])
+    if kind == "shared memory":
+        sender = shared_memory_sender(address, folder, num_ranks=num_ranks, checksum_bodies=True)
+        return Queue(sender, [shared_memory_receiver(address, folder, **rank) for rank in ranks])
+    if kind == "files":
+        return Queue(
+            file_sender(address, folder, num_ranks=num_ranks),
+            [file_receiver(address, folder, **rank) for rank in ranks],
+        )
+    return Queue(value_sender(address, num_ranks=num_ranks), [value_receiver(address, **rank) for rank in ranks])
+
+
+KINDS = ("memory", "shared memory", "files", "by value")
+
+
+@pytest.fixture(params=[(kind, ranks) for kind in KINDS for ranks in (1, 3)], ids=lambda of: f"{of[0]}, {of[1]}")
+async def queue(request: pytest.FixtureRequest, sockets: Path, tmp_path: Path) -> AsyncIterator[Queue]:
+    kind, num_ranks = request.param
+    queue = open_queue(kind, num_ranks, ipc_address(sockets, "batches"), tmp_path / "batches")
+    (tmp_path / "batches").mkdir(exist_ok=True)
+    yield queue
+    await queue.close()
+    assert not list(tmp_path.glob("batches/*"))
+
+
+async def assert_waits(coroutine: object) -> asyncio.Task[None]:
+    task = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
+    await asyncio.wait({task}, timeout=0.05)
+    assert not task.done()
+    return task
+
+
+async def test_every_rank_receives_its_own_rows_whole_and_in_order(queue: Queue) -> None:
+    sent = [plan([40, 7, 30, 1, 22, 9, 9], step=step, num_ranks=len(queue.receivers), row_tokens=50) for step in (1, 2)]
+    for batch in sent:
+        await queue.send(batch)
+    for batch in sent:
+        parts = [await receiver.receive() for receiver in queue.receivers]
+        for rank, part in enumerate(parts):
+            assert_same_batch(part, batch, rank)
+        assert sum(len(part.token_ids) for part in parts) == batch.summary.num_tokens
+        assert len({part.num_rows for part in parts}) == 1
+
+
+async def test_tokens_too_old_bear_no_loss_and_are_context_to_the_receiver(queue: Queue) -> None:
+    await queue.send(plan([30] * 6, num_ranks=len(queue.receivers), oldest_version=5))
+    for receiver in queue.receivers:
+        part = await receiver.receive()
+        assert part.loss_mask.any()
+        np.testing.assert_array_equal(part.loss_mask, part.policy_versions >= 5)
+
+
+async def test_a_batch_may_be_empty_or_grow_from_step_to_step(queue: Queue) -> None:
+    for step, num_samples in enumerate([0, 1, 200, 3, 1500], start=1):
+        sent = queue.batch(step, num_samples=num_samples, tokens_per_sample=min(40, num_samples))
+        await queue.send(sent)
+        for rank, receiver in enumerate(queue.receivers):
+            assert_same_batch(await receiver.receive(), sent, rank)
+            await receiver.acknowledge(step)
+
+
+async def test_send_waits_for_every_ranks_acknowledgement_when_the_queue_is_full(queue: Queue) -> None:
+    await queue.send(queue.batch(1))
+    await queue.send(queue.batch(2))
+    third = await assert_waits(queue.send(queue.batch(3)))
+    await queue.receive()
+    for receiver in queue.receivers:
+        await asyncio.wait({third}, timeout=0.05)
+        assert not third.done()  # received is not yet acknowledged, nor is what one of the ranks acknowledged
+        await receiver.acknowledge(1)
+    await third
+
+
+async def test_a_received_batch_stays_as_it_is_until_it_is_acknowledged(queue: Queue) -> None:
+    await queue.send(queue.batch(1))
+    parts = [await receiver.receive() for receiver in queue.receivers]
+    for step in range(2, 6):
+        await queue.send(queue.batch(step))
+        await queue.receive()
+        await queue.acknowledge(step)
+    for rank, part in enumerate(parts):
+        assert_same_batch(part, queue.batch(1), rank)
+
+
+async def test_a_cancelled_receive_loses_nothing(queue: Queue) -> None:
+    receiver = queue.receivers[-1]
+    waiting = await assert_waits(receiver.receive())
+    sending = asyncio.ensure_future(queue.send(queue.batch(1)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await sending
+    received = waiting if not waiting.cancelled() and waiting.done() else asyncio.ensure_future(receiver.receive())
+    assert (await received).summary.step == 1  # type: ignore[attr-defined]
+
+
+async def test_a_cancelled_send_goes_out_whole_or_not_at_all(queue: Queue) -> None:
+    sending = asyncio.ensure_future(queue.send(queue.batch(1)))
+    await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait({sending})
+    await queue.send(queue.batch(2))
+    steps = [(await receiver.receive()).summary.step for receiver in queue.receivers]
+    assert steps in ([1] * len(steps), [2] * len(steps))
+
+
+async def test_a_batch_is_acknowledged_once_and_only_after_it_was_received(queue: Queue) -> None:
+    await queue.send(queue.batch(1))
+    for receiver in queue.receivers:
+        with pytest.raises(TransportError, match="step 1 "):
+            await receiver.acknowledge(1)
+        await receiver.receive()
+        await receiver.acknowledge(1)
+        with pytest.raises(TransportError, match="step 1 "):
+            await receiver.acknowledge(1)
+
+
+async def test_a_batch_that_was_planned_for_other_ranks_is_refused(queue: Queue) -> None:
+    with pytest.raises(ValueError, match="for 2 ranks"):
+        await queue.send(make_batch(1, num_ranks=2))
+
+
+async def test_closing_wakes_whoever_waits(queue: Queue) -> None:
+    receiving = await assert_waits(queue.receivers[0].receive())
+    await queue.close()
+    await queue.close()
+    with pytest.raises(PeerGone):
+        await receiving
+    with pytest.raises(PeerGone):
+        await queue.send(queue.batch(1))
+
+
+async def test_one_receivers_end_is_the_end_of_the_queue(queue: Queue) -> None:
+    await queue.send(queue.batch(1))
+    await queue.send(queue.batch(2))
+    sending = await assert_waits(queue.send(queue.batch(3)))
+    await queue.receivers[-1].close()
+    with pytest.raises(PeerGone):
+        await sending
+
+
+async def test_closing_wakes_a_send_that_waits_for_room(queue: Queue) -> None:
+    await queue.send(queue.batch(1))
+    await queue.send(queue.batch(2))
+    sending = await assert_waits(queue.send(queue.batch(3)))
+    await queue.close()
+    with pytest.raises(PeerGone):
+        await sending
+
+
+def test_a_queue_holds_one_batch_at_least() -> None:
+    with pytest.raises(ValueError, match="capacity"):
+        MemoryBatchQueue(capacity=0)

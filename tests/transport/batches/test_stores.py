@@ -1,0 +1,244 @@
+"""What each way of carrying a batch promises beyond every queue: files, bytes, other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tailrace.errors import CorruptData, PeerGone, TransportError
+from tailrace.transport.batches.channels import (
+    ChannelBatchReceiver,
+    ChannelBatchSender,
+    file_receiver,
+    file_sender,
+    shared_memory_receiver,
+    shared_memory_sender,
+    value_receiver,
+    value_sender,
+)
+from tailrace.transport.channels import ipc_address
+from tailrace.transport.segments import ALIGNMENT_BYTES
+from tests.transport.transport_builders import COLUMNS, assert_same_batch, make_batch, plan
+
+
+@contextlib.asynccontextmanager
+async def ends(sender: ChannelBatchSender, *receivers: ChannelBatchReceiver) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for receiver in receivers:
+            await receiver.close()
+        await sender.close()
+
+
+async def test_a_batch_lies_in_files_that_safetensors_reads(sockets: Path, tmp_path: Path) -> None:
+    address = ipc_address(sockets, "batches")
+    sender, receiver = shared_memory_sender(address, tmp_path), shared_memory_receiver(address, tmp_path)
+    async with ends(sender, receiver):
+        batch = make_batch(1)
+        await sender.send(batch)
+        (path,) = tmp_path.iterdir()
+        tensors, expected = safetensors.numpy.load_file(path), batch.assembled()
+        for column in COLUMNS:
+            np.testing.assert_array_equal(tensors[column], getattr(expected, column))
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "files", "by value"])
+async def test_received_columns_are_aligned_views_that_cannot_be_written(
+    kind: str, sockets: Path, tmp_path: Path
+) -> None:
+    address = ipc_address(sockets, "batches")
+    sender, receiver = {
+        "shared memory": lambda: (shared_memory_sender(address, tmp_path), shared_memory_receiver(address, tmp_path)),
+        "files": lambda: (file_sender(address, tmp_path), file_receiver(address, tmp_path)),
+        "by value": lambda: (value_sender(address), value_receiver(address)),
+    }[kind]()
+    async with ends(sender, receiver):
+        for step, tokens in ((1, 5), (2, 5000)):
+            await sender.send(make_batch(step, tokens_per_sample=tokens))
+            batch = await receiver.receive()
+            for column in COLUMNS:
+                array = getattr(batch, column)
+                assert not array.flags.owndata, column
+                assert not array.flags.writeable, column
+                assert array.flags.aligned, column
+                assert kind == "by value" or array.ctypes.data % ALIGNMENT_BYTES == 0, column
+
+
+async def test_shared_memory_is_recycled(sockets: Path, tmp_path: Path) -> None:
+    address = ipc_address(sockets, "batches")
+    sender, receiver = shared_memory_sender(address, tmp_path), shared_memory_receiver(address, tmp_path)
+    async with ends(sender, receiver):
+        for step in range(1, 20):
+            await sender.send(make_batch(step))
+            assert_same_batch(await receiver.receive(), make_batch(step))
+            await receiver.acknowledge(step)
+        assert len(list(tmp_path.iterdir())) <= 2
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_rank_opens_no_other_ranks_rows(sockets: Path, tmp_path: Path) -> None:
+    address = ipc_address(sockets, "batches")
+    sender = file_sender(address, tmp_path, num_ranks=2)
+    receivers = [file_receiver(address, tmp_path, rank=rank, num_ranks=2) for rank in range(2)]
+    async with ends(sender, *receivers):
+        sent = make_batch(1, num_samples=6, num_ranks=2)
+        await sender.send(sent)
+        (other,) = tmp_path.glob("*/rank-1.safetensors")
+        other.unlink()
+        assert_same_batch(await receivers[0].receive(), sent, 0)
+        with pytest.raises(TransportError, match="cannot open"):
+            await receivers[1].receive()
+
+
+async def test_a_receiver_of_another_number_of_ranks_is_refused(sockets: Path, tmp_path: Path) -> None:
+    address = ipc_address(sockets, "batches")
+    sender, receiver = value_sender(address), value_receiver(address, rank=0, num_ranks=2)
+    async with ends(sender, receiver):
+        await sender.send(make_batch(1))
+        with pytest.raises(CorruptData, match="rank 0 of 2 was sent the rows of rank 0 of 1"):
+            await receiver.receive()
+
+
+async def test_batches_reach_another_process_whose_end_is_noticed(sockets: Path, tmp_path: Path) -> None:
+    address = ipc_address(sockets, "batches")
+    sender = shared_memory_sender(address, tmp_path, capacity=1)
+    script = str(Path(__file__).with_name("batch_process.py"))
+    trainer = await asyncio.create_subprocess_exec(
+        sys.executable, script, f"{address}", str(tmp_path), "2", stdout=asyncio.subprocess.PIPE
+    )
+    for step in (1, 2, 3):
+        await sender.send(make_batch(step))
+    with pytest.raises(PeerGone):
+        await sender.send(make_batch(4))  # no room, and nobody there who could make some
+    out, _ = await trainer.communicate()
+    sums = [make_batch(step).assembled().token_ids.sum() for step in (1, 2)]
+    assert out.decode().split("\n")[:2] == [f"{step} {total}" for step, total in enumerate(sums, 1)]
+    await sender.close()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_batches_go_by_tcp_as_well(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    sender, receiver = value_sender(address), value_receiver(address)
+    async with ends(sender, receiver):
+        await sender.send(make_batch(1, tokens_per_sample=100_000))
+        assert_same_batch(await receiver.receive(), make_batch(1, tokens_per_sample=100_000))
+
+
+async def test_a_full_folder_is_one_clear_message_and_costs_one_batch(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_file: int, _start: int, _size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    address = ipc_address(sockets, "batches")
+    for make_sender, make_receiver in ((shared_memory_sender, shared_memory_receiver), (file_sender, file_receiver)):
+        sender, receiver = make_sender(address, tmp_path), make_receiver(address, tmp_path)
+        async with ends(sender, receiver):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "posix_fallocate", no_room)
+                with pytest.raises(TransportError, match="has no room for"):
+                    await sender.send(make_batch(1))
+            await sender.send(make_batch(2))
+            assert (await receiver.receive()).summary.step == 2
+            assert len(list(tmp_path.glob("*batch-*"))) == 1
+
+
+async def test_what_shared_memory_has_no_room_for_goes_to_files_and_is_told_once(
+    sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserve, small = os.posix_fallocate, tmp_path / "small"
+    small.mkdir()
+
+    def nearly_full(file: int, start: int, size: int) -> None:
+        if size > 100_000 and os.readlink(f"/proc/self/fd/{file}").startswith(str(small)):
+            raise OSError(28, "No space left on device")
+        reserve(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    address, spill = ipc_address(sockets, "batches"), tmp_path / "spill"
+    sender = shared_memory_sender(address, small, spill=spill, num_ranks=2)
+    receivers = [shared_memory_receiver(address, small, spill=spill, rank=rank, num_ranks=2) for rank in range(2)]
+    with caplog.at_level(logging.WARNING):
+        async with ends(sender, *receivers):
+            for step, tokens in enumerate((10, 100_000, 100_000, 10, 120_000), 1):
+                sent = make_batch(step, num_samples=4, tokens_per_sample=tokens, num_ranks=2)
+                await sender.send(sent)
+                for rank, receiver in enumerate(receivers):
+                    assert_same_batch(await receiver.receive(), sent, rank)
+                    await receiver.acknowledge(step)
+            assert 1 <= len(list(spill.iterdir())) <= 4
+    assert caplog.text.count("has no room for") == 1
+    assert not list(small.iterdir())
+    assert not spill.exists()
+
+
+async def test_what_files_accepted_outlives_its_sender_and_its_receiver(sockets: Path, tmp_path: Path) -> None:
+    address = ipc_address(sockets, "batches")
+    sent = {step: plan([30, 20, 10], step=step, num_ranks=2, row_tokens=40) for step in (1, 2, 3, 4)}
+
+    def make_ends() -> tuple[ChannelBatchSender, list[ChannelBatchReceiver]]:
+        sender = file_sender(address, tmp_path, num_ranks=2, capacity=3, keep=True)
+        return sender, [file_receiver(address, tmp_path, rank=rank, num_ranks=2) for rank in range(2)]
+
+    sender, receivers = make_ends()
+    for step in (1, 2, 3):
+        await sender.send(sent[step])
+    for receiver in receivers:
+        assert (await receiver.receive()).summary.step == 1
+        await receiver.acknowledge(1)
+    await receivers[0].receive()
+    await receivers[0].acknowledge(2)  # the other rank did not
+    await sender.send(sent[4])
+    for end in (*receivers, sender):
+        await end.close()
+    (tmp_path / ".half-written-batch-00000005").mkdir()
+
+    sender, receivers = make_ends()
+    async with ends(sender, *receivers):
+        for step in (2, 3, 4):
+            for rank, receiver in enumerate(receivers):
+                assert_same_batch(await receiver.receive(), sent[step], rank)
+                await receiver.acknowledge(step)
+        again = plan([30, 20, 10], step=5, num_ranks=2, row_tokens=40)
+        await sender.send(again)
+        assert_same_batch(await receivers[1].receive(), again, 1)
+        assert not list(tmp_path.glob(".half-written*"))
+
+
+async def test_what_files_no_longer_need_is_removed_without_keep(sockets: Path, tmp_path: Path) -> None:
+    (tmp_path / "batch-00000007").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    address = ipc_address(sockets, "batches")
+    sender, receiver = file_sender(address, tmp_path), file_receiver(address, tmp_path)
+    async with ends(sender, receiver):
+        await sender.send(make_batch(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("position", [-3000, -20000])
+async def test_a_flipped_bit_in_a_file_is_noticed_before_it_is_trained_on(
+    sockets: Path, tmp_path: Path, position: int
+) -> None:
+    address = ipc_address(sockets, "batches")
+    sender, receiver = file_sender(address, tmp_path), file_receiver(address, tmp_path)
+    async with ends(sender, receiver):
+        await sender.send(plan([65536 // 8 * 13] * 10))  # ends close to the end of its file
+        (path,) = tmp_path.glob("*/rank-0.safetensors")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2 + position] ^= 4
+        path.write_bytes(content)
+        with pytest.raises(CorruptData, match="checksum differs"):
+            await receiver.receive()

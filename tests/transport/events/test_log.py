@@ -1,0 +1,265 @@
+"""Promises of every event log, and those of files and of other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import CorruptData, PeerGone, TransportError
+from tailrace.records import Event, RunStatus, StepTrained, TrainerEnded, TrainerStarted
+from tailrace.transport.channels import ipc_address
+from tailrace.transport.events.log import RECENT, EventLog, FileEventLog, MemoryEventLog, read_events
+from tailrace.transport.events.rpc import EventLogClient, EventLogServer
+
+EPOCH = "this-epoch"
+
+
+def trained(step: int, *, epoch: str = EPOCH, loss: float = 0.5) -> StepTrained:
+    return StepTrained(epoch=epoch, step=step, version=step, metrics={"loss": loss})
+
+
+@dataclass
+class Log:
+    """A log to use, and the way to end it for everyone."""
+
+    log: EventLog
+    end: Callable[[], object]
+
+
+@pytest.fixture(params=["memory", "file", "client"])
+async def events(request: pytest.FixtureRequest, sockets: Path, tmp_path: Path) -> AsyncIterator[Log]:
+    owned = MemoryEventLog(EPOCH) if request.param == "memory" else FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    if request.param != "client":
+        yield Log(owned, owned.close)
+        await owned.close()
+        return
+    server = EventLogServer(owned, ipc_address(sockets, "events"))
+    client = EventLogClient(ipc_address(sockets, "events"), EPOCH)
+
+    async def end() -> None:
+        await owned.close()
+        await server.close()
+
+    yield Log(client, end)
+    await client.close()
+    await end()
+
+
+async def collect(log: EventLog, after: int = 0) -> list[Event]:
+    return [event async for event in log.follow(after)]
+
+
+async def test_a_follower_gets_what_was_logged_before_then_what_comes_then_the_end(events: Log) -> None:
+    await events.log.append(trained(1))
+    following = asyncio.create_task(collect(events.log))
+    late = asyncio.create_task(collect(events.log, after=2))
+    await events.log.append(trained(2))
+    last = TrainerEnded(epoch=EPOCH, status=RunStatus.FINISHED, step=3, reason="done")
+    started = TrainerStarted(epoch=EPOCH, step=3, version=3, scheduler_state=b"\x00\xff")
+    await events.log.append(started)
+    await events.log.append(last)
+    await events.end()  # type: ignore[misc]
+    assert await following == [trained(1), trained(2), started, last]
+    assert await late == [started, last]
+
+
+async def test_a_follower_is_woken_by_an_append(events: Log) -> None:
+    follower = events.log.follow()
+    waiting = asyncio.ensure_future(anext(follower))
+    await asyncio.wait({waiting}, timeout=0.02)
+    assert not waiting.done()
+    await events.log.append(trained(1))
+    assert await waiting == trained(1)
+
+
+async def test_an_event_of_another_epoch_is_refused(events: Log) -> None:
+    with pytest.raises(TransportError, match="another"):
+        await events.log.append(trained(1, epoch="another"))
+    await events.log.append(trained(2))
+    assert await anext(events.log.follow()) == trained(2)
+
+
+async def test_a_closed_log_takes_nothing(events: Log) -> None:
+    await events.log.close()
+    await events.log.close()
+    with pytest.raises(TransportError):
+        await events.log.append(trained(1))
+
+
+async def test_old_steps_keep_their_place_and_let_go_of_their_metrics(events: Log) -> None:
+    count = 3 * RECENT
+    for step in range(count):
+        await events.log.append(trained(step))
+    seen: list[Event] = []
+    async for event in events.log.follow():
+        seen.append(event)
+        if len(seen) == count:
+            break
+    steps = [event for event in seen if isinstance(event, StepTrained)]
+    assert [event.step for event in steps] == list(range(count))
+    assert [bool(event.metrics) for event in steps[-RECENT:]] == [True] * RECENT
+    assert not steps[0].metrics
+
+
+async def test_a_stuck_disk_holds_the_append_but_not_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_writing, may_write, write = threading.Event(), threading.Event(), os.write
+
+    def stuck(file: int, line: bytes) -> int:
+        is_writing.set()
+        may_write.wait()
+        return write(file, line)
+
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    monkeypatch.setattr(os, "write", stuck)
+    given_up = asyncio.create_task(log.append(trained(1)))
+    behind_it = asyncio.create_task(log.append(trained(2)))
+    await asyncio.to_thread(is_writing.wait)  # the loop goes on
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    may_write.set()
+    await behind_it
+    await log.close()
+    assert await collect(log) == read_events(tmp_path / "events.jsonl") == [trained(1), trained(2)]
+
+
+async def test_users_who_take_all_threads_of_the_loop_hold_no_append(tmp_path: Path) -> None:
+    loop, may_end = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    taken = loop.run_in_executor(None, may_end.wait)
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    try:
+        async with asyncio.timeout(60):
+            await log.append(trained(1))
+            await log.close()
+    finally:
+        may_end.set()
+        await taken
+    assert read_events(tmp_path / "events.jsonl") == [trained(1)]
+
+
+async def test_a_file_keeps_the_metrics_of_every_step(tmp_path: Path) -> None:
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    for step in range(2 * RECENT):
+        await log.append(trained(step))
+    await log.close()
+    kept = [event for event in read_events(tmp_path / "events.jsonl") if isinstance(event, StepTrained)]
+    assert len(kept) == 2 * RECENT
+    assert all(event.metrics for event in kept)
+
+
+async def test_a_file_holds_one_json_object_per_event_and_survives_metrics_that_json_has_no_word_for(
+    tmp_path: Path,
+) -> None:
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    await log.append(trained(1, loss=math.nan))
+    await log.append(trained(2))
+    await log.close()
+    assert (tmp_path / "events.jsonl").read_text().count("\n") == 2
+    first, second = read_events(tmp_path / "events.jsonl")
+    assert isinstance(first, StepTrained)
+    assert math.isnan(first.metrics["loss"])
+    assert second == trained(2)
+
+
+async def test_a_later_epoch_appends_to_the_file_and_does_not_see_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for epoch in ("first", "second"):
+        log = FileEventLog(path, epoch)
+        await log.append(trained(1, epoch=epoch))
+        await log.close()
+        assert await collect(log) == [trained(1, epoch=epoch)]
+    assert read_events(path) == [trained(1, epoch="first"), trained(1, epoch="second")]
+
+
+async def test_a_torn_last_line_is_tolerated_and_cut_off_before_the_next_append(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = FileEventLog(path, EPOCH)
+    for step in (1, 2):
+        await log.append(trained(step))
+    await log.close()
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read_events(path) == [trained(1)]
+    log = FileEventLog(path, EPOCH)
+    await log.append(trained(3))
+    await log.close()
+    assert read_events(path) == [trained(1), trained(3)]
+
+
+def test_any_other_line_that_is_no_event_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"type": "StepTrained"}\n')
+    with pytest.raises(CorruptData, match="line 1"):
+        read_events(path)
+
+
+SERVER_THAT_DIES = """
+import asyncio, os, sys
+from tailrace.records import StepTrained
+from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.events.rpc import EventLogServer
+
+async def main():
+    log = MemoryEventLog("this-epoch")
+    server = EventLogServer(log, sys.argv[1])
+    async for event in log.follow():
+        if event.step == 3:
+            os._exit(9)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_that_vanished_is_told_to_whoever_follows_or_appends(sockets: Path) -> None:
+    address = ipc_address(sockets, "events")
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER_THAT_DIES, address)
+    client = EventLogClient(address, EPOCH)
+    following = asyncio.create_task(collect(client))
+    for step in (1, 2):
+        await client.append(trained(step))
+    with contextlib.suppress(PeerGone):  # it may have answered first
+        await client.append(trained(3))
+    with pytest.raises(PeerGone):
+        await following
+    with pytest.raises(PeerGone):
+        await client.append(trained(4))
+    await client.close()
+    await server.wait()
+
+
+async def test_events_of_several_clients_are_seen_by_all_in_one_order(sockets: Path) -> None:
+    address = ipc_address(sockets, "events")
+    log = MemoryEventLog(EPOCH)
+    server = EventLogServer(log, address)
+    clients = [EventLogClient(address, EPOCH) for _ in range(3)]
+    followers = [asyncio.create_task(collect(client)) for client in clients]
+    await asyncio.gather(*(client.append(trained(i * 10 + n)) for n in range(10) for i, client in enumerate(clients)))
+    await log.close()
+    await server.close()
+    seen = [await follower for follower in followers]
+    assert len(seen[0]) == 30
+    assert seen[0] == seen[1] == seen[2] == await collect(log)
+    for client in clients:
+        await client.close()
+
+
+async def test_a_server_that_closes_before_its_log_is_gone(sockets: Path) -> None:
+    log = MemoryEventLog(EPOCH)
+    server = EventLogServer(log, ipc_address(sockets, "events"))
+    client = EventLogClient(ipc_address(sockets, "events"), EPOCH)
+    await client.append(trained(1))
+    following = asyncio.create_task(collect(client))
+    await server.close()
+    with pytest.raises(PeerGone):
+        await following
+    await client.close()
