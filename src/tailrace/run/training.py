@@ -32,6 +32,7 @@ from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.usage import ProcessMeter
 from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
 from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
@@ -42,7 +43,6 @@ from tailrace.run.parts import (
     load_environments,
     make_renderer,
     make_rollouter,
-    require_engine,
     require_held_out_tasks,
     task_stream,
 )
