@@ -197,8 +197,6 @@ class _Training:
         tasks = task_stream(settings, self._environments)
         if settings.resume:
             wind_back(self._paths, started.step)
-        if started.scheduler_state:
-            tasks.restore(started.scheduler_state)
         observer = RunObserver(
             metrics=JsonlSink(self._paths.metrics, self._writer),
             rollouts=RolloutWriter(self._paths.rollouts, self._writer, every_steps=observability.rollouts_every_steps),
@@ -230,10 +228,13 @@ class _Training:
             group_sizes={name: loaded.group_size for name, loaded in self._environments.items()},
             whole_groups=[name for name, loaded in self._environments.items() if loaded.spec.needs_whole_group],
             max_steps=settings.max_steps,
+            holder=self._holding,
+        )
+        scheduler.start(
             step=started.step,
             version=started.version,
-            holder=self._holding,
             serving_version=self._orchestrator.installed_version if self._orchestrator else started.version,
+            state=started.scheduler_state,
         )
         evaluator = Evaluator(
             self._held_out,
