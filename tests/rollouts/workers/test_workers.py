@@ -73,7 +73,7 @@ def children() -> list[psutil.Process]:
 
 def is_worker(child: psutil.Process) -> bool:
     try:
-        return "worker_process" in " ".join(child.cmdline())
+        return "workers.process" in " ".join(child.cmdline())
     except psutil.NoSuchProcess:  # it ended meanwhile
         return False
 
