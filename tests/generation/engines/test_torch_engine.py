@@ -231,7 +231,7 @@ def test_a_prepared_model_state_dict_is_packed_already_and_taken_over_without_th
 
 
 def test_what_is_not_this_models_is_refused_when_it_is_prepared() -> None:
-    with pytest.raises(ModelError, match=r"lm_head|model\.layers"):
+    with pytest.raises(ModelError, match="names weights that the model lacks"):
         make_engine(make_model()).prepare(make_model("gpt_neox").state_dict())
 
 
