@@ -63,6 +63,14 @@ async def test_steps_after_the_checkpoint_are_trained_again_and_told_once(tmp_pa
     assert {record["step"] for record in rollouts(tmp_path / "run")} <= set(range(1, 12))
 
 
+async def test_no_rollout_of_a_resumed_run_has_a_name_that_was_given_before(tmp_path: Path) -> None:
+    one_task = (*DATA, "--environment.args.count", "1")
+    await run_inline(tmp_path, *one_task, "--max_steps", "1")
+    await run_inline(tmp_path, *one_task, "--max_steps", "2", "--resume")
+    names = [record["rollout_id"] for record in rollouts(tmp_path / "run") if record["outcome"]["state"] == "trained"]
+    assert len(set(names)) == len(names) == 8
+
+
 async def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "2")
     shutil.rmtree(tmp_path / "run" / "checkpoints")

@@ -14,6 +14,7 @@ import msgspec
 from tailrace.config import RunSettings
 from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
+from tailrace.run.engines import require_engine
 from tailrace.run.generators import Wait, open_generate
 from tailrace.run.parts import (
     EnvironmentRunner,
@@ -22,7 +23,6 @@ from tailrace.run.parts import (
     load_environments,
     make_renderer,
     make_rollouter,
-    require_engine,
     require_held_out_tasks,
 )
 from tailrace.scheduling import EvaluationResult, evaluate

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
 from tailrace.errors import DataError, SettingsError
-from tailrace.generation.engines.protocol import Engine
-from tailrace.generation.engines.vllm.options import require_vllm
-from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.records import Generate, Group, GroupId, OpenPayload, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
-from tailrace.run.ranks import Rank, lead
 from tailrace.scheduling import TaskSource, TaskStream
 
 if TYPE_CHECKING:
@@ -169,52 +164,6 @@ def make_rollouter(
         max_model_tokens=settings.max_model_tokens,
         worker_log=log_folder / "workers.log" if log_folder else None,
     )
-
-
-def require_engine(generator: GeneratorSettings) -> None:
-    """Raise `SettingsError` for an engine that is not installed or settings that it does not take; imports neither."""
-    if generator.engine == "vllm":
-        require_vllm(generator)
-    elif generator.vllm or (generator.tensor_parallel > 1 and not generator.lockstep):
-        given = "generator.vllm" if generator.vllm else "generator.tensor_parallel"
-        raise SettingsError(f"{given} is for generator.engine = 'vllm', but the engine is {generator.engine!r}")
-
-
-class EngineSettings(Protocol):
-    """The sections that an engine is made from: those of a run, or of `tailrace serve`."""
-
-    @property
-    def model(self) -> ModelSettings:
-        """Which model."""
-        ...
-
-    @property
-    def generator(self) -> GeneratorSettings:
-        """How it samples."""
-        ...
-
-
-def engine_factory(settings: EngineSettings, torchrun: Rank | None = None) -> Callable[[], Engine]:
-    """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there.
-
-    Under `generator.lockstep` the other ranks are those of `torchrun`, or else processes that it starts.
-
-    Raises `SettingsError` for an engine that is not installed or options that it does not take.
-    """
-    require_engine(settings.generator)
-    build = partial(build_engine, settings)
-    return partial(lead, build, settings, torchrun) if settings.generator.lockstep else build
-
-
-def build_engine(settings: EngineSettings) -> Engine:
-    """One rank's engine. Call it in the thread that steps it."""
-    if settings.generator.engine == "vllm":
-        from tailrace.generation.engines.vllm.engine import vllm_engine_factory
-
-        return vllm_engine_factory(settings.model, settings.generator)()
-    from tailrace.generation.engines.torch.engine import torch_engine_factory
-
-    return torch_engine_factory(settings.model, settings.generator)()
 
 
 def make_trainer(settings: RunSettings, open_payload: OpenPayload | None = None) -> Trainer:

@@ -29,9 +29,9 @@ from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
 from tailrace.records import Completion, Generate, rollout_of_session
 from tailrace.run.batches import BATCH_QUEUE_CAPACITY, batch_sender
+from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Wait, start_fleet
-from tailrace.run.parts import engine_factory
 from tailrace.run.payloads import ORCHESTRATOR, payload_parent
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
@@ -86,7 +86,8 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
     store, batches = MemoryModelStateDictStore(), MemoryBatchQueue(BATCH_QUEUE_CAPACITY)
     payloads = MemoryPayloadStore()
     accounts = PayloadAccounts(payloads)
-    async with Generator(engine_factory(settings), settings.generator.weights, payloads=payloads) as generator:
+    build = engine_factory(settings.model, settings.generator)
+    async with Generator(build, settings.generator.weights, payloads=payloads) as generator:
         role = RoleSettings.of(settings, paths, log.epoch)
         trainer = asyncio.create_task(run_trainer_role(role, batches.receiver(), store, log, payloads), name="trainer")
 

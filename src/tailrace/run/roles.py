@@ -16,8 +16,9 @@ from tailrace.lifecycle.resources import RunResources
 from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
 from tailrace.reporting.logs import setup_logging
 from tailrace.run.batches import batch_receiver
+from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
-from tailrace.run.parts import engine_factory, make_trainer
+from tailrace.run.parts import make_trainer
 from tailrace.run.payloads import open_payload_store
 from tailrace.run.phases import recording_phases, watched_loop
 from tailrace.tracing.phases import PhaseRecorder
@@ -162,11 +163,11 @@ async def generator(encoded: bytes) -> None:
 
 
 async def _serve_generator(role: RoleSettings, settings: RunSettings) -> None:
-    seeded = settings.model_copy(update={"generator": settings.generator.model_copy(update={"seed": role.seed})})
+    seeded = settings.generator.model_copy(update={"seed": role.seed})
     store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
     payloads = MemoryPayloadStore() if settings.transport.payloads == "value" else None
     store_of_run = payloads or role.payload_store(settings, writer=role.socket)
-    engine = Generator(engine_factory(seeded), settings.generator.weights, payloads=store_of_run)
+    engine = Generator(engine_factory(settings.model, seeded), settings.generator.weights, payloads=store_of_run)
     try:
         # It serves while the engine is built: what that raises is told to whoever says hello, with its type.
         await GeneratorServer(

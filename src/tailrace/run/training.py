@@ -32,6 +32,7 @@ from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.usage import ProcessMeter
 from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
 from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
@@ -42,7 +43,6 @@ from tailrace.run.parts import (
     load_environments,
     make_renderer,
     make_rollouter,
-    require_engine,
     require_held_out_tasks,
     task_stream,
 )
@@ -197,8 +197,6 @@ class _Training:
         tasks = task_stream(settings, self._environments)
         if settings.resume:
             wind_back(self._paths, started.step)
-        if started.scheduler_state:
-            tasks.restore(started.scheduler_state)
         observer = RunObserver(
             metrics=JsonlSink(self._paths.metrics, self._writer),
             rollouts=RolloutWriter(self._paths.rollouts, self._writer, every_steps=observability.rollouts_every_steps),
@@ -230,10 +228,13 @@ class _Training:
             group_sizes={name: loaded.group_size for name, loaded in self._environments.items()},
             whole_groups=[name for name, loaded in self._environments.items() if loaded.spec.needs_whole_group],
             max_steps=settings.max_steps,
+            holder=self._holding,
+        )
+        scheduler.start(
             step=started.step,
             version=started.version,
-            holder=self._holding,
             serving_version=self._orchestrator.installed_version if self._orchestrator else started.version,
+            state=started.scheduler_state,
         )
         evaluator = Evaluator(
             self._held_out,

@@ -194,7 +194,8 @@ class Simulation:
             max_staleness=plan.max_staleness,
             publish=self._publish,
             on_step=self._step_trained,
-            start=start,
+            step=start.step,
+            version=start.version,
             skips=frozenset(skips).__contains__,
             hiccup=hiccup,
         )
@@ -211,8 +212,6 @@ class Simulation:
             generate=holding,
         )
         stream = TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1)
-        if start.scheduler_state:
-            stream.restore(start.scheduler_state)
         self.scheduler = StreamScheduler(
             stream,
             ModelledRunner(self._rollouter, spec, plan.load),
@@ -222,11 +221,14 @@ class Simulation:
             max_staleness=plan.max_staleness,
             max_running=plan.max_running,
             group_sizes={ENVIRONMENT: plan.load.group_size},
-            step=start.step,
-            version=start.version,
-            serving_version=start.version,
+            save_state=self._save_state,
             holder=holding,
         )
+        self.scheduler.start(
+            step=start.step, version=start.version, serving_version=start.version, state=start.scheduler_state
+        )
+        self._states: dict[int, bytes] = {}
+        """Of the scheduler, at steps whose batch was sent."""
         self.checkpoints = {start.step: start}
         """After each step."""
         self.requests_left = 0
@@ -282,8 +284,11 @@ class Simulation:
     async def _load(self, version: int) -> None:
         self.scheduler.weights_installed(await self.fleet.load(version))
 
+    async def _save_state(self, step: int, state: bytes) -> None:
+        self._states[step] = state
+
     def _step_trained(self, event: StepEnded) -> None:
-        self.checkpoints[event.step] = self.trainer.checkpoint
+        self.checkpoints[event.step] = Checkpoint(event.step, event.version, self._states.pop(event.step))
         self.scheduler.handle(event)
 
     def _step_retired(self, event: StepEnded) -> None:
