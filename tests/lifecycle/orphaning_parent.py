@@ -6,9 +6,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from tailrace.lifecycle.supervisor import Supervisor
+
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
-from tailrace.lifecycle.supervisor import Supervisor
 
 
 async def main(function: str, folder: str) -> None:

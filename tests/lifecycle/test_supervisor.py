@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from role_functions import is_alive, wait_for_file
+from tailrace.lifecycle.supervisor import RoleProcess, Supervisor
 
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
-from tailrace.lifecycle.supervisor import RoleProcess, Supervisor
 
 PATIENCE_S = 60.0
 

@@ -52,8 +52,8 @@ class GeneratorSettings(BaseModel):
     device: str = Field(default="cpu", description="Where the torch engine runs: cpu, cuda, cuda:1, ...")
     devices: DeviceIds | None = Field(
         default=None,
-        description="GPUs of all generators, tensor_parallel for each in order: numbers or UUIDs, as CUDA_VISIBLE_DEVICES"
-        " has them; unset: the next ones after the trainer's. On the command line 1,2",
+        description="GPUs of all generators, tensor_parallel for each in order: numbers or UUIDs, as in"
+        " CUDA_VISIBLE_DEVICES; unset: the next ones after the trainer's. On the command line 1,2",
     )
     slots: int = Field(default=64, ge=1, description="Requests that run at the same time in one generator")
     max_cache_tokens: int = Field(
@@ -95,7 +95,12 @@ class GeneratorSettings(BaseModel):
         description="Return the experts that every token was routed to, for trainer.router_replay: mixture-of-experts "
         "models only, and with vLLM on GPUs only",
     )
-    load_attempts: int = Field(default=4, ge=1, description="Times that a failing load of new weights is tried")
+    load_attempts: int = Field(
+        default=4,
+        ge=1,
+        description="Times that loading new weights is tried before they count as not installed; they are tried on, "
+        "later each time",
+    )
     load_backoff_s: float = Field(
         default=0.1, ge=0, description="Pause before its second attempt; every further one is twice as long"
     )

@@ -23,6 +23,7 @@ from tailrace.lifecycle.roles import EntryFunction, Role, resolve_entry
 
 _logger = logging.getLogger(__name__)
 
+
 def main() -> int:
     """Run the role that standard input names; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tailrace.errors import SettingsError
@@ -60,8 +61,8 @@ def _require_possible(need: DeviceNeed, pool: Sequence[str]) -> None:
         return
     if unseen := [device for device in need.chosen if device not in pool]:
         raise SettingsError(f"{need.setting} names the GPU {unseen[0]}, and this run sees {', '.join(pool)}")
-    if len(set(need.chosen)) < need.count:
-        raise SettingsError(f"{need.setting} gives the {need.role} {len(set(need.chosen))} GPUs of the {need.count} it needs")
+    if (given := len(set(need.chosen))) < need.count:
+        raise SettingsError(f"{need.setting} gives the {need.role} {given} of the {need.count} GPUs that it needs")
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -78,6 +79,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(ids[:hidden_from])
 
 
+@cache
 def _count_devices() -> int:
     """Of the machine, or of what a container sees of it."""
     if query := shutil.which("nvidia-smi"):

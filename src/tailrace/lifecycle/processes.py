@@ -61,11 +61,12 @@ def spawn_role(
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "tailrace.lifecycle.child"],
-            stdin=its,
+            stdin=its.fileno(),
             stdout=output,
             stderr=output,
             env=child_environment(spec),
             process_group=0 if leads_group else None,
+            bufsize=0,
         )
     except OSError:
         ours.close()

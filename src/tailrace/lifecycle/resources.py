@@ -11,10 +11,9 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 from tailrace.errors import SettingsError
-from tailrace.transport.channels import runtime_folder
+from tailrace.transport.channels import create_socket_folder, ipc_address, runtime_folder
 
 _PREFIX = "tailrace-run-"
 _LOCK_NAME = "owner.lock"
@@ -36,6 +35,23 @@ class OwnedFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+class SocketFolder(OwnedFolder):
+    """One for the sockets of processes that meet on this machine. Use it as a context manager."""
+
+    def __init__(self, epoch: str) -> None:
+        super().__init__(create_socket_folder(), epoch)
+
+    def address(self, name: str) -> str:
+        """Of the socket `name`. Raises `SettingsError` when its path is too long for a socket."""
+        return ipc_address(self.path, name)
+
+    def __enter__(self) -> SocketFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 class RunResources:
@@ -65,7 +81,7 @@ class RunResources:
     def __enter__(self) -> RunResources:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _payload_folder(self, parent: Path, epoch: str) -> Path:

@@ -39,7 +39,8 @@ def in_own_process(settings: RunSettings, devices: Mapping[str, tuple[str, ...]]
 
 def describe_devices(devices: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Who gets what, in one sentence; nothing where no role has a GPU."""
-    return [f"GPUs: {', '.join(f'{role} {"+".join(ids)}' for role, ids in devices.items())}."] if devices else []
+    shares = ", ".join(f"{'+'.join(ids)} for the {role}" for role, ids in devices.items())
+    return [f"GPUs: {shares}."] if devices else []
 
 
 def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:

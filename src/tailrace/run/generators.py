@@ -55,14 +55,13 @@ class ReplicaSource(Protocol):
 class Generators:
     """All generators of a run. Make it on a running event loop; it begins at once.
 
-    `router` is how they are used as one: it generates, interrupts, loads weights, tells when one serves, and figures.
+    `router` is how they are used as one: it generates, interrupts, brings weights, tells when one serves, and figures.
     """
 
     def __init__(self, settings: RunSettings, sources: Sequence[ReplicaSource]) -> None:
         self._settings = settings.generator
-        self.router = Router(
-            self._settings.replica_names, self._settings.router, max_staleness=settings.max_staleness
-        )
+        chosen = self._settings
+        self.router = Router(chosen.replica_names, chosen.router, chosen.weights, max_staleness=settings.max_staleness)
         self._clients: dict[ReplicaSource, ReplicaConnection] = {}
         self._left = len(sources)
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,8 +1,9 @@
-"""Transports within one process: objects instead of sockets, so that a debugger may stop all of it as long as it likes."""
+"""Transports within one process: objects instead of sockets. A debugger may stop all of it for as long as it likes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -38,10 +39,12 @@ class MemoryTransports(Transports):
         self._payloads = MemoryPayloadStore()
         self._generators: dict[str, tuple[Generator, asyncio.Event]] = {}
         """By address: one that serves, and what asks it to end."""
+        self._engine_is_built = asyncio.Event()
 
     @override
     @asynccontextmanager
     async def trainer(self, settings: RunSettings) -> AsyncIterator[TrainerEnds]:
+        await self._engine_is_built.wait()  # two threads that import transformers at once find it half imported
         yield TrainerEnds(self._log, self._batches.receiver(), self._store, self._payloads)
 
     @override
@@ -50,20 +53,24 @@ class MemoryTransports(Transports):
         try:
             yield GeneratorEnds(self._payloads, partial(self._serve, role))
         finally:
+            self._engine_is_built.set()
             self._generators.pop(role.address, None)
 
     async def _serve(self, role: Role, generator: Generator) -> None:
         closing = asyncio.Event()
         self._generators[role.address] = generator, closing
         role.ready()
-        ends = asyncio.create_task(generator.failed()), asyncio.create_task(closing.wait())
+        failed, closed = asyncio.create_task(generator.failed()), asyncio.create_task(closing.wait())
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if ends[0].done():
-                raise ends[0].result()
+            with contextlib.suppress(Exception):  # whoever says hello is given it, with its type
+                await generator.ready()
+            self._engine_is_built.set()
+            await asyncio.wait({failed, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
         finally:
-            for end in ends:
-                end.cancel()
+            failed.cancel()
+            closed.cancel()
 
     @override
     def batch_sender(self, settings: RunSettings) -> MemoryBatchQueue:
@@ -88,7 +95,9 @@ class MemoryTransports(Transports):
         payloads: PayloadAccounts | None,
     ) -> GeneratorHere:
         generator, closing = self._generators[address]
-        return GeneratorHere(generator, closing, self._store, settings.model.name, on_report, payloads)
+        return GeneratorHere(
+            generator, closing, self._store, model=settings.model.name, on_report=on_report, payloads=payloads
+        )
 
     @override
     def remove(self) -> None:
@@ -103,6 +112,7 @@ class GeneratorHere(ReplicaConnection):
         generator: Generator,
         closing: asyncio.Event,
         store: MemoryModelStateDictStore,
+        *,
         model: str,
         on_report: ReportListener,
         payloads: PayloadAccounts | None,

@@ -1,8 +1,9 @@
 """One run: the scheduler, the weights' way to the generators, and the event log that ends it.
 
-    follow   reads the event log: steps to the scheduler, published weights to the loader; the terminal record ends it
-    work     schedules, evaluates, loads weights, watches the roles; when it fails, or every task was handed out and
-             trained, the trainer is asked to stop
+    follow   reads the event log: steps to the scheduler, published weights to their distributor, which reports what
+             serves; the terminal record ends it
+    work     schedules, evaluates, watches the roles; when it fails, or every task was handed out and trained, the
+             trainer is asked to stop
 
 The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place. After
 the record of a run that finished, an evaluation that is due or goes on is waited for.
@@ -17,12 +18,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TailraceError, TransportError
+from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TransportError
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
     ModelStateDictPublished,
-    ModelStateDictRef,
     RunStatus,
     StepSkipped,
     StepTrained,
@@ -30,11 +30,9 @@ from tailrace.records import (
     TrainerEnded,
     TrainerStarted,
 )
-from tailrace.run.generators import Wait
 from tailrace.run.observer import RunObserver
-from tailrace.run.placement import SHUTDOWN, Placement
+from tailrace.run.started_roles import SHUTDOWN, StartedRoles, Wait
 from tailrace.scheduling import Evaluator, StreamScheduler
-from tailrace.tracing.phases import phase
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 
@@ -66,7 +64,7 @@ class Orchestrator:
     """Runs until the trainer's terminal record. Once trainer and weights are there it starts workers and scheduler."""
 
     def __init__(
-        self, placement: Placement, log: MemoryEventLog, start_workers: Wait, start_scheduler: StartScheduler
+        self, roles: StartedRoles, log: MemoryEventLog, start_workers: Wait, start_scheduler: StartScheduler
     ) -> None:
         self.scheduler: StreamScheduler | None = None
         self.observer: RunObserver | None = None
@@ -77,10 +75,10 @@ class Orchestrator:
         self.version = 0
         self.error: BaseException | None = None
         """What ended the run, where it was no wish."""
-        self._placement, self._log = placement, log
+        self._roles, self._log = roles, log
+        roles.generators.router.weights.listener = self
         self._start_workers, self._start_scheduler = start_workers, start_scheduler
         self._started: TrainerStarted | None = None
-        self._published: ModelStateDictRef | None = None
         self.installed_version = 0
         """Lowest that a generator serves."""
         self._stop_requested = False
@@ -143,7 +141,7 @@ class Orchestrator:
                 case TrainerStarted():
                     self._started, self.step, self.version = event, event.step, event.version
                 case ModelStateDictPublished():
-                    self._published = event.ref
+                    self._roles.generators.router.weights.publish(event.ref)
                 case StepTrained() | StepSkipped():
                     self.step, self.version = event.step, event.version
                     if self.scheduler:
@@ -177,7 +175,7 @@ class Orchestrator:
         if isinstance(error, EngineFailed):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
-                    await self._placement.watch()
+                    await self._roles.watch()
             except TimeoutError:
                 pass
             except (LifecycleError, SettingsError) as explanation:
@@ -186,7 +184,7 @@ class Orchestrator:
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
         """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""
-        left = asyncio.ensure_future(self._placement.trainer_left())
+        left = asyncio.ensure_future(self._roles.trainer.left())
         await asyncio.wait({follower, left}, timeout=SHUTDOWN.last_save_s, return_when=asyncio.FIRST_COMPLETED)
         has_left = left.done() and not follower.done()
         left.cancel()
@@ -204,8 +202,7 @@ class Orchestrator:
     async def _work(self) -> None:
         """Goes on until cancelled; any failure ends all of it."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._placement.watch())
-            tasks.create_task(self._load_weights())
+            tasks.create_task(self._roles.watch())
             self._scheduling = tasks.create_task(self._schedule())
             tasks.create_task(self._evaluate())
 
@@ -214,7 +211,7 @@ class Orchestrator:
         assert self._started is not None
         await self._installed(self.version)
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._placement.ready())
+            starting.create_task(self._roles.generators.router.serving())
             starting.create_task(self._start_workers())
         started = self._start_scheduler(self._started, self._installed)
         self.scheduler, self.observer, self.evaluator = started.scheduler, started.observer, started.evaluator
@@ -250,37 +247,23 @@ class Orchestrator:
         if not evaluator.is_idle:
             _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
 
-    async def _load_weights(self) -> None:
-        """Waits for newer weights, and tells of them at once: a generator that is slow to load holds no other up."""
-        async with asyncio.TaskGroup() as loads:
-            while True:
-                await wait_until(self._changed, lambda: self._published is not None)
-                ref, self._published = self._published, None
-                assert ref is not None
-                loads.create_task(self._load(ref))
+    # --- weights -------------------------------------------------------------------------------------------------
 
-    async def _load(self, ref: ModelStateDictRef) -> None:
-        """A load that fails keeps the old weights serving, and the next version is tried."""
-        clock = asyncio.get_running_loop().time
-        since = clock()
-        try:
-            with phase("load_model_state_dict", track="weights", about={"version": ref.version}):
-                version = await self._placement.load_model_state_dict(ref)
-            self.installed_version = max(self.installed_version, version)
-            self._changed.set()
-            if self.scheduler:
-                self.scheduler.weights_installed(self.installed_version)
-        except EngineFailed:
-            raise
-        except TailraceError as error:
-            _logger.warning("version %d was not installed, the old weights go on serving: %s", ref.version, error)
-            if self.observer:
-                self.observer.weights_not_installed()
-            if self.scheduler:
-                self.scheduler.weights_not_installed(ref.version)
-        else:
-            if self.observer:
-                self.observer.weights_installed(clock() - since)
+    def weights_installed(self, version: int, duration_s: float) -> None:
+        """See `WeightListener`."""
+        self.installed_version = max(self.installed_version, version)
+        self._changed.set()
+        if self.scheduler:
+            self.scheduler.weights_installed(self.installed_version)
+        if self.observer:
+            self.observer.weights_installed(duration_s)
+
+    def weights_not_installed(self, version: int) -> None:
+        """See `WeightListener`."""
+        if self.observer:
+            self.observer.weights_not_installed()
+        if self.scheduler:
+            self.scheduler.weights_not_installed(version)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

@@ -25,8 +25,8 @@ import msgspec
 from tailrace.config.serving import ServeSettings
 from tailrace.errors import EngineFailed, SettingsError
 from tailrace.generation.settings import GeneratorSettings
-from tailrace.lifecycle.exit_codes import ExitCode, describe_exit
 from tailrace.lifecycle.devices import visible_devices
+from tailrace.lifecycle.exit_codes import ExitCode, describe_exit
 from tailrace.lifecycle.processes import spawn_role
 from tailrace.lifecycle.roles import RoleSpec
 
@@ -148,7 +148,7 @@ class _Followers:
         self._is_ending = False
         self._settled = threading.Event()
         text = settings.model_dump_json()
-        self._processes = [
+        self._processes = [  # with the sockets whose end would tell them that this process is gone
             _start(FollowerSettings(msgspec.structs.replace(leader, number=number, local=number), text))
             for number in range(1, leader.size)
         ]
@@ -156,7 +156,7 @@ class _Followers:
             threading.Thread(
                 target=self._wait_for, args=(number, process), name=f"tailrace-rank-{number}-exit", daemon=True
             )
-            for number, process in enumerate(self._processes, 1)
+            for number, (process, _) in enumerate(self._processes, 1)
         ]
         for wait in self._waits:
             wait.start()
@@ -175,7 +175,7 @@ class _Followers:
         """Nobody needs them: rank 0 could not be built."""
         self._is_ending = True
         self._settled.set()
-        for process in self._processes:
+        for process, _ in self._processes:
             process.kill()
 
     def _wait_for(self, number: int, process: subprocess.Popen[bytes]) -> None:

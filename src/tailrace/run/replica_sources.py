@@ -179,8 +179,6 @@ class ConnectedGenerator(ReplicaSource):
         await client.leave()
 
 
-
-
 def started_generators(
     settings: RunSettings,
     specs: Sequence[RoleSpec],

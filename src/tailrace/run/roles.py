@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -93,7 +92,8 @@ def generator_specs(told: RoleSettings, devices: Mapping[str, tuple[str, ...]]) 
 async def trainer(role: Role) -> None:
     """Trains. Leaves when the event log ends: by then its terminal record was read."""
     told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
-    importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
+    if role.has_own_process:
+        importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
     async with _observed(role, told) as phases, told.transports().trainer(told.run) as ends:
         role.ready()
         await _train(told, ends, phases)

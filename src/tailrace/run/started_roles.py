@@ -1,8 +1,8 @@
 """The roles of a run, started by the launcher that the settings name, and ended in order.
 
-    orchestrator ── generate, load_model_state_dict ──► generators
-                 ── batches ──► trainer ── model state dicts ──► generators
-                 ◄── event log ──►
+orchestrator ── generate, load_model_state_dict ──► generators
+             ── batches ──► trainer ── model state dicts ──► generators
+             ◄── event log ──►
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,8 +37,6 @@ from tailrace.transport.payloads.accounts import PayloadAccounts
 
 SHUTDOWN = ShutdownSettings()
 
-Devices: TypeAlias = Mapping[str, tuple[str, ...]]
-
 Wait: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -50,21 +49,16 @@ class StartedRoles:
     payloads: PayloadAccounts
     """Who holds what in the payload store."""
 
-    def __init__(
-        self,
-        settings: RunSettings,
-        told: RoleSettings,
-        devices: Devices,
-        launcher: Launcher,
-        transports: Transports,
-        log: MemoryEventLog,
-    ) -> None:
-        self._launcher, self._transports = launcher, transports
-        self.trainer = launcher.start(trainer_spec(told, devices.get("trainer"), huge_pages(os.environ)))
+    def __init__(self, ground: _Ground, log: MemoryEventLog) -> None:
+        settings, transports = ground.settings, ground.transports
+        self._launcher, self._transports = ground.launcher, transports
+        self.trainer = ground.launcher.start(
+            trainer_spec(ground.told, ground.devices.get("trainer"), huge_pages(os.environ))
+        )
         self.batches = transports.batch_sender(settings)
         self._end_log = transports.serve_log(log)
         self.payloads = transports.payload_accounts(settings)
-        self.generators = _start_generators(settings, told, devices, launcher, transports, payloads=self.payloads)
+        self.generators = _start_generators(ground, payloads=self.payloads)
 
     async def watch(self) -> None:
         """Wait for a role that leaves early, or for the last generator's failure, and raise it. Returns never."""
@@ -110,10 +104,8 @@ async def start_roles(settings: RunSettings, paths: RunPaths, log: MemoryEventLo
 
     Raises `SettingsError` for what cannot be started with these settings, and `LifecycleError`.
     """
-    devices = await asyncio.to_thread(role_devices, settings)
-    async with _opened(settings, paths, log) as (launcher, transports):
-        told = RoleSettings.of(in_own_process(settings, devices), paths, log.epoch, transports)
-        roles = StartedRoles(settings, told, devices, launcher, transports, log)
+    async with _opened(settings, paths, log) as ground:
+        roles = StartedRoles(ground, log)
         try:
             yield roles
         finally:
@@ -128,50 +120,29 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     """
     is_alone = settings.generator.replicas == 1 and not settings.generator.connect
     placed = settings.model_copy(update={"placement": "inline" if is_alone else "local"})
-    paths, log = RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)
-    devices = await asyncio.to_thread(role_devices, placed)
-    async with _opened(placed, paths, log) as (launcher, transports):
-        told = RoleSettings.of(in_own_process(placed, devices), paths, log.epoch, transports)
-        model = settings.model.name
-        generators = _start_generators(placed, told, devices, launcher, transports, serving_model=model)
+    async with _opened(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as ground:
+        generators = _start_generators(ground, serving_model=settings.model.name)
         try:
             yield generators.router, generators.watch
         finally:
             await generators.close()
 
 
-def _start_generators(
-    settings: RunSettings,
-    told: RoleSettings,
-    devices: Devices,
-    launcher: Launcher,
-    transports: Transports,
-    *,
-    payloads: PayloadAccounts | None = None,
-    serving_model: str | None = None,
-) -> Generators:
-    """Those that the settings ask for, or that they name.
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What roles are started from."""
 
-    Who sends no weights of its own says which model they must serve already (`serving_model`). `payloads` is told of
-    what completions bring.
-    """
-    if settings.generator.connect:
-        assert isinstance(transports, HostTransports)
-        lend_file = transports.lent_files()
-        sources = connected_generators(
-            settings, launcher.epoch, lend_file, serving_model=serving_model, payloads=payloads
-        )
-    else:
-        specs = generator_specs(told, devices)
-        sources = started_generators(settings, specs, launcher, transports, payloads)
-    return Generators(settings, sources)
+    settings: RunSettings
+    launcher: Launcher
+    transports: Transports
+    devices: Mapping[str, tuple[str, ...]]
+    told: RoleSettings
 
 
 @asynccontextmanager
-async def _opened(
-    settings: RunSettings, paths: RunPaths, log: MemoryEventLog
-) -> AsyncIterator[tuple[Launcher, Transports]]:
+async def _opened(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[_Ground]:
     """The launcher that the settings name, and what will join its roles."""
+    devices = await asyncio.to_thread(role_devices, settings)
     async with AsyncExitStack() as stack:
         launcher = launcher_class(settings.placement)(log.epoch, paths.logs, SHUTDOWN)
         stack.callback(launcher.kill)
@@ -183,4 +154,24 @@ async def _opened(
                 await asyncio.to_thread(remove_leftovers, folder)
             transports = stack.enter_context(host_transports(settings, paths, launcher))
         await stack.enter_async_context(launcher)
-        yield launcher, transports
+        told = RoleSettings.of(in_own_process(settings, devices), paths, log.epoch, transports)
+        yield _Ground(settings, launcher, transports, devices, told)
+
+
+def _start_generators(
+    ground: _Ground, *, payloads: PayloadAccounts | None = None, serving_model: str | None = None
+) -> Generators:
+    """Those that the settings ask for, or that they name.
+
+    Who sends no weights of its own says which model they must serve already (`serving_model`). `payloads` is told of
+    what completions bring.
+    """
+    settings, transports = ground.settings, ground.transports
+    if settings.generator.connect:
+        assert isinstance(transports, HostTransports)
+        lend_file, epoch = transports.lent_files(), ground.launcher.epoch
+        sources = connected_generators(settings, epoch, lend_file, serving_model=serving_model, payloads=payloads)
+    else:
+        specs = generator_specs(ground.told, ground.devices)
+        sources = started_generators(settings, specs, ground.launcher, transports, payloads)
+    return Generators(settings, sources)

@@ -19,6 +19,7 @@ from tailrace.errors import TailraceError
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
+from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
@@ -32,6 +33,7 @@ from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.usage import ProcessMeter
 from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
@@ -47,8 +49,8 @@ from tailrace.run.parts import (
     task_stream,
 )
 from tailrace.run.phases import ORCHESTRATOR, recording_phases, traced_run, watched_loop
-from tailrace.run.placement import Placement, open_placement
 from tailrace.run.recorded_generate import RecordedGenerate
+from tailrace.run.started_roles import StartedRoles, start_roles
 from tailrace.run.summary import Figures, figures
 from tailrace.run.view import run_view
 from tailrace.scheduling import Evaluator, StreamScheduler
@@ -67,9 +69,11 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
 
     Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
     """
-    if settings.placement == "local":  # a trainer in this process has its own wishes
+    is_apart = not launcher_class(settings.placement).runs_in_this_process
+    if is_apart:  # a trainer in this process configures its own allocator
         share_one_arena()
     require_engine(settings.generator)
+    devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(load_environments, settings)
     if settings.evaluation.every_steps is not None:
         require_held_out_tasks(environments)
@@ -80,10 +84,10 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, _training_tasks(environments))
-    for sentence in plan.describe():
+    for sentence in [*plan.describe(), *describe_devices(devices)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
-        if settings.placement == "local":  # tensors in cycles live elsewhere
+        if is_apart:  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
             reserve_memory(plan.max_running * RESERVED_BYTES_PER_ROLLOUT)
         await stack.enter_async_context(traced_run(paths, observability))
@@ -141,12 +145,12 @@ class _Training:
         """Start everything, run to the terminal record, stop everything, sum up."""
         log = FileEventLog(self._paths.events, uuid.uuid4().hex)
         async with contextlib.AsyncExitStack() as stack:
-            placement = await stack.enter_async_context(open_placement(self._settings, self._paths, log))
+            roles = await stack.enter_async_context(start_roles(self._settings, self._paths, log))
             stack.push_async_callback(log.close)
-            meter = ProcessMeter(placement.pids)
-            recorded = RecordedGenerate(placement.generate, self._count_completion)
-            holding = self._holding = HoldingGenerate(recorded, placement.interrupt, self._count_cut)
-            placement.tell_of_cuts(self._count_cut)
+            meter = ProcessMeter(roles.pids)
+            recorded = RecordedGenerate(roles.generators.router, self._count_completion)
+            holding = self._holding = HoldingGenerate(recorded, roles.generators.router.interrupt, self._count_cut)
+            roles.generators.router.tell_of_cuts(self._count_cut)
             rollouter = await stack.enter_async_context(
                 make_rollouter(
                     self._settings,
@@ -158,12 +162,12 @@ class _Training:
             )
             self._held_out = await asyncio.to_thread(self._make_held_out)
             orchestrator = self._orchestrator = Orchestrator(
-                placement,
+                roles,
                 log,
                 lambda: rollouter.start(loaded.spec for loaded in self._environments.values()),
-                lambda started, installed: self._start(started, installed, placement, rollouter, meter),
+                lambda started, installed: self._start(started, installed, roles, rollouter, meter),
             )
-            signals = stack.enter_context(self._signals(orchestrator, placement, live))
+            signals = stack.enter_context(self._signals(orchestrator, roles, live))
             ended = await orchestrator.run()
         return await self._sum_up(orchestrator, ended, meter, signals)
 
@@ -188,7 +192,7 @@ class _Training:
         self,
         started: TrainerStarted,
         installed: WeightsInstalled,
-        placement: Placement,
+        roles: StartedRoles,
         rollouter: Rollouter,
         meter: ProcessMeter,
     ) -> Scheduling:
@@ -212,15 +216,15 @@ class _Training:
             ),
             meter=meter,
             statistics=lambda: scheduler.statistics,
-            replicas=placement.replicas,
+            replicas=roles.generators.router.figures,
             environments=lambda: tasks.environments,
             judge_usage=lambda: rollouter.judge_usage,
-            payloads=placement.payloads,
+            payloads=roles.payloads,
         )
         scheduler = StreamScheduler(
             tasks,
             EnvironmentRunner(rollouter, self._environments, settings, on_lost=observer.rollout_lost),
-            placement.batches.send,
+            roles.batches.send,
             observer,
             settings=settings.scheduling,
             max_staleness=settings.max_staleness,
@@ -243,7 +247,7 @@ class _Training:
                 self._environments,
                 settings,
                 evaluation_seed=settings.seed,
-                on_ended=placement.payloads.release,
+                on_ended=roles.payloads.release,
             ),
             observer.evaluated,
             settings=settings.evaluation,
@@ -255,12 +259,13 @@ class _Training:
 
     def _trimmer(self) -> MemoryTrimmer:
         """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""
-        trim_mb, is_apart = self._settings.observability.trim_mb, self._settings.placement == "local"
+        trim_mb = self._settings.observability.trim_mb
+        is_apart = not launcher_class(self._settings.placement).runs_in_this_process
         reserved = self._settings.max_running * RESERVED_BYTES_PER_ROLLOUT
         heap = glibc_heap() if trim_mb and is_apart else None
         return MemoryTrimmer(int(trim_mb * 1e6) + reserved, self._writer.submit, heap)
 
-    def _signals(self, orchestrator: Orchestrator, placement: Placement, live: LiveView) -> StopSignals:
+    def _signals(self, orchestrator: Orchestrator, roles: StartedRoles, live: LiveView) -> StopSignals:
         """Once: an orderly stop. Twice: everything at once."""
         wishes: set[asyncio.Task[None]] = set()
 
@@ -269,7 +274,7 @@ class _Training:
             wishes.add(asyncio.ensure_future(orchestrator.request_stop(RunStatus.CANCELLED, why)))
 
         def abort(code: ExitCode) -> None:
-            placement.kill()
+            roles.kill()
             live.release_terminal()
             os._exit(code)
 

@@ -28,7 +28,6 @@ BATCHES_AHEAD = 3
 """Capacity of the batch queue: more than the scheduler sends ahead, so that it never waits inside `send`."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class TrainerEnds:
     """What the trainer reads and writes."""

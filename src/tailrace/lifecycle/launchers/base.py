@@ -7,8 +7,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.devices import visible_devices
@@ -90,7 +89,8 @@ class RoleHandle(ABC):
 
     async def ready(self) -> str:
         """Wait until it says that it is ready; where it listens. Raises `LifecycleError` when it leaves before."""
-        await asyncio.wait({self._readied, self._left}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {self._readied, self._left}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not self._readied.done():
             raise self.early_exit()
         return self._readied.result()
@@ -117,7 +117,7 @@ class RoleHandle(ABC):
                 await self.kill()
 
     async def kill(self) -> None:
-        """End it when it cannot be asked to (it is stuck), and wait for that. Raises `LifecycleError` as `stop` does."""
+        """End it when it cannot be asked to, and wait for that. Raises `LifecycleError` as `stop` does."""
         self.is_stopping = True
         if self.is_running:
             self._kill()
@@ -152,8 +152,8 @@ class RoleHandle(ABC):
 class Launcher(ABC):
     """Starts the roles of a run, tells at once when one leaves early, and stops them.
 
-    Use it as an async context manager: no role outlives it. A launcher implements `_new_handle` and `address`, and, if
-    it owns something beside its roles, `_release`.
+    Use it as an async context manager: no role outlives it. A launcher implements `_new_handle` and `address`, and
+    `devices` where its roles are on other machines; one that owns something lets go of it in `kill`, too.
     """
 
     runs_in_this_process: ClassVar[bool] = False
@@ -184,9 +184,6 @@ class Launcher(ABC):
         """Ids of the GPUs that roles can be given."""
         return visible_devices(os.environ)
 
-    def _release(self) -> None:
-        """Let go of what the launcher owns. Twice does nothing."""
-
     # --- what its owner does -----------------------------------------------------------------------------------------
 
     def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
@@ -216,17 +213,16 @@ class Launcher(ABC):
             await handle.stop()
 
     def kill(self) -> None:
-        """End every role at once, without waiting: for a second Ctrl-C."""
+        """End every role at once, without waiting (for a second Ctrl-C), and let go of what the launcher owns."""
         for handle in self._handles.values():
             handle.is_stopping = True
             if handle.is_running:
                 handle._kill()
-        self._release()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None):
+    async def __aexit__(self, *_: object) -> None:
         try:
             await self.close()
         finally:

@@ -18,10 +18,9 @@ from tailrace.errors import LifecycleError
 from tailrace.lifecycle.exit_codes import describe_exit
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
 from tailrace.lifecycle.processes import call_on_exit, spawn_role
-from tailrace.lifecycle.resources import OwnedFolder
+from tailrace.lifecycle.resources import SocketFolder
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
-from tailrace.transport.channels import create_socket_folder, ipc_address
 
 _TAIL_BYTES = 8192
 _TAIL_LINES = 30
@@ -108,7 +107,7 @@ class LocalLauncher(Launcher):
 
     def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
         super().__init__(epoch, logs, settings)
-        self._sockets = OwnedFolder(create_socket_folder(), epoch)
+        self._sockets = SocketFolder(epoch)
 
     @override
     def _new_handle(self, spec: RoleSpec, *, is_replaceable: bool) -> LocalHandle:
@@ -116,10 +115,11 @@ class LocalLauncher(Launcher):
 
     @override
     def address(self, name: str) -> str:
-        return ipc_address(self._sockets.path, name)
+        return self._sockets.address(name)
 
     @override
-    def _release(self) -> None:
+    def kill(self) -> None:
+        super().kill()
         self._sockets.remove()
 
 
