@@ -65,7 +65,7 @@ async def test_a_follower_gets_what_was_logged_before_then_what_comes_then_the_e
     late = asyncio.create_task(collect(events.log, after=2))
     await events.log.append(trained(2))
     last = TrainerEnded(epoch=EPOCH, status=RunStatus.FINISHED, step=3, reason="done")
-    started = TrainerStarted(epoch=EPOCH, step=3, version=3, scheduler_state=b"\x00\xff")
+    started = TrainerStarted(epoch=EPOCH, step=3, version=3)
     await events.log.append(started)
     await events.log.append(last)
     await events.end()  # type: ignore[misc]
