@@ -196,6 +196,17 @@ async def test_a_torn_last_line_is_tolerated_and_cut_off_before_the_next_append(
     assert read_events(path) == [trained(1), trained(3)]
 
 
+async def test_a_damaged_line_of_an_earlier_epoch_does_not_stop_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"type": "Step\xff\n' + b"x" * 100_000)
+    log = FileEventLog(path, EPOCH)
+    await log.append(trained(1))
+    await log.close()
+    damaged, appended = path.read_bytes().splitlines()
+    assert damaged == b'{"type": "Step\xff'
+    assert b"StepTrained" in appended
+
+
 def test_any_other_line_that_is_no_event_is_named(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"type": "StepTrained"}\n')
