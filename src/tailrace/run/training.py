@@ -31,14 +31,12 @@ from tailrace.reporting.run_view import RunView
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.usage import ProcessMeter
-from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
 from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
 from tailrace.run.parts import (
-    EnvironmentRunner,
-    LoadedEnvironment,
     held_out_tasks,
     load_environments,
     make_renderer,
@@ -162,7 +160,7 @@ class _Training:
             orchestrator = self._orchestrator = Orchestrator(
                 placement,
                 log,
-                lambda: rollouter.start(loaded.spec for loaded in self._environments.values()),
+                rollouter.start,
                 lambda started, installed: self._start(started, installed, placement, rollouter, meter),
             )
             signals = stack.enter_context(self._signals(orchestrator, placement, live))
@@ -221,7 +219,7 @@ class _Training:
         )
         scheduler = StreamScheduler(
             tasks,
-            EnvironmentRunner(rollouter, self._environments, settings, on_lost=observer.rollout_lost),
+            rollouter.runner(on_lost=observer.rollout_lost),
             placement.batches.send,
             observer,
             settings=settings.scheduling,
@@ -241,13 +239,7 @@ class _Training:
         )
         evaluator = Evaluator(
             self._held_out,
-            EnvironmentRunner(
-                rollouter,
-                self._environments,
-                settings,
-                evaluation_seed=settings.seed,
-                on_ended=placement.payloads.release,
-            ),
+            rollouter.runner(evaluation_seed=settings.seed, on_ended=placement.payloads.release),
             observer.evaluated,
             settings=settings.evaluation,
             max_running=settings.max_running,
