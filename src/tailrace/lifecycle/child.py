@@ -64,6 +64,7 @@ async def _until_terminated(entry: EntryFunction, role: Role) -> None:
     """Waits for the role to end; SIGTERM cancels it."""
     task = asyncio.current_task()
     assert task is not None
+    task.set_name(role.spec.name)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await entry(role)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,6 +23,7 @@ from tailrace.run.host_transports import HostTransports, Whereabouts
 from tailrace.run.memory_transports import memory_transports
 from tailrace.run.parts import make_trainer
 from tailrace.run.phases import recording_phases, watched_loop
+from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
 
@@ -109,6 +111,8 @@ async def _train(told: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | 
     settings = told.run
     try:
         newest = latest_checkpoint(told.paths.checkpoints) if settings.resume else None
+        if newest is not None:
+            await asyncio.to_thread(_adopt_scheduler_state, told.paths, newest)
     except CheckpointError as error:
         await ends.log.append(TrainerEnded(epoch=told.epoch, status=RunStatus.FAILED, step=0, reason=str(error)))
         raise
@@ -122,6 +126,15 @@ async def _train(told: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | 
     open_payload = ends.payloads.open if settings.generator.return_routed_experts else None
     make = lambda: make_trainer(settings, open_payload)  # noqa: E731
     await run_trainer(make, ends.batches, ends.model_state_dicts, ends.log, plan)
+
+
+def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
+    """Older versions kept the scheduler's state in the checkpoint: put it where the orchestrator reads it now."""
+    from tailrace.training.checkpoints import read_manifest, scheduler_state_in
+
+    states, step = SchedulerStates(paths.scheduler, paths.checkpoints), read_manifest(checkpoint).step
+    if not states.path(step).exists() and (state := scheduler_state_in(checkpoint)):
+        states.write(step, state, trained_step=step)
 
 
 async def generator(role: Role) -> None:
