@@ -100,7 +100,6 @@ class _TrainerLoop:
         self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
         self._step = 0
         self._saved_step: int | None = None
-        self._scheduler_state = b""
         self._checkpoint_s: float | None = None
         self._ended = False
 
@@ -140,18 +139,11 @@ class _TrainerLoop:
 
     async def _start(self, trainer: Trainer) -> None:
         if (checkpoint := self._plan.resume_from) is not None:
-            self._scheduler_state = await self._in_thread(lambda: trainer.restore(checkpoint))
+            await self._in_thread(lambda: trainer.restore(checkpoint))
             self._saved_step = trainer.step
         self._step = trainer.step
         self._phase_metrics()  # the first step is not charged for the start
-        await self._events.append(
-            TrainerStarted(
-                epoch=self._plan.epoch,
-                step=trainer.step,
-                version=trainer.version,
-                scheduler_state=self._scheduler_state,
-            )
-        )
+        await self._events.append(TrainerStarted(epoch=self._plan.epoch, step=trainer.step, version=trainer.version))
         if trainer.version > 0:  # generators start from the initial model, which is version 0
             await self._publish(await self._in_thread(lambda: trainer.snapshot(self._plan.publish_dtype)))
 
@@ -161,7 +153,7 @@ class _TrainerLoop:
         with phase("train", track="optimizer steps", num_bytes=batch.num_bytes, about=about):
             result = await self._in_thread(lambda: trainer.train_step(batch))
         await self._reported()
-        self._step, self._scheduler_state = result.step, batch.scheduler_state
+        self._step = result.step
         if result.skipped is not None:
             await self._events.append(
                 StepSkipped(epoch=self._plan.epoch, step=result.step, version=result.version, reason=result.skipped)
@@ -213,7 +205,7 @@ class _TrainerLoop:
             return
         started_s = time.perf_counter()
         with phase("checkpoint", track="checkpoints", about={"step": trainer.step}):
-            path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints, self._scheduler_state))
+            path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints))
         self._checkpoint_s = time.perf_counter() - started_s
         self._saved_step = trainer.step
         await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=trainer.step, path=str(path)))

@@ -148,7 +148,7 @@ class Trainer:
             keeps = parameter.ndim == 1 or id(parameter) in exact
             yield name, parameter.detach(), torch.float32 if keeps else getattr(torch, dtype)
 
-    def save_checkpoint(self, folder: Path, scheduler_state: bytes = b"") -> Path:
+    def save_checkpoint(self, folder: Path) -> Path:
         """Write a checkpoint of the current step under `folder`, prune old ones, return its path.
 
         Raises `CheckpointError`; earlier checkpoints are then as they were.
@@ -157,15 +157,14 @@ class Trainer:
             step=self.step,
             version=self.version,
             optimizer=self._optimizer.state_dict(),
-            scheduler_state=scheduler_state,
             skipped_in_a_row=self._skipped_in_a_row,
         )
         path = checkpoints.write_checkpoint(folder, self._model, self.model_name, state)
         checkpoints.prune_checkpoints(folder, keep=self.settings.keep_checkpoints)
         return path
 
-    def restore(self, checkpoint: Path) -> bytes:
-        """Continue from `checkpoint`; returns the scheduler's state in it. Raises `CheckpointError`."""
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from `checkpoint`. Raises `CheckpointError`."""
         state = checkpoints.read_checkpoint(checkpoint, self._model, device=self.settings.device)
         try:
             self._optimizer.load_state_dict(state.optimizer)
@@ -173,7 +172,6 @@ class Trainer:
             raise checkpoints.not_of_this_model(checkpoint, error) from error
         self.step, self.version = state.step, state.version
         self._skipped_in_a_row = state.skipped_in_a_row
-        return state.scheduler_state
 
     def _require_trainable(self, batch: Batch) -> None:
         summary = batch.summary
