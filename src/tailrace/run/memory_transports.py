@@ -13,11 +13,10 @@ from typing_extensions import override
 from tailrace.config import RunSettings
 from tailrace.errors import EngineFailed
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engine_thread.inbox import ChunkListener
 from tailrace.generation.rpc.client import ReportListener
 from tailrace.generation.rpc.messages import PROTOCOL, WelcomeReply
 from tailrace.lifecycle.roles import Role
-from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams, rollout_of_session
+from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.run.transports import BATCHES_AHEAD, GeneratorEnds, ReplicaConnection, TrainerEnds, Transports
 from tailrace.transport.batches.queue import MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
@@ -136,30 +135,12 @@ class GeneratorHere(ReplicaConnection):
         return self._failed.result() if self._failed.done() else None
 
     @override
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-        on_chunk: ChunkListener | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         self._require_alive()
         self._received += 1
-        completion = await self._generator.generate(
-            prompt_token_ids,
-            sampling=sampling,
-            request_id=request_id,
-            session_id=session_id,
-            group_id=group_id,
-            prefix=prefix,
-            on_chunk=on_chunk,
-        )
+        completion = await self._generator.generate(request, on_chunk)
         if self._payloads is not None:
-            self._payloads.record(rollout_of_session(session_id), completion.routed_experts)
+            self._payloads.record(request.owner, completion.routed_experts)
         self._on_report(self._generator.statistics(), self._received)
         return completion
 

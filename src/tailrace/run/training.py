@@ -23,7 +23,7 @@ from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
-from tailrace.records import Completion, RunStatus, Task, TrainerEnded, TrainerStarted
+from tailrace.records import Completion, GenerationRequest, RunStatus, Task, TrainerEnded, TrainerStarted
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
@@ -148,15 +148,13 @@ class _Training:
             roles = await stack.enter_async_context(start_roles(self._settings, self._paths, log))
             stack.push_async_callback(log.close)
             meter = ProcessMeter(roles.pids)
-            recorded = RecordedGenerate(roles.generators.router, self._count_completion)
-            holding = self._holding = HoldingGenerate(recorded, roles.generators.router.interrupt, self._count_cut)
-            roles.generators.router.tell_of_cuts(self._count_cut)
+            holding = self._holding = HoldingGenerate(roles.generators.router, roles.generators.router.interrupt)
             rollouter = await stack.enter_async_context(
                 make_rollouter(
                     self._settings,
                     self._environments,
                     renderer=self._renderer,
-                    generate=holding,
+                    generate=RecordedGenerate(holding, self._count_completion, self._count_cancelled),
                     log_folder=self._paths.logs,
                 )
             )
@@ -171,13 +169,13 @@ class _Training:
             ended = await orchestrator.run()
         return await self._sum_up(orchestrator, ended, meter, signals)
 
-    def _count_completion(self, _session_id: str, completion: Completion) -> None:
+    def _count_completion(self, _: GenerationRequest, completion: Completion) -> None:
         if self._orchestrator and self._orchestrator.observer:
             self._orchestrator.observer.completion_sampled(completion)
 
-    def _count_cut(self, request_id: str, tokens: int) -> None:
+    def _count_cancelled(self, request: GenerationRequest, tokens: int) -> None:
         if self._orchestrator and self._orchestrator.observer:
-            self._orchestrator.observer.request_cut(request_id, tokens)
+            self._orchestrator.observer.request_cancelled(request, tokens)
 
     def _make_held_out(self) -> list[Task]:
         """What evaluations beside training run, every environment in turn; made before, since it may take a while."""

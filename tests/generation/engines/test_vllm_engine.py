@@ -32,7 +32,6 @@ from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.engines.vllm.options import known_options, require_vllm
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
-from tailrace.records import SamplingParams
 from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm
 from tests.generation.engine_support import SHAPE, Driver, forward_logprobs, greedy_reference, request
 
@@ -189,13 +188,7 @@ async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -
     async with Generator(lambda: VllmEngine(core)) as generator:
 
         async def ask(name: str) -> np.ndarray:
-            done = await generator.generate(
-                np.array([1, 2, 3], np.int32),
-                sampling=SamplingParams(max_tokens=100),
-                request_id=name,
-                session_id=name,
-                group_id="g",
-            )
+            done = await generator.generate(request(name, np.array([1, 2, 3], np.int32), group="g", max_tokens=100))
             assert done.num_tokens == 100
             return done.policy_versions
 
@@ -206,11 +199,7 @@ async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -
             assert set(versions.tolist()) <= {0, 3}
             assert (np.diff(versions) >= 0).all()
         last = await generator.generate(
-            np.array([4, 2, 3], np.int32),
-            sampling=SamplingParams(temperature=0, max_tokens=9),
-            request_id="last",
-            session_id="last",
-            group_id="g",
+            request("last", np.array([4, 2, 3], np.int32), group="g", temperature=0, max_tokens=9)
         )
         assert last.token_ids.tolist() == greedy_reference(new, [4, 2, 3], 9)
         np.testing.assert_allclose(last.logprobs, forward_logprobs(new, [4, 2, 3], last.token_ids), atol=1e-3)
