@@ -308,8 +308,8 @@ class StreamScheduler:
         self._progress.sent.append(formed)
         self._progress.is_forming = False
         self._trainer_waits.set(False)
+        await self._save(summary.step)
         with phase("send_batch", track="batches", num_bytes=formed.batch.num_bytes, about={"step": summary.step}):
-            await self._save(summary.step)
             await self._send(formed.batch)
         self._observer.batch_sent(formed)
 
