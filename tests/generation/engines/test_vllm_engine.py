@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,6 +116,20 @@ def test_a_model_that_vllm_does_not_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}')
     with pytest.raises(ModelError, match="cannot be run by vLLM"):
         build_core(ModelSettings(name=str(tmp_path)), with_options())
+
+
+@pytest.mark.parametrize(("local", "address"), [("2", None), ("4", "127.0.0.1")])
+def test_ranks_meet_at_the_loopback_address_where_all_of_them_are_on_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: str, address: str | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("VLLM_HOST_IP", "")
+    monkeypatch.delenv("VLLM_HOST_IP")
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}')
+    with pytest.raises(ModelError, match="cannot be run by vLLM"):
+        build_core(ModelSettings(name=str(tmp_path)), with_options())
+    assert os.environ.get("VLLM_HOST_IP") == address
 
 
 def test_batch_invariance_is_refused_without_a_gpu(tmp_path: Path) -> None:
