@@ -50,7 +50,7 @@ class GeneratorSettings(BaseModel):
         default_factory=dict, description="Options of vLLM's engine by their own names, as in vllm.max_num_seqs = 256"
     )
     device: str = Field(default="cpu", description="Where the torch engine runs: cpu, cuda, cuda:1, ...")
-    devices: DeviceIds | None = Field(
+    devices: DeviceIds = Field(
         default=None,
         description="GPUs of all generators, tensor_parallel for each in order: numbers or UUIDs, as in"
         " CUDA_VISIBLE_DEVICES; unset: the next ones after the trainer's. On the command line 1,2",

@@ -90,8 +90,9 @@ def _read_launch(pipe: int) -> Launch:
 
 def _watch_parent(pipe: int, orphaned: threading.Event, grace_s: float) -> None:
     """Waits for the pipe's end of file: the parent is gone. An orderly end first, then the end."""
-    while os.read(pipe, 4096):
-        pass
+    with contextlib.suppress(ConnectionResetError):  # how it ends where the parent had not read that this is ready
+        while os.read(pipe, 4096):
+            pass
     orphaned.set()
     _logger.error("the parent process is gone; ending")
     os.kill(os.getpid(), signal.SIGTERM)

@@ -18,5 +18,5 @@ def read_device_ids(value: object) -> object:
     return tuple(str(device).strip() for device in value) if isinstance(value, list | tuple) else value
 
 
-DeviceIds: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(read_device_ids)]
-"""As CUDA_VISIBLE_DEVICES has them."""
+DeviceIds: TypeAlias = Annotated[tuple[str, ...] | None, BeforeValidator(read_device_ids)]
+"""As CUDA_VISIBLE_DEVICES has them; None: unset."""

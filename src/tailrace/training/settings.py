@@ -70,7 +70,7 @@ class TrainerSettings(BaseModel):
         " generator's.",
     )
     device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
-    devices: DeviceIds | None = Field(
+    devices: DeviceIds = Field(
         default=None,
         description="The trainer's GPU: a number or UUID, as CUDA_VISIBLE_DEVICES has it; unset: the first one.",
     )
