@@ -158,6 +158,7 @@ def mixed_world(
     weights: dict[str, float] | None = None,
     group_sizes: dict[str, int] | None = None,
     batch_size: int = 8,
+    step: int = 0,
     state: bytes = b"",
     **settings: object,
 ) -> tuple[World, TaskStream]:
@@ -165,8 +166,11 @@ def mixed_world(
     batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     sources = [TaskSource(environment(name, rows=31), weight=(weights or {}).get(name, 1.0)) for name in fates]
     tasks = TaskStream(sources, seed=0)
-    if state:
-        tasks.restore(state)
+    states: dict[int, bytes] = {}
+
+    async def save_state(step: int, state: bytes) -> None:
+        states[step] = state
+
     scheduler = StreamScheduler(
         tasks,
         runner,
@@ -176,8 +180,10 @@ def mixed_world(
         max_staleness=4,
         max_running=24,
         group_sizes={name: (group_sizes or {}).get(name, 4) for name in fates},
+        save_state=save_state,
     )
-    world = World(scheduler, runner, recorder, batches, max_staleness=4)
+    scheduler.start(step=step, version=step, serving_version=None, state=state)
+    world = World(scheduler, runner, recorder, batches, max_staleness=4, version=step, serving=step, states=states)
     runner.version = lambda: world.serving
     return world, tasks
 
@@ -245,12 +251,12 @@ async def test_a_resumed_run_keeps_the_mix_of_its_whole_history() -> None:
     fates: dict[str, Callable[[int], str | float]] = {"slow": differing, "filtered": filtered_three_times_in_four}
     first, _ = mixed_world(fates)
     await first.run_steps(50)
-    state = first.recorder.formed[49].batch.scheduler_state
-    second, tasks = mixed_world(fates, state=state)
+    state = first.states[50]
+    second, tasks = mixed_world(fates, step=50, state=state)
     assert sum(figures.trained for figures in tasks.environments.values()) == sum(
         len(formed.groups) for formed in first.recorder.formed[:50]
     )
-    await second.run_steps(50)
+    await second.run_steps(100)
     trained = trained_groups(second) + Counter(
         group.group.task.environment for formed in first.recorder.formed[:50] for group in formed.groups
     )

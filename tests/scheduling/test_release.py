@@ -149,7 +149,7 @@ async def test_resuming_starts_no_group_over_of_which_a_part_is_trained_and_coun
     losses: list[int] = []
     for kept in range(1, len(world.recorder.formed)):
         first = world.recorder.formed[:kept]
-        resumed = make_world(lambda number: float(number % 2), rows=16, state=first[-1].batch.scheduler_state)
+        resumed = make_world(lambda number: float(number % 2), rows=16, step=kept, state=world.states[kept])
         await resumed.run()
         before, after = (
             {group.group.task.index for formed in batches for group in formed.groups}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tailrace.errors import TrainingError
-from tailrace.records import TerminalState
+from tailrace.records import Group, TerminalState
 from tailrace.scheduling.admission import Verdict
 from tests.scheduling.world import make_world
 
@@ -174,7 +174,23 @@ async def test_resuming_starts_over_exactly_what_was_not_trained() -> None:
     await asyncio.gather(running, trainer, return_exceptions=True)
     kept = [formed for formed in first if formed.batch.summary.step <= 3]
 
-    resumed = make_world(spread, rows=16, epochs=1, state=kept[-1].batch.scheduler_state)
+    resumed = make_world(spread, rows=16, epochs=1, step=3, state=world.states[3])
     await resumed.run()
-    indices = [group.group.task.index for formed in [*kept, *resumed.recorder.formed] for group in formed.groups]
-    assert sorted(indices) == list(range(16))
+    groups = [group.group for formed in [*kept, *resumed.recorder.formed] for group in formed.groups]
+    assert sorted(group.task.index for group in groups) == list(range(16))
+    assert [formed.batch.summary.step for formed in resumed.recorder.formed] == [4, 5, 6, 7, 8]
+
+
+async def test_names_of_groups_and_rollouts_are_unique_over_every_resume_of_a_run() -> None:
+    trained: list[Group] = []
+    step, state = 0, b""
+    for steps in (2, 3, 3):  # each run goes on from the step before its predecessor's last
+        world = make_world(spread, rows=5, epochs=None, max_staleness=4, step=step, state=state)
+        await world.run_steps(step + steps)
+        kept = world.recorder.formed[: steps - 1]
+        trained += [group.group for formed in kept for group in formed.groups]
+        step += steps - 1
+        state = world.states[step]
+    groups, rollouts = {group.group_id for group in trained}, [one.rollout_id for g in trained for one in g.rollouts]
+    assert len(groups) == len(trained) == 10
+    assert len(set(rollouts)) == len(rollouts)

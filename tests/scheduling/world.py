@@ -167,6 +167,8 @@ class World:
     serving: int = 0
     """Version that rollouts are sampled from."""
     skip: Callable[[int], bool] = lambda step: False
+    states: dict[int, bytes] = field(default_factory=dict)
+    """Of the scheduler, by step."""
 
     async def train(self) -> None:
         """Train on what comes, for ever."""
@@ -233,6 +235,7 @@ def make_world(
     max_running: int = 8,
     max_steps: int | None = None,
     pauses: Callable[[int], int] = lambda number: number % 5,
+    step: int = 0,
     state: bytes = b"",
     whole_groups: Sequence[str] = (),
     follows_weights: bool = False,
@@ -243,8 +246,12 @@ def make_world(
     runner, recorder = ScriptedRunner(fate, pauses), Recorder()
     batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     tasks = TaskStream([TaskSource(environment(rows=rows))], seed=0, max_epochs=epochs)
-    if state:
-        tasks.restore(state)
+    states: dict[int, bytes] = {}
+
+    async def save_state(step: int, state: bytes) -> None:
+        assert step not in {formed.batch.summary.step for formed in recorder.formed}  # it is not sent yet
+        states[step] = state
+
     scheduler = StreamScheduler(
         tasks,
         runner,
@@ -256,9 +263,12 @@ def make_world(
         group_sizes={"toy": group_size},
         max_steps=max_steps,
         whole_groups=whole_groups,
-        serving_version=0 if follows_weights else None,
+        save_state=save_state,
         holder=runner if holds else None,
     )
+    scheduler.start(step=step, version=step, serving_version=step if follows_weights else None, state=state)
     world = World(scheduler, runner, recorder, batches, max_staleness, chosen.batch_size, chosen.over_sampling)
+    world.version = world.serving = step
+    world.states = states
     runner.version = lambda: world.serving
     return world

@@ -21,9 +21,9 @@ from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.supervisor import Supervisor
 from tailrace.records import Generate
+from tailrace.run.engines import engine_factory
 from tailrace.run.fleet import Fleet, ReplicaSource
 from tailrace.run.folder import RunPaths
-from tailrace.run.parts import engine_factory
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import RoleSettings
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -47,7 +47,7 @@ def start_fleet(
     what completions bring.
     """
     generator = settings.generator
-    router = Router(generator.replica_names, generator.router, max_staleness=settings.max_staleness)
+    router = Router(generator.replica_names, generator.router, generator.weights, max_staleness=settings.max_staleness)
     sources = _connected(settings, role, resources, serving_model, payloads) if generator.connect else None
     return router, Fleet(router, sources or _started(settings, role, supervisor, payloads), generator)
 
@@ -59,7 +59,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     A single generator runs in this process, several do in processes of their own; `folder` takes their logs.
     """
     if settings.generator.replicas == 1 and not settings.generator.connect:
-        async with Generator(engine_factory(settings)) as generator:
+        async with Generator(engine_factory(settings.model, settings.generator)) as generator:
             yield generator, _for_ever
         return
     paths = RunPaths(folder)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.config import RunSettings
-from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
+from tailrace.environments import load_environment
 from tailrace.errors import DataError, SettingsError
-from tailrace.generation.engines.protocol import Engine
-from tailrace.generation.engines.vllm.options import require_vllm
-from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import require_weights, tokenizer_folder
-from tailrace.records import Generate, Group, GroupId, OpenPayload, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
-from tailrace.run.ranks import Rank, lead
+from tailrace.records import Generate, OpenPayload, Task
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.scheduling import TaskSource, TaskStream
 
 if TYPE_CHECKING:
@@ -27,71 +21,6 @@ if TYPE_CHECKING:
 
 _ENDLESS = 2**31 - 1
 """Steps of a run that ends by epochs: the learning rate's decay has no end to fall to."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEnvironment:
-    """An environment of the run with the settings that concern it."""
-
-    settings: EnvironmentSettings
-    spec: EnvironmentSpec
-    group_size: int
-    sampling: SamplingParams
-
-
-class EnvironmentRunner:
-    """Runs and scores rollouts of every environment of a run: the scheduler's `GroupRunner`.
-
-    With an `evaluation_seed` rollouts are sampled as an evaluation asks, reproducibly.
-    """
-
-    def __init__(
-        self,
-        rollouter: Rollouter,
-        environments: Mapping[str, LoadedEnvironment],
-        settings: RunSettings,
-        *,
-        evaluation_seed: int | None = None,
-        on_lost: Callable[[Rollout], None] | None = None,
-        on_ended: Callable[[RolloutId], None] | None = None,
-    ) -> None:
-        """`on_lost` is told of rollouts that fail or are cancelled, `on_ended` of all whose agent has returned."""
-        self._on_lost, self._on_ended = on_lost, on_ended
-        self._rollouter = rollouter
-        self._environments = environments
-        self._settings = settings
-        self._evaluation_seed = evaluation_seed
-
-    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
-        """See `GroupRunner.run`."""
-        environment = self._environments[task.environment]
-        try:
-            return await self._rollouter.run(
-                task,
-                rollout_id=rollout_id,
-                group_id=group_id,
-                spec=environment.spec,
-                sampling=self._sampling(environment, task),
-                attempt=attempt,
-                max_turns=environment.settings.max_turns,
-                timeout_s=environment.settings.timeout_s,
-                on_lost=self._on_lost,
-            )
-        finally:
-            if self._on_ended is not None:
-                self._on_ended(rollout_id)
-
-    async def score(self, group: Group) -> list[Group]:
-        """See `GroupRunner.score`."""
-        environment = self._environments[group.task.environment]
-        return await self._rollouter.score(group, environment.spec, timeout_s=environment.settings.timeout_s)
-
-    def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
-        if self._evaluation_seed is None:
-            return environment.sampling
-        return self._settings.rollouts.evaluation_sampling(
-            seed=(self._evaluation_seed + task.index) % 2**31, max_tokens=environment.sampling.max_tokens
-        )
 
 
 def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
@@ -103,7 +32,7 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
         except SettingsError as error:
             error.key = ("environments", index, *error.key)
             raise
-        if settings.rollouts.workers == 0 and needs_workers(spec):
+        if settings.rollouts.workers == 0 and spec.needs_workers:
             raise SettingsError(
                 f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "
                 "runs in a worker process: raise it, or write environment.trusted = true if that code returns soon"
@@ -113,8 +42,7 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
                 f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
                 "whole groups (score_group): leave scheduling.group_release out"
             )
-        sampling = settings.rollouts.training_sampling(temperature=chosen.temperature, max_tokens=chosen.max_tokens)
-        loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), sampling)
+        loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen)
     return loaded
 
 
@@ -137,7 +65,7 @@ def held_out_tasks(environment: LoadedEnvironment, seed: int, limit: int | None 
 
 def task_stream(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> TaskStream:
     """The training tasks of all environments, mixed by weight."""
-    sources = [TaskSource(loaded.spec, loaded.settings.weight) for loaded in environments.values()]
+    sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
     return TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
 
 
@@ -163,58 +91,12 @@ def make_rollouter(
     """The rollouter over all environments."""
     return Rollouter(
         settings.rollouts,
+        environments,
         renderer=renderer,
         generate=generate,
-        environments={name: loaded.settings for name, loaded in environments.items()},
         max_model_tokens=settings.max_model_tokens,
         worker_log=log_folder / "workers.log" if log_folder else None,
     )
-
-
-def require_engine(generator: GeneratorSettings) -> None:
-    """Raise `SettingsError` for an engine that is not installed or settings that it does not take; imports neither."""
-    if generator.engine == "vllm":
-        require_vllm(generator)
-    elif generator.vllm or (generator.tensor_parallel > 1 and not generator.lockstep):
-        given = "generator.vllm" if generator.vllm else "generator.tensor_parallel"
-        raise SettingsError(f"{given} is for generator.engine = 'vllm', but the engine is {generator.engine!r}")
-
-
-class EngineSettings(Protocol):
-    """The sections that an engine is made from: those of a run, or of `tailrace serve`."""
-
-    @property
-    def model(self) -> ModelSettings:
-        """Which model."""
-        ...
-
-    @property
-    def generator(self) -> GeneratorSettings:
-        """How it samples."""
-        ...
-
-
-def engine_factory(settings: EngineSettings, torchrun: Rank | None = None) -> Callable[[], Engine]:
-    """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there.
-
-    Under `generator.lockstep` the other ranks are those of `torchrun`, or else processes that it starts.
-
-    Raises `SettingsError` for an engine that is not installed or options that it does not take.
-    """
-    require_engine(settings.generator)
-    build = partial(build_engine, settings)
-    return partial(lead, build, settings, torchrun) if settings.generator.lockstep else build
-
-
-def build_engine(settings: EngineSettings) -> Engine:
-    """One rank's engine. Call it in the thread that steps it."""
-    if settings.generator.engine == "vllm":
-        from tailrace.generation.engines.vllm.engine import vllm_engine_factory
-
-        return vllm_engine_factory(settings.model, settings.generator)()
-    from tailrace.generation.engines.torch.engine import torch_engine_factory
-
-    return torch_engine_factory(settings.model, settings.generator)()
 
 
 def make_trainer(settings: RunSettings, open_payload: OpenPayload | None = None) -> Trainer:

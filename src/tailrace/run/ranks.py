@@ -35,11 +35,10 @@ if TYPE_CHECKING:
     from tailrace.generation.lockstep.engine import LockstepEngine
     from tailrace.generation.lockstep.lifeline import Lifeline
     from tailrace.generation.lockstep.ranks import RankGroup
-    from tailrace.run.parts import EngineSettings
 
 _logger = logging.getLogger(__name__)
 
-FOLLOWER = "tailrace.run.ranks:follower"
+FOLLOWER = "tailrace.run.engines:follower"
 _LOOPBACK = Path("/sys/class/net/lo")
 _LAST_WORDS_S = 2.0
 """Within which a rank that lost another may end by itself, and say why."""
@@ -70,11 +69,12 @@ class Rank(msgspec.Struct, frozen=True):
         }
 
 
-class _Follower(msgspec.Struct, frozen=True):
-    """What a process that `lead` starts is told."""
+class FollowerSettings(msgspec.Struct, frozen=True):
+    """What a process that `lead` starts is given."""
 
     rank: Rank
     settings: str
+    """`ServeSettings` as JSON: the sections that an engine is made from."""
 
 
 def torchrun_rank(generator: GeneratorSettings, environment: Mapping[str, str] = os.environ) -> Rank | None:
@@ -106,7 +106,7 @@ def torchrun_rank(generator: GeneratorSettings, environment: Mapping[str, str] =
     return rank
 
 
-def lead(build: Callable[[], Engine], settings: EngineSettings, torchrun: Rank | None = None) -> LockstepEngine:
+def lead(build: Callable[[], Engine], settings: ServeSettings, torchrun: Rank | None = None) -> LockstepEngine:
     """Build rank 0's engine, and drive all ranks by it. Call it in the thread that steps the engine.
 
     Without `torchrun` the other ranks are started here. Raises what building the engine raises.
@@ -139,24 +139,15 @@ def follow_rank(build: Callable[[], Engine], rank: Rank) -> None:
     follow(*_joined(build, rank, _store_of(rank)))
 
 
-async def follower(encoded: bytes) -> None:
-    """The process of a rank that `lead` started."""
-    from tailrace.run.parts import build_engine
-
-    told = msgspec.json.decode(encoded, type=_Follower)
-    settings = ServeSettings.model_validate_json(told.settings)
-    follow_rank(lambda: build_engine(settings), told.rank)
-
-
 class _Followers:
     """The processes of all other ranks, in this one's process group. Their output is this process's."""
 
-    def __init__(self, settings: EngineSettings, leader: Rank) -> None:
+    def __init__(self, settings: ServeSettings, leader: Rank) -> None:
         self._is_ending = False
         self._settled = threading.Event()
-        text = ServeSettings(model=settings.model, generator=settings.generator).model_dump_json()
+        text = settings.model_dump_json()
         self._processes = [
-            _start(_Follower(msgspec.structs.replace(leader, number=number, local=number), text))
+            _start(FollowerSettings(msgspec.structs.replace(leader, number=number, local=number), text))
             for number in range(1, leader.size)
         ]
         self._waits = [
@@ -222,13 +213,13 @@ def _store_of(rank: Rank) -> Store:
     return store
 
 
-def _start(told: _Follower) -> subprocess.Popen[bytes]:
+def _start(follower: FollowerSettings) -> subprocess.Popen[bytes]:
     role = RoleSpec(
-        f"rank {told.rank.number}",
+        f"rank {follower.rank.number}",
         FOLLOWER,
-        msgspec.json.encode(told),
-        threads=ServeSettings.model_validate_json(told.settings).generator.threads,
-        environment=told.rank.environment,
+        msgspec.json.encode(follower),
+        threads=ServeSettings.model_validate_json(follower.settings).generator.threads,
+        environment=follower.rank.environment,
     )
     launch = Launch(role.name, role.function, role.settings, [path for path in sys.path if path], _LAST_WORDS_S)
     process = subprocess.Popen(

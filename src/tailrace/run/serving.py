@@ -18,7 +18,7 @@ from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.models.loading import require_weights
-from tailrace.run.parts import build_engine, engine_factory, require_engine
+from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, torchrun_rank
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
@@ -34,7 +34,7 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
     if rank is not None and rank.number:
         require_engine(settings.generator)
         await asyncio.to_thread(require_weights, settings.model.name)
-        follow_rank(lambda: build_engine(settings), rank)
+        follow_rank(partial(build_engine, settings.model, settings.generator), rank)
         return ExitCode.FINISHED
     require_safe_address(address, has_keys=key is not None, setting="--address", key_setting="--key")
     keys = await asyncio.to_thread(_keys, key, say) if key else None
@@ -45,7 +45,10 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
         stack.callback(uploads.close)
         payloads = MemoryPayloadStore()
         new_generator = partial(
-            Generator, engine_factory(settings, rank), settings.generator.weights, payloads=payloads
+            Generator,
+            engine_factory(settings.model, settings.generator, rank),
+            settings.generator.weights,
+            payloads=payloads,
         )
         generator = new_generator()
         server = GeneratorServer(

@@ -22,7 +22,7 @@ from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
-from tailrace.records import Completion, RunStatus, Task, TrainerEnded, TrainerStarted
+from tailrace.records import Completion, GenerationRequest, RunStatus, Task, TrainerEnded, TrainerStarted
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
@@ -31,24 +31,23 @@ from tailrace.reporting.run_view import RunView
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.usage import ProcessMeter
-from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
+from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
 from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
 from tailrace.run.parts import (
-    EnvironmentRunner,
-    LoadedEnvironment,
     held_out_tasks,
     load_environments,
     make_renderer,
     make_rollouter,
-    require_engine,
     require_held_out_tasks,
     task_stream,
 )
 from tailrace.run.phases import ORCHESTRATOR, recording_phases, traced_run, watched_loop
 from tailrace.run.placement import Placement, open_placement
 from tailrace.run.recorded_generate import RecordedGenerate
+from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.summary import Figures, figures
 from tailrace.run.view import run_view
 from tailrace.scheduling import Evaluator, StreamScheduler
@@ -125,6 +124,7 @@ class _Training:
         self._settings, self._paths, self._environments, self._lag = settings, paths, environments, lag
         self._phases = phases
         self._renderer = renderer
+        self._states = SchedulerStates(paths.scheduler, paths.checkpoints)
         self._orchestrator: Orchestrator | None = None
         self._holding: HoldingGenerate | None = None
         self._held_out: list[Task] = []
@@ -144,15 +144,13 @@ class _Training:
             placement = await stack.enter_async_context(open_placement(self._settings, self._paths, log))
             stack.push_async_callback(log.close)
             meter = ProcessMeter(placement.pids)
-            recorded = RecordedGenerate(placement.generate, self._count_completion)
-            holding = self._holding = HoldingGenerate(recorded, placement.interrupt, self._count_cut)
-            placement.tell_of_cuts(self._count_cut)
+            holding = self._holding = HoldingGenerate(placement.generate, placement.interrupt)
             rollouter = await stack.enter_async_context(
                 make_rollouter(
                     self._settings,
                     self._environments,
                     renderer=self._renderer,
-                    generate=holding,
+                    generate=RecordedGenerate(holding, self._count_completion, self._count_cancelled),
                     log_folder=self._paths.logs,
                 )
             )
@@ -160,20 +158,20 @@ class _Training:
             orchestrator = self._orchestrator = Orchestrator(
                 placement,
                 log,
-                lambda: rollouter.start(loaded.spec for loaded in self._environments.values()),
+                rollouter.start,
                 lambda started, installed: self._start(started, installed, placement, rollouter, meter),
             )
             signals = stack.enter_context(self._signals(orchestrator, placement, live))
             ended = await orchestrator.run()
         return await self._sum_up(orchestrator, ended, meter, signals)
 
-    def _count_completion(self, _session_id: str, completion: Completion) -> None:
+    def _count_completion(self, _: GenerationRequest, completion: Completion) -> None:
         if self._orchestrator and self._orchestrator.observer:
             self._orchestrator.observer.completion_sampled(completion)
 
-    def _count_cut(self, request_id: str, tokens: int) -> None:
+    def _count_cancelled(self, request: GenerationRequest, tokens: int) -> None:
         if self._orchestrator and self._orchestrator.observer:
-            self._orchestrator.observer.request_cut(request_id, tokens)
+            self._orchestrator.observer.request_cancelled(request, tokens)
 
     def _make_held_out(self) -> list[Task]:
         """What evaluations beside training run, every environment in turn; made before, since it may take a while."""
@@ -197,8 +195,6 @@ class _Training:
         tasks = task_stream(settings, self._environments)
         if settings.resume:
             wind_back(self._paths, started.step)
-        if started.scheduler_state:
-            tasks.restore(started.scheduler_state)
         observer = RunObserver(
             metrics=JsonlSink(self._paths.metrics, self._writer),
             rollouts=RolloutWriter(self._paths.rollouts, self._writer, every_steps=observability.rollouts_every_steps),
@@ -221,7 +217,7 @@ class _Training:
         )
         scheduler = StreamScheduler(
             tasks,
-            EnvironmentRunner(rollouter, self._environments, settings, on_lost=observer.rollout_lost),
+            rollouter.runner(on_lost=observer.rollout_lost),
             placement.batches.send,
             observer,
             settings=settings.scheduling,
@@ -230,20 +226,18 @@ class _Training:
             group_sizes={name: loaded.group_size for name, loaded in self._environments.items()},
             whole_groups=[name for name, loaded in self._environments.items() if loaded.spec.needs_whole_group],
             max_steps=settings.max_steps,
+            save_state=self._save_state,
+            holder=self._holding,
+        )
+        scheduler.start(
             step=started.step,
             version=started.version,
-            holder=self._holding,
             serving_version=self._orchestrator.installed_version if self._orchestrator else started.version,
+            state=self._states.read(started.step),
         )
         evaluator = Evaluator(
             self._held_out,
-            EnvironmentRunner(
-                rollouter,
-                self._environments,
-                settings,
-                evaluation_seed=settings.seed,
-                on_ended=placement.payloads.release,
-            ),
+            rollouter.runner(evaluation_seed=settings.seed, on_ended=placement.payloads.release),
             observer.evaluated,
             settings=settings.evaluation,
             max_running=settings.max_running,
@@ -251,6 +245,10 @@ class _Training:
             installed=installed,
         )
         return Scheduling(scheduler, observer, evaluator if self._held_out else None)
+
+    async def _save_state(self, step: int, state: bytes) -> None:
+        assert self._orchestrator is not None
+        await asyncio.to_thread(self._states.write, step, state, trained_step=self._orchestrator.step)
 
     def _trimmer(self) -> MemoryTrimmer:
         """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""

@@ -12,8 +12,8 @@ from tailrace.records import StepSkipped, StepTrained
 class Progress:
     """Versions and steps, and the batches between scheduler and trainer."""
 
-    def __init__(self, *, step: int, version: int, serving_version: int | None) -> None:
-        """`step` and `version` are of the trainer's last step; see `StreamScheduler` for `serving_version`."""
+    def __init__(self, *, step: int = 0, version: int = 0, serving_version: int | None = None) -> None:
+        """See `StreamScheduler.start`."""
         self.step, self.version = step, version
         self.sent: deque[FormedBatch] = deque()
         self.is_forming = False

@@ -61,8 +61,19 @@ class SendBatch(Protocol):
         ...
 
 
+class SaveState(Protocol):
+    """Keeps the scheduler's state: where a run that is resumed after `step` goes on."""
+
+    async def __call__(self, step: int, state: bytes, /) -> None:
+        """Return once it is kept. Awaited before the batch of `step` is sent."""
+        ...
+
+
 class StreamScheduler:
-    """Keeps the engines full within the staleness budget, and the trainer fed with the oldest first."""
+    """Keeps the engines full within the staleness budget, and the trainer fed with the oldest first.
+
+    Make it, `start` it where training starts, `run` it.
+    """
 
     def __init__(
         self,
@@ -77,23 +88,22 @@ class StreamScheduler:
         group_sizes: Mapping[str, int],
         whole_groups: Collection[str] = (),
         max_steps: int | None = None,
-        step: int = 0,
-        version: int = 0,
-        serving_version: int | None = None,
+        save_state: SaveState | None = None,
         holder: HoldsGroups | None = None,
     ) -> None:
-        """`step` and `version` are those of the trainer's last finished step, `max_steps` is its very last one.
+        """`max_steps` is the trainer's very last step.
 
-        `whole_groups` are environments that can do nothing with a group that lost members. `serving_version` is the
-        oldest version that a generator serves, to be followed by `weights_installed`; None: each step's weights serve
-        at once. `holder` sets groups aside, which `on_straggler = resume_next_step` needs.
+        `whole_groups` are environments that can do nothing with a group that lost members. `holder` sets groups aside,
+        which `on_straggler = resume_next_step` needs.
         """
         self._stragglers = Stragglers(holder, settings)
         self._tasks, self._send, self._observer = tasks, send, observer
         self._settings = settings
         self._max_staleness, self._max_running, self._max_steps = max_staleness, max_running, max_steps
         self._group_sizes, self._lent_slots = group_sizes, 0
-        self._progress = Progress(step=step, version=version, serving_version=serving_version)
+        self._save_state = save_state
+        self._progress = Progress()
+        self._id_prefix = ""
         self._accounts = Accounts(int((max_staleness + settings.over_sampling) * settings.batch_size), observer)
         self._releaser = PartReleaser(settings, observer, self._push)
         self._player = GroupPlayer(
@@ -127,6 +137,21 @@ class StreamScheduler:
         self._waited_s = dict.fromkeys(Verdict, 0.0)
         clock = asyncio.get_running_loop().time
         self._clock, self._trainer_waits, self._held = clock, Stopwatch(clock), Stopwatch(clock)
+
+    def start(self, *, step: int, version: int, serving_version: int | None, state: bytes = b"") -> None:
+        """Begin where training begins: after the trainer's `step`, with weights of `version`.
+
+        `state` is what was saved at that step; empty for a run from the start. `serving_version` is the oldest version
+        that a generator serves, to be followed by `weights_installed`; None: each step's weights serve at once.
+
+        Raises `DataError` for a state of other environments.
+        """
+        if state:
+            self._tasks.restore(state)
+        self._progress = Progress(step=step, version=version, serving_version=serving_version)
+        # Counts of groups begin anew with a run that is resumed: the step makes their names differ from those of the
+        # steps that survived.
+        self._id_prefix = f"{step}." if step else ""
 
     @property
     def ledger(self) -> Ledger:
@@ -252,7 +277,7 @@ class StreamScheduler:
     def _start_group(self, running: asyncio.TaskGroup, key: TaskKey, restarts: int) -> int:
         """Start a task's group; how many rollouts that are."""
         self._groups_started += 1
-        group_id = GroupId(f"{self._tasks.task_id(key)}#{self._groups_started}")
+        group_id = GroupId(f"{self._tasks.task_id(key)}#{self._id_prefix}{self._groups_started}")
         places = [Place(f"{group_id}.{place}") for place in range(self._group_sizes[key.environment])]
         group = OpenGroup(group_id, key, places, self._progress.serving_version, restarts)
         self._releaser.begin(group)
@@ -364,7 +389,7 @@ class StreamScheduler:
         self._release_expiring(oldest_allowed(judged_version, self._max_staleness))
         progress.is_forming = True
         with phase("form_batch", track="batches", about={"step": step}):
-            forming = self._former.form(step=step, judged_version=judged_version, scheduler_state=self._state)
+            forming = self._former.form(step=step, judged_version=judged_version)
             return await in_turns(forming)
 
     async def _send_batch(self, formed: FormedBatch) -> None:
@@ -373,6 +398,8 @@ class StreamScheduler:
         self._judged.fruitful()
         self._trainer_waits.set(False)
         summary = formed.batch.summary
+        if self._save_state is not None:
+            await self._save_state(summary.step, await in_turns(self._state()))
         with phase("send_batch", track="batches", num_bytes=formed.batch.num_bytes, about={"step": summary.step}):
             await self._send(formed.batch)
         self._observer.batch_sent(formed)
@@ -412,7 +439,7 @@ class StreamScheduler:
         self._judged.barren(ready.size, self.ledger)
 
     def _state(self) -> Generator[None, None, bytes]:
-        """Where a run resumed after the batch that is being formed goes on; in slices, of what is outstanding now.
+        """Where a run resumed after the newest batch formed goes on; in slices, of what is outstanding now.
 
         A group of which a part is in a batch is not started over, or that part would be trained on twice: what is left
         of it is lost to a run that is resumed, and counted. None is taken between two slices: only batches take.

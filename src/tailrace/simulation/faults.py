@@ -4,8 +4,8 @@
 
 The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; no
 interruption cost a rollout; no task and no request is left; nothing deadlocked; where a run came to the end of its
-data, every slot of the staleness budget was given back; and no task of a step that survived a kill of the whole run is
-trained on again. A seed that breaks one replays exactly.
+data, every slot of the staleness budget was given back; and of a whole run that was killed and resumed, no task of a
+step that survived is trained on again, and no rollout's name is given again. A seed that breaks one replays exactly.
 """
 
 from __future__ import annotations
@@ -259,6 +259,8 @@ def run_scenario(scenario: Scenario, *, keep_journal: bool = False) -> tuple[lis
         start = first.checkpoints[killed_after - 1]
         second, more = await _run_part(scenario, start, steps, keep_journal)
         broken += [*more, *_trained_again(scenario, first, second, start.step)]
+        if shared := first.observer.ended.keys() & second.observer.ended.keys():
+            broken.append(f"{len(shared)} rollouts of the resumed run have names that were given before")
         return broken, [*first.observer.journal, *second.observer.journal]
 
     return run_in_virtual_time(main())

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailrace.generation.holding import HoldingGenerate
-from tailrace.rollouts import Rollouter, RolloutSettings
+from tailrace.rollouts import LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.scheduling import StreamScheduler, TaskSource, TaskStream, Verdict
-from tailrace.simulation.environment import ENVIRONMENT, Disturbance, ModelledRunner, modelled_environment
+from tailrace.simulation.environment import ENVIRONMENT, Disturbance, modelled_environment
 from tailrace.simulation.fleet import ModelledFleet
 from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.metering import MeteredGenerate, SimulationObserver, Totals
@@ -194,39 +194,43 @@ class Simulation:
             max_staleness=plan.max_staleness,
             publish=self._publish,
             on_step=self._step_trained,
-            start=start,
+            step=start.step,
+            version=start.version,
             skips=frozenset(skips).__contains__,
             hiccup=hiccup,
         )
         spec = modelled_environment(plan.load, seed=plan.seed, tasks=tasks or _ENOUGH_TASKS, disturbance=disturbance)
+        rollouts = RolloutSettings(
+            group_size=plan.load.group_size,
+            max_tokens=plan.load.max_tokens,
+            max_turns=plan.load.turns,
+            timeout_s=plan.load.timeout_s,
+            workers=0,
+        )
         self._rollouter = Rollouter(
-            RolloutSettings(
-                group_size=plan.load.group_size,
-                max_tokens=plan.load.max_tokens,
-                max_turns=plan.load.turns,
-                timeout_s=plan.load.timeout_s,
-                workers=0,
-            ),
+            rollouts,
+            {spec.name: LoadedEnvironment.of(spec, rollouts)},
             renderer=ModelledRenderer(plan.load.prompt_tokens),
             generate=holding,
         )
         stream = TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1)
-        if start.scheduler_state:
-            stream.restore(start.scheduler_state)
         self.scheduler = StreamScheduler(
             stream,
-            ModelledRunner(self._rollouter, spec, plan.load),
+            self._rollouter,
             self.trainer.send,
             self.observer,
             settings=plan.scheduling,
             max_staleness=plan.max_staleness,
             max_running=plan.max_running,
             group_sizes={ENVIRONMENT: plan.load.group_size},
-            step=start.step,
-            version=start.version,
-            serving_version=start.version,
+            save_state=self._save_state,
             holder=holding,
         )
+        self.scheduler.start(
+            step=start.step, version=start.version, serving_version=start.version, state=start.scheduler_state
+        )
+        self._states: dict[int, bytes] = {}
+        """Of the scheduler, at steps whose batch was sent."""
         self.checkpoints = {start.step: start}
         """After each step."""
         self.requests_left = 0
@@ -282,8 +286,11 @@ class Simulation:
     async def _load(self, version: int) -> None:
         self.scheduler.weights_installed(await self.fleet.load(version))
 
+    async def _save_state(self, step: int, state: bytes) -> None:
+        self._states[step] = state
+
     def _step_trained(self, event: StepEnded) -> None:
-        self.checkpoints[event.step] = self.trainer.checkpoint
+        self.checkpoints[event.step] = Checkpoint(event.step, event.version, self._states.pop(event.step))
         self.scheduler.handle(event)
 
     def _step_retired(self, event: StepEnded) -> None:

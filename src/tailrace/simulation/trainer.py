@@ -35,15 +35,14 @@ class ModelledTrainer:
         max_staleness: int,
         publish: Callable[[int], Awaitable[None]],
         on_step: Callable[[StepEnded], None],
-        start: Checkpoint = Checkpoint(),
+        step: int = 0,
+        version: int = 0,
         skips: Callable[[int], bool] = lambda step: False,
         hiccup: Hiccup = lambda step: 0.0,
     ) -> None:
-        """`publish` is given each new version and returns once its weights are away."""
-        self.version = start.version
-        self.step = start.step
-        self.checkpoint = start
-        """After the last step."""
+        """`publish` is given each new version and returns once its weights are away; `step` and `version` are done."""
+        self.version = version
+        self.step = step
         self.idle_s = 0.0
         """Waited for a batch."""
         self.training_since_s: float | None = None
@@ -75,7 +74,6 @@ class ModelledTrainer:
         await asyncio.sleep(settings.train_s + settings.train_s_per_token * tokens + self._hiccup(step))
         self.step = step
         self.version += not self._skips(step)
-        self.checkpoint = Checkpoint(step, self.version, batch.scheduler_state)
         if self._skips(step):
             self._on_step(StepSkipped(epoch="", step=step, version=self.version, reason="not_finite"))
             return

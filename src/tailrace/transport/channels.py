@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
+from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
+from tailrace.records import Float32Array, Int32Array
 
 MAX_ADDRESS_CHARS = 107
 """Longest path of a Unix socket that Linux takes (macOS takes 103)."""
@@ -61,8 +64,23 @@ def ipc_address(folder: Path, name: str) -> str:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message as msgpack."""
-    return msgspec.msgpack.encode(message)
+    """A message as msgpack. Arrays in it, of the types that records declare, are raw bytes: see `decode_array`."""
+    return _ENCODER.encode(message)
+
+
+def _encode_array(value: object) -> bytes:
+    if isinstance(value, np.ndarray) and value.dtype in (np.int32, np.float32):
+        return value.tobytes()
+    raise TypeError(f"a message cannot hold a {type(value).__name__} of {getattr(value, 'dtype', 'anything')}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_ARRAY_TYPES: dict[object, type[np.generic]] = {Int32Array: np.int32, Float32Array: np.float32}
+
+
+def decode_array(declared: object, data: bytes) -> NDArray[np.generic]:
+    """The `dec_hook` of decoders of messages that hold arrays, which become read-only views of `data`."""
+    return np.frombuffer(data, _ARRAY_TYPES[declared])
 
 
 def decode(frame: bytes, message_type: type[MessageT]) -> MessageT:
@@ -101,7 +119,7 @@ class Channel:
         peer: str,
         on_body: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """A message may bring one body of bytes, which `on_body` is told before the message, if it is there to take it;
+        """A message may bring one body of bytes, which `on_body` gets before the message;
         a channel without ends with `CorruptData` at the first body."""
         self.failure: TransportError | None = None
         self.connected = False
@@ -139,7 +157,7 @@ class Channel:
             raise TransportError(f"the {self._peer} takes no messages") from None
 
     async def close(self) -> None:
-        """Close this end; the other is told. Messages sent before still arrive. Closing twice does nothing."""
+        """Close this end; the other end is notified. Messages sent before still arrive. Closing twice does nothing."""
         self._end(PeerGone(f"the channel to the {self._peer} is closed"))
         for task in self._tasks:
             task.cancel()

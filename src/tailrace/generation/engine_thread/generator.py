@@ -3,7 +3,7 @@
     event loop                                   engine's thread
     generate()               ──→ inbox ──→       arrivals → engine.add / engine.abort
     pause(), interrupt()     ──→ inbox ──→       engine.abort; what was sampled stays or goes back
-    load_model_state_dict()  ──→ staging ──→     between two steps: the newest wins
+    load_model_state_dict()  ──→ staging ──→     engine.load_model_state_dict, between two steps
     futures  ←── one call_soon_threadsafe ──     engine.step()
 
 The engine is built, stepped and closed in that very thread (OpenMP settings are per thread, and some engines mind).
@@ -18,39 +18,24 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
+from tailrace.generation.engine_thread.handover import Waiter
 from tailrace.generation.engine_thread.inbox import (
     Call,
-    ChunkListener,
-    CutListener,
     Inbox,
     RecordedExperts,
     Release,
-    Waiter,
 )
 from tailrace.generation.engine_thread.loop import EngineLoop, fail_inbox
 from tailrace.generation.engine_thread.payload_putter import PayloadPutter
 from tailrace.generation.engine_thread.staging import LoadCall, Stager, TensorsOpener
 from tailrace.generation.engines.protocol import Engine, EngineStatistics
-from tailrace.records import (
-    Completion,
-    GenerationRequest,
-    GroupId,
-    Int32Array,
-    RequestId,
-    SamplingParams,
-    SessionId,
-    as_token_ids,
-)
+from tailrace.records import Completion, GenerationRequest, OnChunk
 from tailrace.transport.payloads.store import PayloadStore
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +49,9 @@ _STUCK_END_S = 2.0
 class Generator:
     """Serves `generate` from one engine. Implements `records.Generate` by `generate`, and by calling it.
 
-    >>> async def example(factory):  # doctest: +SKIP
+    >>> async def example(factory, request):  # doctest: +SKIP
     ...     async with Generator(factory) as generator:
-    ...         return await generator.generate(prompt, sampling=SamplingParams(), request_id="1",
-    ...                                         session_id="a", group_id="g")
+    ...         return await generator.generate(request, on_chunk=lambda chunk: print(chunk.token_ids))
     """
 
     def __init__(
@@ -81,10 +65,9 @@ class Generator:
 
         Routed experts that the engine recorded are left in `payloads`, and forgotten where there is none.
         """
-        self._on_cut: CutListener | None = None
         self._inbox = Inbox()
         self._payloads = PayloadPutter(payloads)
-        self._stager = Stager(self._inbox, weights)
+        self._stager = Stager(self._inbox)
         self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
         context = contextvars.copy_context()  # so that what it takes is measured
         self._thread = threading.Thread(
@@ -105,52 +88,29 @@ class Generator:
         if self._worker.build_error is not None:
             raise self._worker.build_error
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-        on_chunk: ChunkListener | None = None,
-    ) -> Completion:
-        """Sample one completion, `prefix` included where one is given.
-
-        `on_chunk` hears of tokens while the request goes on (those of the last chunk come with the completion alone).
-        Raises `RequestRefused` for an impossible request and `EngineFailed` once the engine is gone. Cancelling the
-        awaiting task aborts the request.
-        """
-        request = GenerationRequest(
-            request_id=RequestId(request_id),
-            session_id=SessionId(session_id),
-            group_id=GroupId(group_id),
-            prompt_token_ids=as_token_ids(prompt_token_ids),
-            sampling=sampling,
-            prefix=prefix,
-        )
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """Sample one completion. See `records.Generate`."""
         recorded: list[RecordedExperts] = []
-        completion = await ask(self._inbox, request, on_chunk, self._on_cut, recorded)
+        completion = await ask(self._inbox, request, on_chunk, recorded)
         if not recorded:
             return completion
         return replace(completion, routed_experts=completion.routed_experts + await self._payloads.put(recorded))
 
     __call__ = generate
 
-    def tell_of_cuts(self, on_cut: CutListener) -> None:
-        """From now on `on_cut` is told of requests that are cancelled."""
-        self._on_cut = on_cut
-
     async def load_model_state_dict(self, tensors_opener: TensorsOpener, version: int) -> int:
         """Install new weights between two steps, requests going on; the version installed, which may be newer.
 
-        They are opened and read ahead in a thread of their own. Overlapping calls install only the newest of their
-        versions. What fails is tried again, then raised; the old version goes on serving.
+        They are opened and prepared in a thread of their own, one load after the other. Raises what failed; the old
+        version goes on serving. Cancelling withdraws the load, unless the engine is installing it.
         """
-        waiter: Waiter[int] = Waiter.here()
-        self._stager.put(LoadCall(tensors_opener, version, waiter))
-        return await waiter.future
+        load = LoadCall(tensors_opener, version, Waiter.on_current_loop())
+        self._stager.put(load)
+        try:
+            return await load.waiter.future
+        finally:
+            if load.waiter.future.cancelled():
+                self._stager.withdraw(load)
 
     async def pause(self) -> int:
         """Take every running request off the engine, with its tokens, and start none; how many there were.
@@ -183,13 +143,13 @@ class Generator:
         return msgspec.structs.replace(
             self._worker.loop.statistics,
             loads_total=loads.loads_total,
-            failed_loads_total=loads.failed_attempts_total,
+            failed_loads_total=loads.failed_loads_total,
             load_error=loads.error,
         )
 
     async def failed(self) -> Exception:
         """Wait for an engine that was built to end by itself, idle or not; why it did."""
-        waiter: Waiter[Exception] = Waiter.here()
+        waiter: Waiter[Exception] = Waiter.on_current_loop()
         self._worker.tell_failure(waiter)
         return await waiter.future
 
@@ -201,7 +161,7 @@ class Generator:
         await self._payloads.close()
 
     async def _release(self, *, hold: bool, request_ids: frozenset[str] | None = None) -> int:
-        waiter: Waiter[int] = Waiter.here()
+        waiter: Waiter[int] = Waiter.on_current_loop()
         self._inbox.put_release(Release(waiter, hold, request_ids))
         return await waiter.future
 
@@ -209,11 +169,10 @@ class Generator:
 async def ask(
     inbox: Inbox,
     request: GenerationRequest,
-    on_chunk: ChunkListener | None = None,
-    on_cut: CutListener | None = None,
+    on_chunk: OnChunk | None = None,
     recorded: list[RecordedExperts] | None = None,
 ) -> Completion:
-    """Put a request into an inbox and wait for its completion; when cancelled, abort it.
+    """Put a request into an inbox and wait for its completion; abort it when cancelled, or when `on_chunk` raises.
 
     What the engine recorded beside the tokens is added to `recorded`.
     """
@@ -222,11 +181,9 @@ async def ask(
     inbox.put_call(call)
     try:
         return await call.future
-    finally:
-        if call.future.cancelled():
-            inbox.put_abort(call)
-            if on_cut is not None:
-                on_cut(request.request_id, call.sampled_tokens)
+    except BaseException:
+        inbox.put_abort(call)
+        raise
 
 
 class _Worker:

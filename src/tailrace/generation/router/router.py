@@ -4,7 +4,7 @@
                    ↑            │ dies, gets stuck
                    └────────────┘ again, from prompt and everything that was streamed back
 
-    load_model_state_dict(ref) ──→ every replica, a share of them at once, each straight to the newest
+    weights: every replica, a share of them at once, each straight to the newest (`weights`)
 
 A call waits only for a replica that serves; whoever owns the replicas says when there will be none (`fail`).
 """
@@ -12,27 +12,23 @@ A call waits only for a replica that serves; whoever owns the replicas says when
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-from tailrace.errors import EngineFailed, TailraceError
-from tailrace.generation.engine_thread.inbox import CutListener
-from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
+from tailrace.errors import EngineFailed
+from tailrace.generation.completions import finished
+from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
+from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
 from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
 from tailrace.generation.router.request import RoutedRequest
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
+from tailrace.generation.router.weights import WeightDistributor
+from tailrace.records import Completion, FinishReason, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.transport.channels import wait_until
 
-_logger = logging.getLogger(__name__)
-
 ToldT = TypeVar("ToldT")
-
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
 
 
 class Router:
@@ -41,7 +37,14 @@ class Router:
     Make it on a running event loop, with a name for each replica there may be.
     """
 
-    def __init__(self, names: Sequence[str], settings: RouterSettings, *, max_staleness: int) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        settings: RouterSettings,
+        weights: WeightPolicy = DEFAULT_WEIGHT_POLICY,
+        *,
+        max_staleness: int,
+    ) -> None:
         self._settings = settings
         self._starved_at = max(1, max_staleness)
         self._replicas = [Replica(name) for name in names]
@@ -51,101 +54,78 @@ class Router:
             else LeastLoaded()
         )
         self._loads = [UNAVAILABLE] * len(names)
-        self._loading = asyncio.Semaphore(max(1, int(settings.loading_share * len(names))))
-        self._target: ModelStateDictRef | None = None
+        self.weights = WeightDistributor(
+            weights, loads_at_once=max(1, int(settings.loading_share * len(names))), on_change=self._weights_changed
+        )
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._requests: set[RoutedRequest] = set()
         self._is_paused = False
-        self._on_cut: CutListener | None = None
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
-        """Sample one completion, wherever; see `Generator.generate`.
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """Sample one completion, wherever; see `records.Generate`.
 
         Raises `EngineFailed` once no replica is left, and `RequestRefused` for a request under which too many died.
         """
-        request = RoutedRequest(prompt_token_ids, sampling, request_id, session_id, group_id, prefix)
-        self._requests.add(request)
+        routed = RoutedRequest(request)
+        self._requests.add(routed)
         try:
-            while (reason := request.finish_reason) is None:
-                index = await self._choose(request)
+            while (completion := finished(routed.request)) is None:
+                index = await self._choose(routed)
                 if index is None:
-                    return request.interrupted()
-                completion = await self._ask(self._replicas[index], index, request)
-                if completion is not None:
+                    return routed.interrupted()
+                if (completion := await self._ask(index, routed, on_chunk)) is not None:
                     return completion
-        except asyncio.CancelledError:
-            if self._on_cut is not None and request.prefix is not None:
-                self._on_cut(request_id, request.prefix.num_tokens)
-            raise
+            return completion
         finally:
-            self._requests.discard(request)
-        assert request.prefix is not None
-        return replace(request.prefix, finish_reason=reason)
+            self._requests.discard(routed)
 
     __call__ = generate
 
-    def tell_of_cuts(self, on_cut: CutListener) -> None:
-        """From now on `on_cut` is told of requests that are cancelled; their tokens are those streamed back by then."""
-        self._on_cut = on_cut
-
-    async def _choose(self, request: RoutedRequest) -> int | None:
+    async def _choose(self, routed: RoutedRequest) -> int | None:
         """Wait for a replica that takes the request; None once it is interrupted."""
-        while not request.is_interrupted:
+        while not routed.is_interrupted:
             if self._failure is not None:
                 raise EngineFailed(str(self._failure)) from self._failure
             if not self._is_paused:
-                index = self._policy.choose(request.session_id, request.group_id, self._loads)
+                index = self._policy.choose(routed.request.session_id, routed.request.group_id, self._loads)
                 if index is not None:
                     return index
             await self._next_change()
         return None
 
-    async def _ask(self, replica: Replica, index: int, request: RoutedRequest) -> Completion | None:
+    async def _ask(self, index: int, routed: RoutedRequest, on_chunk: OnChunk | None) -> Completion | None:
         """The completion; None when the request has to go on elsewhere."""
-        client, chunks = replica.client, list[SampledTokens]()
+        replica = self._replicas[index]
+        client, part, chunks = replica.client, routed.part, list[Completion]()
         assert client is not None
-        request.client = client
+
+        def keep(chunk: Completion) -> None:
+            chunks.append(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
+
+        routed.client = client
         replica.requests += 1
-        replica.sent(len(request.prompt_token_ids) + request.sampling.max_tokens)
+        replica.sent(len(part.prompt_token_ids) + part.sampling.max_tokens)
         self._loads[index] = replica.load
         try:
-            completion = await client.generate(
-                request.prompt_token_ids,
-                sampling=request.sampling,
-                request_id=request.part_id,
-                session_id=request.session_id,
-                group_id=request.group_id,
-                prefix=request.prefix,
-                on_chunk=chunks.append,
-            )
-        except asyncio.CancelledError:
-            request.prefix = request.with_chunks(chunks)
-            raise
+            completion = await client.generate(part, keep)
         except EngineFailed as error:
             replica.failovers += 1
             client.fail(error)  # its engine is gone, whatever of it still answers
             self._update()
-            request.lost(chunks, error, self._settings.max_failovers)
+            routed.lost(chunks, error, self._settings.max_failovers)
             return None
         finally:
-            request.client = None
+            routed.client = None
             replica.requests -= 1
         replica.completions += 1
         if completion.finish_reason is not FinishReason.ABORTED:
             return completion
-        request.goes_on(completion)
+        routed.goes_on(completion)
         return None
 
     # --- interruption --------------------------------------------------------------------------------------------
@@ -171,14 +151,14 @@ class Router:
         Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
         """
         ids = None if request_ids is None else frozenset(request_ids)
-        wanted = [request for request in self._requests if ids is None or request.request_id in ids]
-        for request in wanted:
-            request.is_interrupted = True
+        wanted = [routed for routed in self._requests if ids is None or routed.request.request_id in ids]
+        for routed in wanted:
+            routed.is_interrupted = True
         self._update()
         parts: dict[ReplicaClient, set[str]] = defaultdict(set)
-        for request in wanted:
-            if request.client is not None:
-                parts[request.client].add(request.part_id)
+        for routed in wanted:
+            if routed.client is not None:
+                parts[routed.client].add(routed.part.request_id)
         await self._tell(lambda client: client.interrupt(parts[client]), parts)
         return len(wanted)
 
@@ -204,21 +184,26 @@ class Router:
     async def use(self, name: str, client: ReplicaClient, statistics: EngineStatistics) -> Exception:
         """Send requests and weights to a generator that is connected, until it fails; what ended it.
 
-        It takes requests once it holds the current version. Raises `TailraceError` when that cannot be installed.
+        It takes requests once it holds the newest version. Raises `TailraceError` when that cannot be installed.
         """
         index = self._index(name)
         replica = self._replicas[index]
         replica.joined(client, statistics)
         self._policy.forget(index)
-        replica.starved = self._target is not None
+        replica.starved = self.weights.newest is not None
         ended = asyncio.ensure_future(client.failed())
-        following = asyncio.create_task(self._follow(replica, client), name=f"weights of {name}")
+        following = asyncio.create_task(
+            self.weights.follow(replica, client.load_model_state_dict), name=f"weights of {name}"
+        )
         starving = asyncio.create_task(self._starve(replica, client), name=f"watch over the version of {name}")
         self._update()
         try:
             await asyncio.wait({ended, following}, return_when=asyncio.FIRST_COMPLETED)
             if following.done() and not ended.done():
-                following.result()
+                try:
+                    following.result()
+                except EngineFailed as error:
+                    client.fail(error)
             return await ended
         finally:
             replica.client = None
@@ -260,53 +245,22 @@ class Router:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
-        """Install weights in every replica that is there; the lowest version that they then hold.
+        """Publish weights, and wait until every replica holds them or newer ones; the lowest version that is held.
 
-        Overlapping calls install only the newest of their versions. Raises `EngineFailed` when no replica is left.
+        Raises `EngineFailed` when no replica is left.
         """
-        if self._target is None or ref.version >= self._target.version:
-            self._target = ref
+        self.weights.publish(ref)
+        await self._until(lambda: self.weights.lowest_version >= ref.version)
+        return self.weights.lowest_version
+
+    def _weights_changed(self) -> None:
+        """Whether replicas hold weights that are new enough for new requests."""
+        if (newest := self.weights.newest) is not None:
             for replica in self._replicas:
-                self._judge(replica)
-            self._update()
-        await self._until(lambda: self._lowest() >= ref.version)
-        return self._lowest()
-
-    def _lowest(self) -> int:
-        return min((replica.version for replica in self._replicas if replica.client is not None), default=-1)
-
-    async def _follow(self, replica: Replica, client: ReplicaClient) -> NoReturn:
-        """Waits for newer weights and loads them; a load that fails is tried again, later each time."""
-        retry_s, last_error = _FIRST_RETRY_S, ""
-        while True:
-            await self._until(lambda: self._target is not None and self._target.version > replica.version)
-            assert self._target is not None
-            try:
-                async with self._loading:
-                    version = await client.load_model_state_dict(self._target)
-            except EngineFailed as error:
-                client.fail(error)
-                await asyncio.Event().wait()  # until `use`, which hears of it, cancels this
-            except TailraceError as error:
-                if replica.version < 0:
-                    raise  # there is nothing that it could go on with
-                if str(error) != last_error:
-                    _logger.warning("%s goes on with version %d: %s", replica.name, replica.version, error)
-                last_error = str(error)
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, _LAST_RETRY_S)
-            else:
-                replica.version, retry_s, last_error = version, _FIRST_RETRY_S, ""
-                self._judge(replica)
-                self._update()
-
-    def _judge(self, replica: Replica) -> None:
-        """Whether it holds weights that are new enough for new requests."""
-        if self._target is not None:
-            behind = self._target.version - replica.version
-            # One that came back must first reach the current version; later it may trail as far as tokens may be stale.
-            allowed = 1 if replica.starved else self._starved_at
-            replica.starved = behind >= allowed
+                # One that came back must first reach the newest version; later it may trail as far as tokens may be
+                # stale.
+                replica.starved = newest.version - replica.version >= (1 if replica.starved else self._starved_at)
+        self._update()
 
     async def _starve(self, replica: Replica, client: ReplicaClient) -> None:
         """Waits for a replica to be starved of weights for longer than it may be; fails it then."""

@@ -1,0 +1,58 @@
+"""Builds engines from settings, whichever kind and however many ranks they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from tailrace.config.serving import ServeSettings
+from tailrace.errors import SettingsError
+from tailrace.generation.engines.protocol import Engine
+from tailrace.generation.engines.vllm.options import require_vllm
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.run.ranks import FollowerSettings, Rank, follow_rank, lead
+
+
+def require_engine(generator: GeneratorSettings) -> None:
+    """Raise `SettingsError` for an engine that is not installed or settings that it does not take; imports neither."""
+    if generator.engine == "vllm":
+        require_vllm(generator)
+    elif generator.vllm or (generator.tensor_parallel > 1 and not generator.lockstep):
+        given = "generator.vllm" if generator.vllm else "generator.tensor_parallel"
+        raise SettingsError(f"{given} is for generator.engine = 'vllm', but the engine is {generator.engine!r}")
+
+
+def engine_factory(
+    model: ModelSettings, generator: GeneratorSettings, torchrun: Rank | None = None
+) -> Callable[[], Engine]:
+    """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there.
+
+    Under `generator.lockstep` the other ranks are those of `torchrun`, or else processes that it starts.
+
+    Raises `SettingsError` for an engine that is not installed or options that it does not take.
+    """
+    require_engine(generator)
+    build = partial(build_engine, model, generator)
+    if not generator.lockstep:
+        return build
+    return partial(lead, build, ServeSettings(model=model, generator=generator), torchrun)
+
+
+def build_engine(model: ModelSettings, generator: GeneratorSettings) -> Engine:
+    """One rank's engine. Call it in the thread that steps it."""
+    if generator.engine == "vllm":
+        from tailrace.generation.engines.vllm.engine import vllm_engine_factory
+
+        return vllm_engine_factory(model, generator)()
+    from tailrace.generation.engines.torch.engine import torch_engine_factory
+
+    return torch_engine_factory(model, generator)()
+
+
+async def follower(encoded: bytes) -> None:
+    """The process of a rank that `lead` started: the entry `ranks.FOLLOWER`."""
+    received = msgspec.json.decode(encoded, type=FollowerSettings)
+    settings = ServeSettings.model_validate_json(received.settings)
+    follow_rank(partial(build_engine, settings.model, settings.generator), received.rank)
