@@ -46,7 +46,8 @@ class PolicyModel(nn.Module):
     Calling it trains on a micro-batch. Every weight is used inside its own module's forward, so that hooks on modules
     (FSDP's, which gather and free weights) see every use. `packs` says whether rows of several samples may be given to
     it, `num_fused_layers` how many layers native passes compute (see `fused_layer`); `head` is None where logits are
-    more than hidden states times one matrix. `replay` holds the hooks on this model's routers. Raises `ModelError` where `gradient_checkpointing` is asked of a model that can't.
+    more than hidden states times one matrix. `replay` holds the hooks on this model's routers. Raises `ModelError`
+    where `gradient_checkpointing` is asked of a model that can't.
     """
 
     def __init__(

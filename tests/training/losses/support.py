@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from tailrace.training.losses import Loss
+from torch import Tensor
+
+from tailrace.training.losses import Loss, LossTokens
 
 
 def as_any_loss(loss: Loss) -> Loss:
     """The same, as a plain function: nobody knows that it is pointwise."""
-    return lambda logprobs, entropy, tokens: loss(logprobs, entropy, tokens)
+
+    def plain(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        return loss(logprobs, entropy, tokens)
+
+    return plain
