@@ -35,7 +35,7 @@ from tailrace.records import (
     TrainerStarted,
 )
 from tailrace.tracing.phases import PhaseRecorder, phase
-from tailrace.training.memory import keep_freed_memory
+from tailrace.training.acceleration import tune_process
 from tailrace.training.trainer import Trainer
 from tailrace.transport.batches.queue import BatchReceiver
 from tailrace.transport.events.log import EventLog
@@ -90,7 +90,7 @@ async def run_trainer(
 class _TrainerLoop:
     def __init__(self, batches: BatchReceiver, store: ModelStateDictStore, events: EventLog, plan: TrainerPlan) -> None:
         self._batches, self._store, self._events, self._plan = batches, store, events, plan
-        keep_freed_memory()
+        tune_process()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
         self._step = 0

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.errors import EngineFailed
-from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
-from tailrace.models.state_dicts import StateDictLayout
+from tailrace.models.state_dicts import StateDictLayout, prefetch_tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
