@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from tailrace.errors import ModelError
 
-_PAGE_BYTES = 4096
-
 
 class StateDictLayout:
     """Names and shapes of a model's weights, and which names are tied. Make it while every weight has its shape."""
@@ -42,15 +40,6 @@ class StateDictLayout:
         if missing:
             raise ModelError(f"the model state dict lacks weights of the model: {_some(missing)}")
         return named
-
-
-def prefetch_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Read one byte of every page of what lies in main memory, so that whoever copies it later meets no page that is
-    not mapped yet. Lets go of the interpreter lock meanwhile.
-    """
-    for tensor in tensors.values():
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            tensor.detach().reshape(-1).view(torch.uint8)[::_PAGE_BYTES].sum()
 
 
 def _some(names: list[str]) -> str:

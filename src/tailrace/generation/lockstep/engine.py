@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from tailrace.errors import EngineFailed, GenerationError, ModelError, RequestRefused
+from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.protocol import (
     Engine,
     EngineLimits,
@@ -32,7 +33,6 @@ from tailrace.generation.engines.protocol import (
 )
 from tailrace.generation.lockstep.lifeline import Lifeline
 from tailrace.generation.lockstep.ranks import RankGroup
-from tailrace.models.state_dicts import prefetch_tensors
 from tailrace.records import (
     Completion,
     FinishReason,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tailrace.models.state_dicts import StateDictLayout, prefetch_tensors
+from tailrace.generation.engines.prefetch import StagingBuffers
+from tailrace.models.state_dicts import StateDictLayout
 
 if TYPE_CHECKING:
     from tailrace.cpu.engine import EngineAcceleration
@@ -32,6 +33,7 @@ class ModelWeights:
 
     def __init__(self, model: nn.Module, acceleration: EngineAcceleration | None) -> None:
         self._layout, self._acceleration = StateDictLayout(model), acceleration
+        self._staging = StagingBuffers(next(model.parameters()).device)
         own = model.state_dict(keep_vars=True)
         self._names = {id(own[name]): name for name in reversed(own)}  # the first of tied names, as in the layout
         taken_over = set() if acceleration is None else acceleration.taken_over
@@ -46,15 +48,16 @@ class ModelWeights:
         """Check and pack. Raises `ModelError` for a state dict that is not this model's, as `StateDictLayout` does."""
         named = self._layout.checked(tensors)
         plain = {name: named[name] for name in self._plain}
-        prefetch_tensors(plain)
-        if self._acceleration is None:
-            return PreparedModelStateDict(plain, [])
-        return PreparedModelStateDict(plain, self._acceleration.pack(lambda weight: named[self._names[id(weight)]]))
+        packed = []
+        if self._acceleration is not None:
+            packed = self._acceleration.pack(lambda weight: named[self._names[id(weight)]])
+        return PreparedModelStateDict(self._staging.fill(plain), packed)
 
     @torch.no_grad()
     def install(self, prepared: PreparedModelStateDict) -> None:
         """Nothing of `prepared` but what is packed is kept."""
         for name, tensor in self._plain.items():
-            tensor.copy_(prepared[name])
+            tensor.copy_(prepared[name], non_blocking=True)
+        self._staging.wait_until_copied()
         if self._acceleration is not None:
             prepared.packed = self._acceleration.exchange(prepared.packed)
