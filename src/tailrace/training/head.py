@@ -79,7 +79,7 @@ class LogprobHead:
         def forward(hidden: Tensor, scored: _Scored | None = None) -> Tensor | LossOutput:
             return own(hidden) if scored is None else self._score(hidden, scored)
 
-        head.linear.forward = forward  # type: ignore[method-assign]
+        head.linear.forward = forward  # type: ignore[method-assign, assignment]
 
     def __call__(self, hidden: Tensor, tokens: LossTokens, loss: Loss) -> LossOutput:
         """Loss of `hidden` [num_loss_tokens, hidden_size]."""

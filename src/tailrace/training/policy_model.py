@@ -17,15 +17,13 @@ from typing_extensions import override
 
 from tailrace.errors import ModelError
 from tailrace.models.heads import OutputHead, find_head
+from tailrace.training.acceleration import accelerate
 from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
 from tailrace.training.checkpointed_layers import checkpoint_layers
-from tailrace.training.fused_layer import fuse_layers, restore_layers
-from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import LogprobHead, LossOutput, apply_loss, score_logits
 from tailrace.training.losses import Loss
 from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.onednn_linear import speed_up_linears
 from tailrace.training.router_replay import ReplayCounts, RouterReplay
 from tailrace.training.transfer import to_device
 
@@ -45,9 +43,9 @@ class PolicyModel(nn.Module):
 
     Calling it trains on a micro-batch. Every weight is used inside its own module's forward, so that hooks on modules
     (FSDP's, which gather and free weights) see every use. `packs` says whether rows of several samples may be given to
-    it, `num_fused_layers` how many layers native passes compute (see `fused_layer`); `head` is None where logits are
-    more than hidden states times one matrix. `replay` holds the hooks on this model's routers. Raises `ModelError`
-    where `gradient_checkpointing` is asked of a model that can't.
+    it, `num_fused_layers` how many layers native passes compute (on a CPU); `head` is None where logits are more than
+    hidden states times one matrix. `replay` holds the hooks on this model's routers. Raises `ModelError` where
+    `gradient_checkpointing` is asked of a model that can't.
     """
 
     def __init__(
@@ -64,12 +62,9 @@ class PolicyModel(nn.Module):
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
         self._autocast = dtype == "bfloat16"
         self._device = next(model.parameters()).device
-        fuse_norms(self.model)
         if self._autocast:
             cast_experts_under_autocast(self.model)
-        else:
-            speed_up_linears(self.model)
-        self._fused_layers = fuse_layers(self.model) if native_kernels else []
+        self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
         self.packs, head = self._probe()
         rounds_head = self._autocast and head_dtype == "bfloat16"
         self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else torch.float32)
@@ -88,7 +83,7 @@ class PolicyModel(nn.Module):
     @property
     def num_fused_layers(self) -> int:
         """Layers that native passes compute."""
-        return len(self._fused_layers)
+        return 0 if self._acceleration is None else len(self._acceleration.fused_layers)
 
     @override
     def forward(self, micro_batch: MicroBatch, loss: Loss) -> LossOutput:
@@ -117,7 +112,10 @@ class PolicyModel(nn.Module):
 
     def _inputs(self, input_ids: Tensor, segments: Segments) -> dict[str, Any]:
         inputs = {"input_ids": input_ids, "position_ids": segments.position_ids, "use_cache": False}
-        return inputs | {"segments": segments} if self.packs else inputs
+        if not self.packs:
+            return inputs
+        attention = None if self._acceleration is None else self._acceleration.attend
+        return inputs | {"segments": segments, "group_attention": attention}
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast)
@@ -132,9 +130,8 @@ class PolicyModel(nn.Module):
         own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
         expected = torch.cat(own, dim=1)
         self.packs = self._packs(row, expected)
-        if self._fused_layers and not self.packs:
-            restore_layers(self._fused_layers)
-            self._fused_layers = []
+        if not self.packs and self._acceleration is not None and self.num_fused_layers:
+            self._acceleration.restore_layers()
             self.packs = self._packs(row, expected)
         return self.packs, self._find_head(pieces[-1])
 
@@ -151,7 +148,7 @@ class PolicyModel(nn.Module):
             ).logits
             _require_equal(packed, expected, _PACKING_TOLERANCE)
         except (ModelError, TypeError, ValueError) as error:
-            if not self._fused_layers:
+            if not self.num_fused_layers:
                 _log.warning("%s trains one sample at a time: %s", type(self.model).__name__, error)
             self.model.set_attn_implementation(own_attention)
             return False
