@@ -266,7 +266,7 @@ class RunObserver:
             add(f"environment/{name}/trained_share", figures.trained_share)
             add(f"environment/{name}/in_flight", figures.in_flight)
             add(f"environment/{name}/trainable_share", figures.expected)
-            add(f"environment/{name}/barren_tasks", figures.barren_tasks)
+            add(f"environment/{name}/barren_tasks", figures.untrainable_tasks)
         for replica in self._replicas():
             self._metrics.update(replica.metrics())
         judged = self._judge_usage()
