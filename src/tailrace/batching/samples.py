@@ -61,6 +61,7 @@ def _sample(
         TrainingSample(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
+            environment=rollout.task.environment,
             temperature=rollout.sampling.temperature,
             branch=branch,
             advantages=advantage,

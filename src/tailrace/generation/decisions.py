@@ -35,6 +35,7 @@ class InboxState:
     """What waits for the engine's thread."""
 
     closing: bool = False
+    paused: bool = False
     staged_version: int | None = None
     """Version of the model state dict that lies ready to be copied."""
     arrivals: int = 0
@@ -100,7 +101,9 @@ def decide(inbox: InboxState, engine: EngineState, policy: WeightPolicy) -> Deci
         if resets_before_load(policy, engine) and not engine.is_reset:
             return Reset()
         return Load(inbox.staged_version)
-    return Step() if engine.has_work or inbox.aborts or inbox.arrivals else Wait()
+    if engine.has_work or inbox.aborts:
+        return Step(admit=not inbox.paused)
+    return Step() if inbox.arrivals and not inbox.paused else Wait()
 
 
 def resets_before_load(policy: WeightPolicy, engine: EngineState) -> bool:

@@ -75,6 +75,14 @@ class LoadCall(_Call, frozen=True, kw_only=True):
     ref: ModelStateDictRef
 
 
+class PauseCall(_Call, frozen=True, kw_only=True):
+    """Take every running request off the engine, for as long as this client lives or until it resumes."""
+
+
+class ResumeCall(_Call, frozen=True, kw_only=True):
+    """End this client's pause; requests go on once no other client's is left."""
+
+
 class InterruptCall(_Call, frozen=True, kw_only=True):
     """Hand requests back to their callers as they are."""
 
@@ -97,6 +105,8 @@ AnyCall: TypeAlias = (
     | AbortCall
     | LoadCall
     | UploadCall
+    | PauseCall
+    | ResumeCall
     | InterruptCall
     | StatisticsCall
     | CloseCall
@@ -118,6 +128,8 @@ class ReportReply(_Call, frozen=True, kw_only=True):
     statistics: EngineStatistics
     received: int
     """Requests of this client that had arrived by then."""
+    is_paused: bool = False
+    """Whether requests wait because some client said so."""
 
 
 class UploadedReply(_Call, frozen=True, kw_only=True):
@@ -148,11 +160,11 @@ class LoadedReply(_Call, frozen=True, kw_only=True):
     version: int
 
 
-class InterruptedReply(_Call, frozen=True, kw_only=True):
-    """The requests are on their way back."""
+class ReleasedReply(_Call, frozen=True, kw_only=True):
+    """Pausing, resuming or interrupting is done."""
 
     requests: int
-    """How many."""
+    """Taken off the engine, or handed back."""
 
 
 class StatisticsReply(_Call, frozen=True, kw_only=True):
@@ -179,7 +191,7 @@ AnyReply: TypeAlias = (
     | CompletionReply
     | LoadedReply
     | UploadedReply
-    | InterruptedReply
+    | ReleasedReply
     | StatisticsReply
     | ClosedReply
     | ErrorReply
