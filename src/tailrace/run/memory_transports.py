@@ -150,14 +150,6 @@ class GeneratorHere(ReplicaConnection):
         return await self._generator.load_model_state_dict(lambda: self._store.open(ref), ref.version)
 
     @override
-    async def pause(self) -> int:
-        return await self._generator.pause()
-
-    @override
-    async def resume(self) -> None:
-        await self._generator.resume()
-
-    @override
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         return await self._generator.interrupt(request_ids)
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from tailrace.config import RunSettings
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
+from tailrace.lifecycle.memory import trainer_environment
 from tailrace.lifecycle.resources import remove_leftovers
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
@@ -30,7 +31,6 @@ from tailrace.run.memory_transports import new_memory_transports
 from tailrace.run.replica_sources import connected_generators, started_generators
 from tailrace.run.roles import RoleSettings, generator_specs, trainer_spec
 from tailrace.run.transports import Transports
-from tailrace.training.memory import huge_pages
 from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -53,7 +53,7 @@ class StartedRoles:
         settings, transports = ground.settings, ground.transports
         self._launcher, self._transports = ground.launcher, transports
         self.trainer = ground.launcher.start(
-            trainer_spec(ground.told, ground.devices.get("trainer"), huge_pages(os.environ))
+            trainer_spec(ground.told, ground.devices.get("trainer"), trainer_environment(os.environ))
         )
         self.batches = transports.batch_sender(settings)
         self._end_log = transports.serve_log(log)

@@ -20,9 +20,9 @@ from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.launchers import launcher_class
-from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
+from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, heap_of_process, reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
-from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
+from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.records import Completion, GenerationRequest, RunStatus, Task, TrainerEnded, TrainerStarted
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.live import LiveView, wants_live_view
@@ -88,7 +88,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     async with contextlib.AsyncExitStack() as stack:
         if is_apart:  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
-            reserve_memory(plan.max_running * RESERVED_BYTES_PER_ROLLOUT)
+            reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
         phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
         lag = await stack.enter_async_context(watched_loop(observability, phases))
@@ -259,7 +259,7 @@ class _Training:
         trim_mb = self._settings.observability.trim_mb
         is_apart = not launcher_class(self._settings.placement).runs_in_this_process
         reserved = self._settings.max_running * RESERVED_BYTES_PER_ROLLOUT
-        heap = glibc_heap() if trim_mb and is_apart else None
+        heap = heap_of_process() if trim_mb and is_apart else None
         return MemoryTrimmer(int(trim_mb * 1e6) + reserved, self._writer.submit, heap)
 
     def _signals(self, orchestrator: Orchestrator, roles: StartedRoles, live: LiveView) -> StopSignals:
