@@ -35,13 +35,13 @@ from tailrace.models.loading import tokenizer_folder
 from tailrace.records import (
     Completion,
     FinishReason,
+    GenerationRequest,
     Group,
-    Int32Array,
+    OnChunk,
     Outcome,
     PlannedBatch,
     Rollout,
     RolloutId,
-    SamplingParams,
     StepSkipped,
     StepTrained,
     Task,
@@ -85,16 +85,7 @@ class InstantGenerate:
         self.full = asyncio.Event()
         self._enough = asyncio.Event()
 
-    async def __call__(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         if len(self._waiting) >= self._in_flight:

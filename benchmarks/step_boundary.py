@@ -49,8 +49,6 @@ from tailrace.batching.slices import in_turns
 from tailrace.generation.rpc.messages import (
     CompletionReply,
     Frames,
-    pack_completion,
-    unpack_completion,
     unpack_payloads,
     unpack_reply,
 )
@@ -291,9 +289,7 @@ class Orchestrator:
         completion = Completion(
             self._tokens[place], self._logprobs, self._versions, FinishReason.STOP, routed_experts=chunks
         )
-        header, arrays = pack_completion(completion)
-        header = msgspec.structs.replace(header, payload_frames=len(frames))
-        return encode(CompletionReply(call_id=place, completion=header)), [*arrays, *frames]
+        return encode(CompletionReply(call_id=place, completion=completion, payload_frames=len(frames))), frames
 
     async def _arrive_all(self, rollouts: Sequence[Rollout], messages: Sequence[tuple[bytes, Frames]]) -> None:
         """One after the other, as a socket is read; each goes on in its rollout's own task."""
@@ -306,9 +302,9 @@ class Orchestrator:
         """What `GeneratorClient` and a rollout's policy do with a completion."""
         reply, frames = unpack_reply(message[0]), message[1]
         assert isinstance(reply, CompletionReply)
-        completion = unpack_completion(reply.completion, frames)
-        if reply.completion.payload_frames:
-            ((chunk, array),) = unpack_payloads(reply.completion, frames)
+        completion = reply.completion
+        if reply.payload_frames:
+            ((chunk, array),) = unpack_payloads(reply, frames)
             ref = await self._accounts.put(rollout.rollout_id, array)
             completion = replace(completion, routed_experts=(msgspec.structs.replace(chunk, ref=ref),))
         else:

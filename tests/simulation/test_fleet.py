@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tailrace.records import Completion, FinishReason, SamplingParams
+from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams
 from tailrace.simulation.fleet import ModelledFleet
 from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.replica import CHUNK_TOKENS
@@ -42,12 +42,14 @@ def with_fleet(test: Callable[[ModelledFleet], Awaitable[Any]], *, replicas: int
 
 async def ask(fleet: ModelledFleet, name: str = "a", *, prefix: Completion | None = None) -> Completion:
     return await fleet.router(
-        np.zeros(10, np.int32),
-        sampling=SamplingParams(max_tokens=1000),
-        request_id=name,
-        session_id=name,
-        group_id="task#1",
-        prefix=prefix,
+        GenerationRequest(
+            request_id=name,
+            session_id=name,
+            group_id="task#1",
+            prompt_token_ids=np.zeros(10, np.int32),
+            sampling=SamplingParams(max_tokens=1000),
+            prefix=prefix,
+        )
     )
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from tailrace.batching import FormedBatch
 from tailrace.records import (
     Completion,
+    GenerationRequest,
     Group,
     Outcome,
     Rollout,
@@ -22,7 +23,6 @@ from tailrace.records import (
     StepSkipped,
     StepTrained,
     TerminalState,
-    rollout_of,
 )
 from tailrace.reporting.evaluation_figures import evaluation_entries, evaluation_metrics, update_summary
 from tailrace.reporting.gauges import Gauge
@@ -133,14 +133,15 @@ class RunObserver(SchedulerObserver):
         self.totals.tokens_generated += rollout.num_completion_tokens
         self._recorder.rollout_finished(rollout)
 
-    def request_cut(self, request_id: str, tokens: int) -> None:
+    def request_cancelled(self, request: GenerationRequest, tokens: int) -> None:
         """A request was cancelled with so many tokens sampled; others than those of rollouts are nobody's loss here."""
-        self._recorder.bias.cut(rollout_of(request_id), tokens)
+        if request.owner is not None and tokens:
+            self._recorder.bias.cut(request.owner, tokens)
 
     def rollout_lost(self, rollout: Rollout) -> None:
         """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it.
 
-        Comes after `request_cut` for the completion that it was waiting for.
+        Comes after `request_cancelled` for the completion that it was waiting for.
         """
         self.totals.tokens_generated += self._recorder.bias.losing(rollout)
 

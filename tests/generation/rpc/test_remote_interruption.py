@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import subprocess
 import sys
 import textwrap
@@ -17,17 +16,21 @@ import pytest
 
 from tailrace.errors import CorruptData, EngineFailed
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
-from tailrace.generation.resuming import ResumingGenerate
 from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.server import GeneratorServer, OpenModelStateDict
-from tailrace.records import Completion, FinishReason, Generate, ModelStateDictRef, SamplingParams
+from tailrace.records import (
+    Completion,
+    FinishReason,
+    Generate,
+    ModelStateDictRef,
+    OnChunk,
+)
 from tailrace.transport.channels import create_socket_folder, ipc_address
 from tailrace.transport.weights.stores import ModelStateDict
-from tests.generation.engine_support import Brake, greedy_reference, make_engine
+from tests.generation.engine_support import Brake, assert_told, greedy_reference, make_engine, request
 
 PROMPT = [3, 1, 4, 1]
 TOKENS = 250
@@ -86,18 +89,9 @@ def simulated_generator(brake: Brake | None = None, chunk_tokens: int = 64) -> G
 
 
 def ask(
-    generate: Generate, name: str = "r", tokens: int = TOKENS, on_chunk: Callable[[SampledTokens], None] | None = None
+    generate: Generate, name: str = "r", tokens: int = TOKENS, on_chunk: OnChunk | None = None
 ) -> asyncio.Task[Completion]:
-    more = {} if on_chunk is None else {"on_chunk": on_chunk}
-    work = generate(
-        np.asarray(PROMPT, np.int32),
-        sampling=SamplingParams(temperature=0, max_tokens=tokens),
-        request_id=name,
-        session_id=name,
-        group_id=name,
-        **more,
-    )
-    return asyncio.create_task(work)  # type: ignore[arg-type]
+    return asyncio.create_task(generate(request(name, PROMPT, temperature=0, max_tokens=tokens), on_chunk))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -135,7 +129,7 @@ async def test_a_paused_generator_finishes_nothing_loses_nothing_and_goes_on_whe
 
 async def test_which_tokens_were_sampled_over_older_caches_survives_the_way_and_the_seam() -> None:
     async with servers(simulated_generator(Brake(), chunk_tokens=8), simulated_generator()) as (server, other):
-        client, chunks = await server.client(), list[SampledTokens]()
+        client, chunks = await server.client(), list[Completion]()
         call = ask(client, tokens=400, on_chunk=chunks.append)
         await sampling(server.generator)
         await client.load_model_state_dict(ModelStateDictRef(version=1, uri="", num_bytes=0))
@@ -145,16 +139,11 @@ async def test_which_tokens_were_sampled_over_older_caches_survives_the_way_and_
         partial = await call
         changed, end = partial.policy_versions.tolist().index(1), partial.num_tokens
         assert partial.mixed_spans == ((changed, end),)
-        assert sum(chunk.mixed_cache_tokens for chunk in chunks) == sum(len(one.token_ids) for one in chunks) - changed
+        assert_told(chunks, partial)
+        spans = [end - start for chunk in chunks for start, end in chunk.mixed_spans]
+        assert sum(spans) == sum(chunk.num_tokens for chunk in chunks) - changed
         elsewhere = await other.client()
-        done = await elsewhere.generate(
-            np.asarray(PROMPT, np.int32),
-            sampling=SamplingParams(temperature=0, max_tokens=400),
-            request_id="r",
-            session_id="r",
-            group_id="r",
-            prefix=partial,
-        )
+        done = await elsewhere.generate(request("r", PROMPT, prefix=partial, temperature=0, max_tokens=400))
         assert (done.num_tokens, done.mixed_spans) == (400, ((changed, end),))
         await client.leave()
         await elsewhere.leave()
@@ -164,12 +153,11 @@ async def test_what_was_interrupted_on_one_generator_goes_on_at_the_other(model)
     brake = Brake()
     async with servers(torch_generator(model, brake), torch_generator(model)) as both:
         clients = [await server.client() for server in both]
-        turns = itertools.cycle(clients)
-        call = ask(ResumingGenerate(lambda: next(turns)))
+        call = ask(clients[0])
         await sampling(both[0].generator)
         assert await clients[0].interrupt({"r"}) == 1
         brake.let_go()
-        done = await call
+        done = await clients[1](request("r", PROMPT, temperature=0, max_tokens=TOKENS, prefix=await call))
         assert done.token_ids.tolist() == greedy_reference(model, PROMPT, TOKENS)
         assert done.finish_reason is FinishReason.LENGTH
         sampled = [server.generator.statistics().sampled_tokens_total for server in both]
@@ -396,12 +384,7 @@ async def test_the_router_hands_back_what_is_interrupted_and_it_goes_on_elsewher
         await here.router.resume()
         expected = greedy_reference(model, PROMPT, TOKENS)
         rest = await here.router.generate(
-            np.asarray(PROMPT, np.int32),
-            sampling=SamplingParams(temperature=0, max_tokens=TOKENS),
-            request_id="wanted",
-            session_id="elsewhere",
-            group_id="g",
-            prefix=partial,
+            request("wanted", PROMPT, session="elsewhere", group="g", prefix=partial, temperature=0, max_tokens=TOKENS)
         )
         assert rest.token_ids.tolist() == (await calls[1]).token_ids.tolist() == expected
 

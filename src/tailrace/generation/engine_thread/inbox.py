@@ -7,18 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from tailrace.generation.decisions import Decision, EngineState, InboxState, Wait, WeightPolicy, decide
 from tailrace.generation.engine_thread.handover import Staged, Waiter
 from tailrace.generation.engines.protocol import SampledTokens
-from tailrace.records import Completion, ExpertArray, GenerationRequest
-
-ChunkListener: TypeAlias = "Callable[[SampledTokens], None]"
-"""Hears of the tokens of a request that goes on, on the event loop that asked for it."""
-
-CutListener: TypeAlias = "Callable[[str, int], None]"
-"""Hears of a request whose caller went away before its end: its id, and the tokens that had been sampled by then."""
+from tailrace.records import Completion, ExpertArray, GenerationRequest, OnChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,19 +29,13 @@ class Call:
     request: GenerationRequest
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
-    on_chunk: ChunkListener | None = None
+    on_chunk: OnChunk | None = None
     chunks: list[SampledTokens] = field(default_factory=list)
     experts: list[RecordedExperts] = field(default_factory=list)
     """What the engine recorded so far: more than one stretch where the request was paused."""
     arrived_s: float = field(default_factory=time.perf_counter)
     waited_s: float = 0.0
     """Before the engine was given the request."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        """So far, prefix included; another thread may read it as well, while the engine's goes on."""
-        prefix = self.request.prefix
-        return (0 if prefix is None else prefix.num_tokens) + sum(len(chunk.token_ids) for chunk in tuple(self.chunks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from tailrace.errors import EngineFailed, RequestRefused
-from tailrace.generation.completions import assembled, count_nonfinite, finished_already
+from tailrace.generation.completions import as_chunk, assembled, count_nonfinite, finished
 from tailrace.generation.decisions import (
     DEFAULT_WEIGHT_POLICY,
     Close,
@@ -43,6 +43,16 @@ class _Releasing:
     release: Release
     left: set[str]
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """What one step sampled of a request, for its caller."""
+
+    call: Call
+    sampled: SampledTokens
+    completion: Completion | None = None
+    """Where it ended."""
 
 
 class EngineLoop:
@@ -115,7 +125,7 @@ class EngineLoop:
 
     def _admit(self, call: Call) -> None:
         request = call.request
-        done = finished_already(request, self._engine.limits)
+        done = finished(request, self._engine.limits)
         if done is not None:
             post(call.loop, set_result, call.future, done)
             return
@@ -131,15 +141,15 @@ class EngineLoop:
 
     def _resolve(self, chunks: list[SampledTokens]) -> None:
         """Hand chunks and completions to their event loops: one wake-up per loop, however many there are."""
-        results: dict[asyncio.AbstractEventLoop, list[tuple[Call, SampledTokens | Completion]]] = defaultdict(list)
+        deliveries: dict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
         held: list[Call] = []
         for chunk in chunks:
             call = self._calls[chunk.request_id]
             call.chunks.append(chunk)
-            self._nonfinite += count_nonfinite(chunk)
+            self._nonfinite += count_nonfinite(chunk.logprobs)
             if chunk.finish_reason is None:
                 if call.on_chunk is not None:
-                    results[call.loop].append((call, chunk))
+                    deliveries[call.loop].append(_Delivery(call, chunk))
                 continue
             completion = assembled(call.request.prefix, call.chunks, chunk.finish_reason, waited_s=call.waited_s)
             if chunk.routed_experts is not None:
@@ -150,12 +160,12 @@ class EngineLoop:
                 _keep(call, completion)
                 held.append(call)
                 if call.on_chunk is not None and len(chunk.token_ids):
-                    results[call.loop].append((call, chunk))
+                    deliveries[call.loop].append(_Delivery(call, chunk))
             else:
-                results[call.loop].append((call, completion))
+                deliveries[call.loop].append(_Delivery(call, chunk, completion))
         self._inbox.put_back(held)
-        for loop, deliveries in results.items():
-            self._to_tell.append(partial(post, loop, _deliver, deliveries))
+        for loop, delivered in deliveries.items():
+            self._to_tell.append(partial(post, loop, _deliver, delivered))
 
     # --- interruption --------------------------------------------------------------------------------------------
 
@@ -241,11 +251,17 @@ def _keep(call: Call, saved: Completion) -> None:
     call.chunks, call.arrived_s = [], time.perf_counter()
 
 
-def _deliver(results: list[tuple[Call, SampledTokens | Completion]]) -> None:
-    for call, result in results:
-        if call.future.done():
+def _deliver(deliveries: list[_Delivery]) -> None:
+    """On the callers' event loop. A listener that raises fails its own request alone."""
+    for delivery in deliveries:
+        future, on_chunk = delivery.call.future, delivery.call.on_chunk
+        if future.done():
             continue
-        if isinstance(result, Completion):
-            call.future.set_result(result)
-        elif call.on_chunk is not None:
-            call.on_chunk(result)
+        try:
+            if on_chunk is not None and len(delivery.sampled.token_ids):
+                on_chunk(as_chunk(delivery.sampled))
+        except Exception as error:  # noqa: BLE001 - raised to the caller
+            future.set_exception(error)
+        else:
+            if delivery.completion is not None:
+                future.set_result(delivery.completion)

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from tailrace.errors import CorruptData, EngineFailed, SettingsError
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.rpc.keys import CurveKeys, guard, keep_alive
 from tailrace.generation.rpc.messages import (
     PROTOCOL,
@@ -30,9 +28,9 @@ from tailrace.generation.rpc.messages import (
     AbortCall,
     AnyCall,
     AnyReply,
+    ChunkReply,
     CloseCall,
     ClosedReply,
-    CompletionHeader,
     CompletionReply,
     Frames,
     GenerateCall,
@@ -50,15 +48,11 @@ from tailrace.generation.rpc.messages import (
     UploadedReply,
     WelcomeReply,
     call_id_of,
-    pack_chunk,
-    pack_completion,
     pack_error,
     unpack_call,
-    unpack_completion,
-    unpack_prompt,
 )
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
-from tailrace.records import Completion, ModelStateDictRef
+from tailrace.records import Completion, FinishReason, ModelStateDictRef
 from tailrace.tracing.phases import phase
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
 from tailrace.transport.payloads.store import MemoryPayloadStore
@@ -206,7 +200,7 @@ class GeneratorServer:
 
     async def _send(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
         try:
-            has_payloads = isinstance(reply, CompletionReply) and reply.completion.payload_frames > 0
+            has_payloads = isinstance(reply, CompletionReply) and reply.payload_frames > 0
             await self._socket.send_multipart([client, encode(reply), *arrays], copy=not has_payloads)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
@@ -218,10 +212,7 @@ class GeneratorServer:
             case HelloCall():
                 return await self._welcome(client, call), []
             case GenerateCall():
-                with phase("request", track="requests", about={"request": call.request_id}):
-                    header, arrays = pack_completion(await self._generate(client, call, frames))
-                header, payloads = self._take_payloads(header)
-                return CompletionReply(call_id=call.call_id, completion=header), [*arrays, *payloads]
+                return await self._generate(client, call)
             case LoadCall():
                 ref = call.ref
                 version = await self._generator.load_model_state_dict(lambda: self._open(ref), ref.version)
@@ -281,29 +272,25 @@ class GeneratorServer:
                 self._watching = self._group.create_task(self._watch(self._generator))
             self._epoch = epoch
 
-    async def _generate(self, client: bytes, call: GenerateCall, frames: Frames) -> Completion:
-        def stream(chunk: SampledTokens) -> None:
+    async def _generate(self, client: bytes, call: GenerateCall) -> tuple[CompletionReply, Frames]:
+        def stream(chunk: Completion) -> None:
             assert self._group is not None
-            self._group.create_task(self._send(client, *pack_chunk(call.call_id, chunk)))
+            if chunk.finish_reason in (FinishReason.RUNNING, FinishReason.ABORTED):  # else the completion has them
+                self._group.create_task(self._send(client, ChunkReply(call_id=call.call_id, chunk=chunk)))
 
-        return await self._generator.generate(
-            unpack_prompt(frames),
-            sampling=call.sampling,
-            request_id=call.request_id,
-            session_id=call.session_id,
-            group_id=call.group_id,
-            prefix=None if call.prefix is None else unpack_completion(call.prefix, frames[1:]),
-            on_chunk=stream,
-        )
+        with phase("request", track="requests", about={"request": call.request.request_id}):
+            completion = await self._generator.generate(call.request, stream if call.wants_chunks else None)
+        payloads = self._take_payloads(completion)
+        return CompletionReply(call_id=call.call_id, completion=completion, payload_frames=len(payloads)), payloads
 
-    def _take_payloads(self, header: CompletionHeader) -> tuple[CompletionHeader, list[memoryview]]:
+    def _take_payloads(self, completion: Completion) -> list[memoryview]:
         """Out of a store that the client does not see, what the generator has just put: the memory itself."""
         if (store := self._forwarded) is None:
-            return header, []
-        own = [chunk.ref for chunk in header.routed_experts if chunk.ref is not None and store.holds(chunk.ref)]
+            return []
+        own = [chunk.ref for chunk in completion.routed_experts if chunk.ref is not None and store.holds(chunk.ref)]
         payloads = [store.open(ref).reshape(-1).view(np.uint8).data for ref in own]
         store.release(own)
-        return msgspec.structs.replace(header, payload_frames=len(own)), payloads
+        return payloads
 
     def _introduced(self, client: bytes) -> _Client:
         """Only of a client that is sent reports it shows when it is gone."""

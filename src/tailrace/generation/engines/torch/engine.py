@@ -33,7 +33,6 @@ from tailrace.generation.engines.torch.slots import (
     prefill_shares,
 )
 from tailrace.generation.engines.torch.weights import PreparedModelStateDict
-from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import FinishReason, Float32Array, GenerationRequest, RequestId
@@ -126,7 +125,7 @@ class TorchEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""
-        require_acceptable(request, self._limits)
+        self._limits.require_acceptable(request)
         if request.request_id in self._added_s:
             raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
         self._added_s[request.request_id] = time.perf_counter()
@@ -234,7 +233,7 @@ class TorchEngine:
         passed = []
         while self._waiting and np.any(self._table.state <= RowState.IDLE):
             request = self._waiting.popleft()
-            context = context_of(request)
+            context = request.context_token_ids
             placement = place(self._table, request, context, self._reuse)
             if placement is None:
                 passed.append(request)
@@ -257,7 +256,7 @@ class TorchEngine:
             self._experts.occupy(placement, continues=request.prefix is not None)
         table.mixed[row] = table.preempted[row] = 0
         prompt = len(request.prompt_token_ids)
-        sampled = 0 if request.prefix is None else request.prefix.num_tokens
+        sampled = request.prefix_tokens
         table.requests[row] = request
         table.cached[row] = table.reused[row] = reused
         table.total[row] = prompt + sampled
@@ -381,7 +380,7 @@ class TorchEngine:
             self._nonfinite += 1
         pending, total = int(table.pending[row]), int(table.total[row])
         experts, experts_start = None, 0
-        if self._experts and reason is not None:
+        if self._experts and reason is not None and request.owner is not None:
             experts, experts_start = self._experts.report(row, aborted=reason is FinishReason.ABORTED)
         chunk = SampledTokens(
             request_id=request.request_id,

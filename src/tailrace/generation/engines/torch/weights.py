@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tailrace.generation.engines.prefetch import prefetch_tensors
+from tailrace.generation.engines.prefetch import StagingBuffers
 from tailrace.generation.engines.torch.packed_linear import JoinedLinear, Packed
 from tailrace.models.state_dicts import StateDictLayout
 
@@ -29,6 +29,7 @@ class ModelWeights:
 
     def __init__(self, model: nn.Module, joined: Sequence[JoinedLinear]) -> None:
         self._layout, self._joined = StateDictLayout(model), joined
+        self._staging = StagingBuffers(next(model.parameters()).device)
         own = model.state_dict(keep_vars=True)
         self._names = {id(own[name]): name for name in reversed(own)}  # the first of tied names, as in the layout
         packed = {id(weight) for linear in joined for module in linear.modules for weight in module.parameters()}
@@ -44,14 +45,14 @@ class ModelWeights:
         """Check and pack. Raises `ModelError` for a state dict that is not this model's, as `StateDictLayout` does."""
         named = self._layout.checked(tensors)
         plain = {name: named[name] for name in self._plain}
-        prefetch_tensors(plain)
         packed = [linear.pack(lambda weight: named[self._names[id(weight)]]) for linear in self._joined]
-        return PreparedModelStateDict(plain, packed)
+        return PreparedModelStateDict(self._staging.fill(plain), packed)
 
     @torch.no_grad()
     def install(self, prepared: PreparedModelStateDict) -> None:
         """Nothing of `prepared` but what is packed is kept."""
         for name, tensor in self._plain.items():
-            tensor.copy_(prepared[name])
+            tensor.copy_(prepared[name], non_blocking=True)
+        self._staging.wait_until_copied()
         pairs = zip(self._joined, prepared.packed, strict=True)
         prepared.packed = [linear.exchange(packed) for linear, packed in pairs]
