@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.reporting.usage import ProcessMeter, Usage, total_cpu_s
-from tailrace.rollouts import JudgeUsage
+from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder

@@ -124,7 +124,7 @@ class RunObserver(SchedulerObserver):
         """From the first rollout to the last step."""
         return self._last_step_s - self._started_s
 
-    def completion_sampled(self, completion: Completion) -> None:
+    def completion_sampled(self, _: GenerationRequest, completion: Completion) -> None:
         """A request of some rollout ended."""
         self._recorder.completion(completion)
 
@@ -167,6 +167,10 @@ class RunObserver(SchedulerObserver):
     def part_released(self, part: Group) -> None:
         for rollout, advantage in zip(part.rollouts, part.advantages or (), strict=True):
             self._advantages[rollout.rollout_id] = float(np.mean(advantage))
+
+    @override
+    def batch_sent(self, formed: FormedBatch) -> None:
+        """Counts nothing: a batch is counted when its step ends."""
 
     @override
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:

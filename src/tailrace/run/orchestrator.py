@@ -214,9 +214,7 @@ class Orchestrator(WeightListener):
             starting.create_task(self._placement.ready())
             starting.create_task(self._rollouter.start())
         state = await asyncio.to_thread(self._resume, self.step)
-        self._scheduler.start(
-            step=self.step, version=self.version, serving_version=self.installed_version, state=state
-        )
+        self._scheduler.start(step=self.step, version=self.version, serving_version=self.installed_version, state=state)
         self._observer.begin()
         self.has_begun = True
         if self.step == 0:
