@@ -44,7 +44,7 @@ import psutil
 from step_peers import TOP_K, Peer, Trained, experts_of, generator, read_floor_s, refs_of, trainer
 
 from tailrace.batching import FormedBatch, Packing, compute_advantages, sample_group
-from tailrace.batching.batches import form_batch_in_slices
+from tailrace.batching.batches import form_batch
 from tailrace.batching.slices import in_turns
 from tailrace.generation.rpc.messages import (
     CompletionReply,
@@ -318,11 +318,11 @@ class Orchestrator:
             sampled = []
             for group in self._groups:
                 compute_advantages(group, "grpo")
-                sampled.append(sample_group(group, judged_version=0, max_staleness=4))
+                sampled.append(sample_group(group, oldest_version=-4))
                 await asyncio.sleep(0)
         with timed(step, "form_batch"):
             packing = Packing(ROW_TOKENS, num_ranks=RANKS)
-            return await in_turns(form_batch_in_slices(sampled, step=number + 1, judged_version=0, packing=packing))
+            return await in_turns(form_batch(sampled, step=number + 1, trainer_version=0, packing=packing))
 
 
 def make_groups(case: Case, number: int) -> list[Group]:

@@ -80,7 +80,7 @@ def build_batch(
     loss_tokens = int(loss_mask.sum())
     return Batch(
         summary=BatchSummary(
-            step=step, judged_version=version, num_samples=len(lengths), num_rollouts=len(lengths),
+            step=step, trainer_version=version, num_samples=len(lengths), num_rollouts=len(lengths),
             num_tokens=num_tokens, loss_tokens=loss_tokens, masked_tokens=0, num_rows=len(rows),
             row_tokens=max(64, num_tokens), staleness_mean=0.0, staleness_max=0, padding=0.0,
         ),

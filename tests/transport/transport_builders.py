@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tailrace.batching import Packing, plan_rows
+from tailrace.batching.slices import drained
 from tailrace.records import (
     Batch,
     BatchSummary,
@@ -39,7 +40,7 @@ def plan(
     random = np.random.default_rng(step)
     samples = [make_sample(random, number, length, oldest_version) for number, length in enumerate(lengths)]
     row_tokens = row_tokens or max(1, *lengths, 0)
-    rows = plan_rows(lengths, Packing(row_tokens, num_ranks, num_shapes=1))
+    rows = drained(plan_rows(lengths, Packing(row_tokens, num_ranks, num_shapes=1)))
     return PlannedBatch(
         summary=make_summary(
             step, num_samples=len(samples), num_tokens=sum(lengths), num_rows=rows.num_rows, row_tokens=row_tokens
@@ -84,7 +85,7 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
 def make_summary(step: int, *, num_samples: int, num_tokens: int, num_rows: int, row_tokens: int) -> BatchSummary:
     return BatchSummary(
         step=step,
-        judged_version=step - 1,
+        trainer_version=step - 1,
         num_samples=num_samples,
         num_rollouts=num_samples,
         num_tokens=num_tokens,

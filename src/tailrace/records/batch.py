@@ -54,7 +54,7 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     """The optimizer step that will train on it; steps count from 1."""
-    judged_version: int
+    trainer_version: int
     """The policy version that the trainer will hold then; staleness was masked against it."""
     num_samples: int
     num_rollouts: int

@@ -111,7 +111,7 @@ def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures
             ("trained_share", figures.trained_share),
             ("in_flight", figures.in_flight),
             ("trainable_share", figures.expected),
-            ("barren_tasks", figures.barren_tasks),
+            ("barren_tasks", figures.untrainable_tasks),
         )
     }
 

@@ -44,6 +44,7 @@ def snapshot(
         generation_tokens_per_s=history.generation_tokens_per_s,
         training_tokens_per_s=history.training_tokens_per_s,
         in_flight=statistics.in_flight,
+        in_flight_limit=statistics.budget_ceiling,
         ready_groups=statistics.waiting_groups,
         queued_batches=statistics.batches_ahead,
         running_rollouts=statistics.running,

@@ -69,8 +69,8 @@ class RunGround:
 
     def view(self) -> RunView:
         """Of a run whose roles are not there yet."""
-        settings = self.settings
-        batch_size, environments = settings.scheduling.batch_size, settings.environments
+        settings, environments = self.settings, self.settings.environments
+        # Of the mix that the weights ask for, which counts tasks.
         weights = sum(environment.weight for environment in environments)
         rollouts = sum(settings.group_size(environment) * environment.weight for environment in environments)
         return RunView(
@@ -81,8 +81,7 @@ class RunGround:
             elapsed_s=self.elapsed_s,
             max_steps=settings.max_steps,
             max_staleness=settings.max_staleness,
-            in_flight_limit=int((settings.max_staleness + settings.scheduling.over_sampling) * batch_size),
-            groups_per_batch=round(batch_size * weights / rollouts),  # in the mix that the weights ask for
+            groups_per_batch=round(settings.scheduling.batch_size * weights / rollouts),
         )
 
 

@@ -324,8 +324,7 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
     if left := sorted(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()):
         broken.append(f"tasks were left: {left[:5]}")
     if ended_by_data:
-        settings = simulation.plan.scheduling
-        budget = int((simulation.plan.max_staleness + settings.over_sampling) * settings.batch_size)
+        budget = simulation.plan.scheduling.staleness_budget(simulation.plan.max_staleness)
         if scheduler.statistics.budget_free != budget:
             broken.append(f"{scheduler.statistics.budget_free} of {budget} slots of the budget are free at the end")
     return broken

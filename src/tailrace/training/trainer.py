@@ -165,7 +165,7 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from `checkpoint`. Raises `CheckpointError`."""
-        state = checkpoints.read_checkpoint(checkpoint, self._model, device=self.settings.device)
+        state = checkpoints.read_checkpoint(checkpoint, self._model)
         try:
             self._optimizer.load_state_dict(state.optimizer)
         except (ValueError, KeyError) as error:

@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine, FailureListener
 from tailrace.generation.engines.simulated import SimulatedEngine
@@ -42,11 +43,14 @@ from tests.generation.engine_support import (
 
 @asynccontextmanager
 async def served(
-    model, store: MemoryModelStateDictStore | None = None, brake: Brake | None = None
+    model,
+    store: MemoryModelStateDictStore | None = None,
+    brake: Brake | None = None,
+    policy: WeightPolicy = DEFAULT_WEIGHT_POLICY,
 ) -> AsyncIterator[GeneratorClient]:
     folder = create_socket_folder()
     address = ipc_address(folder, "generator")
-    generator = Generator(lambda: make_engine(model, brake))
+    generator = Generator(lambda: make_engine(model, brake), policy)
     server = GeneratorServer(generator, (store or MemoryModelStateDictStore()).open, address)
     serving = asyncio.create_task(server.serve())
     client = GeneratorClient(address)
@@ -102,6 +106,21 @@ async def test_published_weights_are_installed_by_reference(model) -> None:
         done = await ask(client, "r", [1, 2], max_tokens=8)
         assert set(done.policy_versions.tolist()) == {3}
         np.testing.assert_allclose(done.logprobs, forward_logprobs(newer, [1, 2], done.token_ids), atol=1e-4)
+
+
+async def test_weights_that_wait_for_a_drain_are_withdrawn_when_their_client_cancels(model) -> None:
+    store, brake = MemoryModelStateDictStore(), Brake()
+    async with served(model, store, brake, WeightPolicy("drain", "reset_prefix")) as client:
+        long = ask(client, "long", [1, 2], max_tokens=100)
+        await running(client, 1)
+        load = asyncio.create_task(client.load_model_state_dict(store.publish(model.state_dict(), 1)))
+        await asyncio.sleep(0.1)
+        load.cancel()
+        await asyncio.sleep(0.1)
+        brake.let_go()
+        assert set((await long).policy_versions.tolist()) == {0}
+        assert set((await ask(client, "later", [1], max_tokens=2)).policy_versions.tolist()) == {0}
+        assert await client.load_model_state_dict(store.publish(model.state_dict(), 2)) == 2
 
 
 async def test_errors_keep_their_type(model) -> None:

@@ -215,7 +215,7 @@ class EngineLoop:
 
     def _load(self) -> None:
         staged = self._inbox.take_staged()
-        if staged is None:  # a newer one is on its way
+        if staged is None:  # it was withdrawn after the decision
             return
         try:
             self._engine.load_model_state_dict(staged.tensors, staged.version)
