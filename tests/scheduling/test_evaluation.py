@@ -43,7 +43,7 @@ class HeldOut:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[Evaluator]:
-        running = asyncio.create_task(self.evaluator.run(self.installed))
+        running = asyncio.create_task(self.evaluator.run(self.wait_installed))
         try:
             yield self.evaluator
         finally:
@@ -69,7 +69,7 @@ class HeldOut:
     async def score(self, group: Group) -> list[Group]:
         return [group]
 
-    async def installed(self, version: int) -> None:
+    async def wait_installed(self, version: int) -> None:
         while self.installed < version:
             self.changed.clear()
             await self.changed.wait()
@@ -201,6 +201,6 @@ async def test_an_engines_failure_is_not_a_result() -> None:
     held_out.fate = {"a/train/0": EngineFailed("gone")}
     held_out.evaluator.step_ended(0, version=0)
     with pytest.raises(ExceptionGroup) as caught:
-        await held_out.evaluator.run(held_out.installed)
+        await held_out.evaluator.run(held_out.wait_installed)
     assert caught.group_contains(EngineFailed)
     assert held_out.lent == [2, 0]
