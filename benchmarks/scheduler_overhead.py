@@ -30,7 +30,7 @@ from kit import parse_options, progress, report
 from tailrace.batching import FormedBatch
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
+from tailrace.lifecycle.memory import reserve_memory
 from tailrace.models.loading import tokenizer_folder
 from tailrace.records import (
     Completion,
@@ -212,7 +212,7 @@ async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: 
     batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     observer, beat = Silent(), Beat()
     max_staleness = -(-2 * in_flight // batch_size)
-    reserve_memory(in_flight * RESERVED_BYTES_PER_ROLLOUT)
+    reserve_memory(in_flight)
     rollouts = RolloutSettings(max_tokens=COMPLETION_TOKENS)
     loaded = {environment.name: LoadedEnvironment.of(environment, rollouts)}
     async with Rollouter(rollouts, loaded, renderer=renderer, generate=generate) as rollouter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -104,20 +105,15 @@ async def test_a_branch_of_two_turns_knows_the_experts_of_all_that_was_forwarded
         assert_recorded(branch, model, store.open)
 
 
-async def test_a_completion_that_was_paused_keeps_what_its_parts_recorded(model: PreTrainedModel) -> None:
+async def test_a_completion_that_was_interrupted_keeps_what_its_parts_recorded(model: PreTrainedModel) -> None:
     store = MemoryPayloadStore()
     async with generating(model, store, chunk_tokens=1) as generator:
         branch, begun = started(PROMPT), asyncio.Event()
-        asking = asyncio.create_task(
-            generator.generate(
-                request("r", branch.token_ids, session="rollout/0", group="g", temperature=0, max_tokens=60),
-                on_chunk=lambda _: begun.set(),
-            )
-        )
+        whole = request("r", branch.token_ids, session="branch", group="g", temperature=0, max_tokens=60)
+        asking = asyncio.create_task(generator.generate(whole, lambda _: begun.set()))
         await begun.wait()
-        await generator.pause()
-        await generator.resume()
-        branch.extend_completion(await asking)
+        await generator.interrupt(["r"])
+        branch.extend_completion(await generator.generate(replace(whole, prefix=await asking)))
         assert_recorded(branch, model, store.open)
 
 

@@ -82,15 +82,11 @@ def test_an_interrupted_completion_goes_on_to_its_own_length() -> None:
     assert whole.num_tokens == LENGTH
 
 
-def test_a_paused_fleet_samples_nothing_and_whoever_waits_waits_on() -> None:
+def test_what_replicas_hand_back_unasked_goes_on_and_nothing_is_sampled_twice() -> None:
     async def test(fleet: ModelledFleet) -> None:
         asked = asyncio.create_task(ask(fleet))
         await asyncio.sleep(50.0)
-        assert await fleet.router.pause() == 1
-        sampled = fleet.sampled_tokens
-        await asyncio.sleep(1000.0)
-        assert fleet.sampled_tokens == sampled
-        await fleet.router.resume()
+        await fleet.interrupt()
         assert (await asked).num_tokens == fleet.sampled_tokens == LENGTH
 
     with_fleet(test)

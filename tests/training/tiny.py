@@ -94,7 +94,4 @@ def build_batch(
         temperatures=np.full(len(lengths), temperature, np.float32),
         sample_offsets=offsets,
         row_offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
-        row_shapes=np.full(len(rows), max(64, num_tokens), np.int32),
-        environment_ids=np.zeros(len(lengths), np.int32),
-        environments=("test",),
     )  # fmt: skip

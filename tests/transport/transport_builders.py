@@ -48,9 +48,7 @@ def plan(
         samples=[samples[number] for number in rows.order.tolist()],
         lengths=np.asarray(lengths, np.int32)[rows.order],
         row_offsets=rows.row_offsets,
-        row_shapes=rows.row_shapes,
         rank_offsets=rows.rank_offsets,
-        environments=("alphabet-sort", "arithmetic"),
     )
 
 
@@ -74,7 +72,6 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
     return TrainingSample(
         rollout_id=RolloutId(f"g.{number}"),
         group_id=GroupId("g"),
-        environment=("arithmetic", "alphabet-sort")[number % 2],
         temperature=0.5 + 0.25 * (number % 3),
         branch=branch,
         advantages=random.standard_normal(length, dtype=np.float32) if number % 2 else float(number),
@@ -110,8 +107,6 @@ COLUMNS = (
     "temperatures",
     "sample_offsets",
     "row_offsets",
-    "row_shapes",
-    "environment_ids",
 )
 
 
@@ -120,7 +115,6 @@ def assert_same_batch(received: Batch, sent: PlannedBatch, rank: int = 0) -> Non
     expected = sent.assembled(rank)
     assert (received.rank, received.num_ranks) == (rank, sent.num_ranks)
     assert received.summary == expected.summary
-    assert received.environments == expected.environments
     assert received.payloads.payloads == expected.payloads.payloads
     np.testing.assert_array_equal(received.payloads.chunks, expected.payloads.chunks)
     for column in COLUMNS:

@@ -46,9 +46,7 @@ def form_batch(
         samples=[samples[index] for index in plan.order.tolist()],
         lengths=measured.lengths[plan.order],
         row_offsets=plan.row_offsets,
-        row_shapes=plan.row_shapes,
         rank_offsets=plan.rank_offsets,
-        environments=tuple(sorted({group.group.task.environment for group in groups if group.samples})),
     )
     return FormedBatch(batch, list(groups))
 

@@ -61,7 +61,6 @@ def _sample(
         TrainingSample(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
-            environment=rollout.task.environment,
             temperature=rollout.sampling.temperature,
             branch=branch,
             advantages=advantage,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +22,6 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     rollout_id: RolloutId
     group_id: GroupId
-    environment: str
     temperature: float
     branch: Branch
     advantages: float | Float32Array
@@ -91,9 +90,6 @@ class Batch:
     temperatures: Float32Array  # [num_samples]
     sample_offsets: Int32Array  # [num_samples + 1], into the token columns
     row_offsets: Int32Array  # [num_rows + 1], into the samples
-    row_shapes: Int32Array  # [num_rows], tokens that a row is padded to where rows are padded
-    environment_ids: Int32Array  # [num_samples], into `environments`
-    environments: tuple[str, ...]
     payloads: PayloadTable = field(default_factory=PayloadTable.empty)
     """Where the routed experts of the tokens lie."""
     rank: int = 0
@@ -156,6 +152,8 @@ class BatchRow:
     temperatures: Float32Array  # [num_samples]
     sample_lengths: Int32Array  # [num_samples]
     payloads: PayloadTable = field(default_factory=PayloadTable.empty)
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    """More that a loss may want to know, by name: [num_tokens] or [num_tokens, k]."""
 
     def routed_experts(
         self,

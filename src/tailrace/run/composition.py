@@ -15,8 +15,8 @@ from itertools import zip_longest
 
 from tailrace.config import RunSettings
 from tailrace.generation.holding import HoldingGenerate
-from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT
-from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
+from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, heap_of_process
+from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.records import Task
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.gauges import (
@@ -211,4 +211,6 @@ def _trimmer(settings: RunSettings, writer: BackgroundWriter) -> MemoryTrimmer:
     """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""
     trim_mb, is_apart = settings.observability.trim_mb, settings.placement == "local"
     reserved = settings.max_running * RESERVED_BYTES_PER_ROLLOUT
-    return MemoryTrimmer(int(trim_mb * 1e6) + reserved, writer.submit, glibc_heap() if trim_mb and is_apart else None)
+    return MemoryTrimmer(
+        int(trim_mb * 1e6) + reserved, writer.submit, heap_of_process() if trim_mb and is_apart else None
+    )

@@ -21,6 +21,7 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.holding import Interrupt
 from tailrace.generation.router.replica import Replica, ReplicaFigures
 from tailrace.generation.router.weights import WeightDistributor
+from tailrace.lifecycle.memory import trainer_environment
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
@@ -34,7 +35,6 @@ from tailrace.run.generators import Wait, start_fleet
 from tailrace.run.payloads import ORCHESTRATOR, payload_parent
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
-from tailrace.training.memory import huge_pages
 from tailrace.transport.batches.queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import EventLogServer
@@ -155,7 +155,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                     TRAINER,
                     role.encoded(),
                     threads=settings.trainer.threads,
-                    environment=huge_pages(os.environ),
+                    environment=trainer_environment(os.environ),
                 )
             )
             stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, fleet.close)

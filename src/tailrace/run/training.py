@@ -17,7 +17,7 @@ from tailrace.config import RunSettings, plan_run
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
+from tailrace.lifecycle.memory import reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.live import LiveView, wants_live_view
@@ -57,7 +57,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     async with contextlib.AsyncExitStack() as stack:
         if settings.placement == "local":  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
-            reserve_memory(plan.max_running * RESERVED_BYTES_PER_ROLLOUT)
+            reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
         phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
         lag = await stack.enter_async_context(watched_loop(observability, phases))

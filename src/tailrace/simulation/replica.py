@@ -100,20 +100,6 @@ class ModelledReplica:
         await self._unless_failed(self.engine.loaded_s - self._now())
         return ref.version
 
-    async def pause(self) -> int:
-        """See `ReplicaClient.pause`."""
-        self._require_alive()
-        self._advance()
-        paused = self.engine.pause(self._now())
-        self._changed()
-        return paused
-
-    async def resume(self) -> None:
-        """See `ReplicaClient.resume`."""
-        self._require_alive()
-        self.engine.resume(self._now())
-        self._changed()
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """See `ReplicaClient.interrupt`."""
         self._require_alive()

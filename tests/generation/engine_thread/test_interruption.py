@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator, ask
 from tailrace.generation.engine_thread.handover import Staged, Waiter
-from tailrace.generation.engine_thread.inbox import Release
+from tailrace.generation.engine_thread.inbox import Interruption
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.records import (
     Branch,
@@ -24,7 +24,7 @@ from tailrace.records import (
     GenerationRequest,
     SamplingParams,
 )
-from tests.generation.engine_support import Brake, Driver, greedy_reference, make_engine, prompts, request
+from tests.generation.engine_support import Driver, greedy_reference, make_engine, prompts, request
 from tests.generation.loop_support import World, let_others_run
 
 PROMPTS = prompts(4, seed=2, longest=14)
@@ -32,19 +32,19 @@ MAX_TOKENS = 14
 
 
 @dataclass(frozen=True)
-class Interruption:
+class Disturbance:
     """Before the given iteration, all requests of both replicas are stopped in one of the ways there are."""
 
     iteration: int
     way: str
 
 
-WAYS = ("pause", "move", "preempt", "reload")
-INTERRUPTIONS = st.lists(st.builds(Interruption, iteration=st.integers(0, 25), way=st.sampled_from(WAYS)), max_size=6)
+WAYS = ("move", "preempt", "reload")
+DISTURBANCES = st.lists(st.builds(Disturbance, iteration=st.integers(0, 25), way=st.sampled_from(WAYS)), max_size=6)
 
 
 async def interrupted(
-    model: PreTrainedModel, interruptions: list[Interruption], slots: int, stop: int
+    model: PreTrainedModel, interruptions: list[Disturbance], slots: int, stop: int
 ) -> list[Completion]:
     """All prompts over two replicas, in turns; every way of stopping them at the given iterations."""
     recompute = WeightPolicy("hot_swap", "recompute")
@@ -80,10 +80,9 @@ async def interrupt(world: World, way: str, model: PreTrainedModel) -> None:
         world.inbox.put_staged(Staged(model.state_dict(), world.engine.statistics().policy_version + 1))
     else:
         done: Waiter[int] = Waiter.on_current_loop()
-        world.inbox.put_release(Release(done, hold=way == "pause"))
+        world.inbox.put_interruption(Interruption(done))
         while not done.future.done():
             await world.iterate()
-        world.inbox.resume()
 
 
 def branch_of(prompt: list[int], completion: Completion) -> Branch:
@@ -94,7 +93,7 @@ def branch_of(prompt: list[int], completion: Completion) -> Branch:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(INTERRUPTIONS, st.integers(1, 4), st.integers(0, 9))
+@given(DISTURBANCES, st.integers(1, 4), st.integers(0, 9))
 def test_no_interruption_shows_in_tokens_lengths_masks_or_budget(model, interruptions, slots, stop_at) -> None:
     reference = greedy_reference(model, PROMPTS[1], MAX_TOKENS)
     stop = reference[stop_at]
@@ -146,33 +145,3 @@ async def test_what_was_interrupted_after_its_last_token_is_not_sampled_again(sa
         done = await generator(request("r", [1, 2], session="s", group="g", prefix=saved, sampling=sampling))
         assert generator.statistics().sampled_tokens_total == 0
     assert (done.token_ids.tolist(), done.finish_reason) == ([5, 6, 7], reason)
-
-
-async def test_a_caller_of_a_paused_generator_only_waits_longer() -> None:
-    brake = Brake()
-    async with Generator(lambda: brake.on(SimulatedEngine())) as generator:
-        task = asyncio.create_task(generator(request("r", [1, 2], session="s", group="g", max_tokens=400)))
-        while generator.statistics().sampled_tokens_total < 20:  # noqa: ASYNC110 - statistics have no event
-            await asyncio.sleep(0.001)
-        assert await generator.pause() == 1
-        sampled = generator.statistics().sampled_tokens_total
-        await asyncio.sleep(0.02)
-        assert generator.statistics().sampled_tokens_total == sampled < 400
-        assert not task.done()
-        brake.let_go()
-        await generator.resume()
-        done = await task
-        assert (done.num_tokens, done.metrics["preemptions"]) == (400, 1)
-        assert generator.statistics().sampled_tokens_total == 400
-
-
-async def test_a_caller_that_goes_away_during_a_pause_takes_its_request_along() -> None:
-    async with Generator(SimulatedEngine) as generator:
-        await generator.pause()
-        task = asyncio.create_task(generator(request("r", [1, 2], session="s", group="g", max_tokens=4)))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await generator.resume()
-        await generator.pause()
-        assert generator.statistics().sampled_tokens_total == 0

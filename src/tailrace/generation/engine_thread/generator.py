@@ -2,7 +2,7 @@
 
     event loop                                   engine's thread
     generate()               ──→ inbox ──→       arrivals → engine.add / engine.abort
-    pause(), interrupt()     ──→ inbox ──→       engine.abort; what was sampled stays or goes back
+    interrupt()              ──→ inbox ──→       engine.abort; what was sampled goes back
     load_model_state_dict()  ──→ staging ──→     engine.load_model_state_dict, between two steps
     futures  ←── one call_soon_threadsafe ──     engine.step()
 
@@ -27,8 +27,8 @@ from tailrace.generation.engine_thread.handover import Waiter
 from tailrace.generation.engine_thread.inbox import (
     Call,
     Inbox,
+    Interruption,
     RecordedExperts,
-    Release,
 )
 from tailrace.generation.engine_thread.loop import EngineLoop, fail_inbox
 from tailrace.generation.engine_thread.payload_putter import PayloadPutter
@@ -112,28 +112,15 @@ class Generator:
             if load.waiter.future.cancelled():
                 self._stager.withdraw(load)
 
-    async def pause(self) -> int:
-        """Take every running request off the engine, with its tokens, and start none; how many there were.
-
-        Whoever awaits them waits on. Weights may be loaded meanwhile. `resume` ends it.
-        """
-        return await self._release(hold=True)
-
-    async def resume(self) -> None:
-        """Go on with what was paused, each request as its prompt and what it had sampled, the rest of its budget."""
-        self._inbox.resume()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no request runs until `resume`."""
-        return self._inbox.is_paused
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; how many there were.
 
         Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
         """
-        return await self._release(hold=False, request_ids=None if request_ids is None else frozenset(request_ids))
+        waiter: Waiter[int] = Waiter.on_current_loop()
+        ids = None if request_ids is None else frozenset(request_ids)
+        self._inbox.put_interruption(Interruption(waiter, ids))
+        return await waiter.future
 
     def statistics(self) -> EngineStatistics:
         """The engine's and the loop's, as of the last step. Raises `EngineFailed` when it was never built."""
@@ -159,11 +146,6 @@ class Generator:
         await asyncio.to_thread(self._thread.join, _STUCK_END_S if self._worker.is_broken else None)
         await asyncio.to_thread(self._stager.join, _STAGING_END_S)
         await self._payloads.close()
-
-    async def _release(self, *, hold: bool, request_ids: frozenset[str] | None = None) -> int:
-        waiter: Waiter[int] = Waiter.on_current_loop()
-        self._inbox.put_release(Release(waiter, hold, request_ids))
-        return await waiter.future
 
 
 async def ask(

@@ -28,14 +28,6 @@ class ReplicaClient(Protocol):
         """Install weights; the version installed."""
         ...
 
-    async def pause(self) -> int:
-        """Take every running request off the engine; how many there were."""
-        ...
-
-    async def resume(self) -> None:
-        """Go on with them."""
-        ...
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests back as `ABORTED` completions; how many there were."""
         ...

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from tailrace.errors import EngineFailed
 from tailrace.generation.completions import finished
@@ -27,8 +26,6 @@ from tailrace.generation.router.settings import RouterSettings
 from tailrace.generation.router.weights import WeightDistributor
 from tailrace.records import Completion, FinishReason, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.transport.channels import wait_until
-
-ToldT = TypeVar("ToldT")
 
 
 class Router:
@@ -60,7 +57,6 @@ class Router:
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._requests: set[RoutedRequest] = set()
-        self._is_paused = False
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -89,10 +85,9 @@ class Router:
         while not routed.is_interrupted:
             if self._failure is not None:
                 raise EngineFailed(str(self._failure)) from self._failure
-            if not self._is_paused:
-                index = self._policy.choose(routed.request.session_id, routed.request.group_id, self._loads)
-                if index is not None:
-                    return index
+            index = self._policy.choose(routed.request.session_id, routed.request.group_id, self._loads)
+            if index is not None:
+                return index
             await self._next_change()
         return None
 
@@ -130,26 +125,14 @@ class Router:
 
     # --- interruption --------------------------------------------------------------------------------------------
 
-    async def pause(self) -> int:
-        """Take every running request off its replica, with its tokens, and start none; how many there were.
-
-        Whoever awaits them waits on, also when a replica dies or joins meanwhile. Weights may be loaded. `resume` ends
-        it, also where this was cancelled. Raises `EngineFailed` when no replica is left.
-        """
-        self._is_paused = True
-        return sum(await self._tell(lambda client: client.pause()))
-
-    async def resume(self) -> None:
-        """Go on with what was paused, each request as its prompt and what it had sampled, the rest of its budget."""
-        self._is_paused = False
-        self._update()
-        await self._tell(lambda client: client.resume())
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; how many there were.
 
-        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
+        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere. Raises
+        `EngineFailed` when no replica is left.
         """
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure)) from self._failure
         ids = None if request_ids is None else frozenset(request_ids)
         wanted = [routed for routed in self._requests if ids is None or routed.request.request_id in ids]
         for routed in wanted:
@@ -159,25 +142,11 @@ class Router:
         for routed in wanted:
             if routed.client is not None:
                 parts[routed.client].add(routed.part.request_id)
-        await self._tell(lambda client: client.interrupt(parts[client]), parts)
-        return len(wanted)
-
-    async def _tell(
-        self, what: Callable[[ReplicaClient], Awaitable[ToldT]], clients: Iterable[ReplicaClient] | None = None
-    ) -> list[ToldT]:
-        """What these replicas, or all, answer. One that fails meanwhile has nothing left that could be told."""
-        if self._failure is not None:
-            raise EngineFailed(str(self._failure)) from self._failure
-        if clients is None:
-            clients = [replica.client for replica in self._replicas if replica.client is not None]
-        answers = await asyncio.gather(*(what(client) for client in clients), return_exceptions=True)
-        told = list[ToldT]()
-        for answer in answers:
-            if not isinstance(answer, BaseException):
-                told.append(answer)
-            elif not isinstance(answer, EngineFailed):
+        answers = await asyncio.gather(*(one.interrupt(ids) for one, ids in parts.items()), return_exceptions=True)
+        for answer in answers:  # one that failed meanwhile has nothing left that could be interrupted
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineFailed):
                 raise answer
-        return told
+        return len(wanted)
 
     # --- replicas ------------------------------------------------------------------------------------------------
 

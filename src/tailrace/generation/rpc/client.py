@@ -44,13 +44,11 @@ from tailrace.generation.rpc.messages import (
     GenerateCall,
     HelloCall,
     InterruptCall,
+    InterruptedReply,
     LeaveCall,
     LoadCall,
     LoadedReply,
-    PauseCall,
-    ReleasedReply,
     ReportReply,
-    ResumeCall,
     StatisticsCall,
     StatisticsReply,
     UploadCall,
@@ -138,7 +136,6 @@ class GeneratorClient:
         self._connected, self._failed = asyncio.Event(), asyncio.Event()
         self._progress = ProgressDeadline(progress_deadline_s or float("inf"), lambda: self._stuck(progress_deadline_s))
         self._last_seen = (-1, -1)
-        self._demands = 0
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.set_hwm(0)
         if keys:
@@ -214,13 +211,13 @@ class GeneratorClient:
         if self._lend_file is not None:
             ref = await self._send_file(ref, self._lend_file)
         call = LoadCall(call_id=next(self._ids), ref=ref)
-        with self._watched(while_paused=True):
+        with self._watched():
             reply, _ = await self._call(call, LoadedReply)
         return reply.version
 
     async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
         """Where the server has the file then. A few pieces are on their way at once, never the whole file."""
-        with self._watched(while_paused=True), lend_file(ref) as (lent, content):
+        with self._watched(), lend_file(ref) as (lent, content):
             uri, pieces = "", range(0, len(content), PIECE_BYTES)
             for first in range(0, len(pieces), PIECES_IN_FLIGHT):
                 window = pieces[first : first + PIECES_IN_FLIGHT]
@@ -232,26 +229,11 @@ class GeneratorClient:
         reply, _ = await self._call(call, UploadedReply, [bytes(content[offset : offset + PIECE_BYTES])])
         return reply.uri
 
-    async def pause(self) -> int:
-        """Take every running request off the engine; see `Generator.pause`. Say `hello` before.
-
-        What was sampled is streamed back before this returns. The pause lasts until `resume` or the end of this client,
-        and until every other client that paused has resumed as well.
-        """
-        return await self._release(PauseCall(call_id=next(self._ids)))
-
-    async def resume(self) -> None:
-        """Go on with what was paused; see `Generator.resume`."""
-        await self._release(ResumeCall(call_id=next(self._ids)))
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; see `Generator.interrupt`."""
         ids = None if request_ids is None else frozenset(request_ids)
-        return await self._release(InterruptCall(call_id=next(self._ids), request_ids=ids))
-
-    async def _release(self, call: PauseCall | ResumeCall | InterruptCall) -> int:
-        with self._watched(while_paused=True):
-            reply, _ = await self._call(call, ReleasedReply)
+        with self._watched():
+            reply, _ = await self._call(InterruptCall(call_id=next(self._ids), request_ids=ids), InterruptedReply)
         return reply.requests
 
     async def statistics(self) -> EngineStatistics:
@@ -327,15 +309,13 @@ class GeneratorClient:
         return reply, arrays
 
     @contextlib.contextmanager
-    def _watched(self, *, while_paused: bool = False) -> Iterator[None]:
-        """Work that must make progress; `while_paused`: even by a generator that is paused."""
+    def _watched(self) -> Iterator[None]:
+        """Work that must make progress."""
         self._progress.begin()
-        self._demands += while_paused
         try:
             yield
         finally:
             self._progress.end()
-            self._demands -= while_paused
 
     async def _receive(self) -> None:
         """Waits for replies; ends with the client."""
@@ -374,12 +354,9 @@ class GeneratorClient:
             call.future.set_result((reply, frames))
 
     def _heard(self, report: ReportReply) -> None:
-        """An engine that stepped or took weights makes progress, whether or not a chunk was full.
-
-        One that is paused has nothing else to do than what a paused one must do as well.
-        """
+        """An engine that stepped or took weights makes progress, whether or not a chunk was full."""
         seen = (report.statistics.steps_total, report.statistics.policy_version)
-        if seen != self._last_seen or (report.is_paused and not self._demands):
+        if seen != self._last_seen:
             self._last_seen = seen
             self._progress.progress()
         if self._on_report is not None:

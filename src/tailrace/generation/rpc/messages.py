@@ -75,14 +75,6 @@ class LoadCall(_Call, frozen=True, kw_only=True):
     ref: ModelStateDictRef
 
 
-class PauseCall(_Call, frozen=True, kw_only=True):
-    """Take every running request off the engine, for as long as this client lives or until it resumes."""
-
-
-class ResumeCall(_Call, frozen=True, kw_only=True):
-    """End this client's pause; requests go on once no other client's is left."""
-
-
 class InterruptCall(_Call, frozen=True, kw_only=True):
     """Hand requests back to their callers as they are."""
 
@@ -105,8 +97,6 @@ AnyCall: TypeAlias = (
     | AbortCall
     | LoadCall
     | UploadCall
-    | PauseCall
-    | ResumeCall
     | InterruptCall
     | StatisticsCall
     | CloseCall
@@ -128,8 +118,6 @@ class ReportReply(_Call, frozen=True, kw_only=True):
     statistics: EngineStatistics
     received: int
     """Requests of this client that had arrived by then."""
-    is_paused: bool = False
-    """Whether requests wait because some client said so."""
 
 
 class UploadedReply(_Call, frozen=True, kw_only=True):
@@ -160,11 +148,11 @@ class LoadedReply(_Call, frozen=True, kw_only=True):
     version: int
 
 
-class ReleasedReply(_Call, frozen=True, kw_only=True):
-    """Pausing, resuming or interrupting is done."""
+class InterruptedReply(_Call, frozen=True, kw_only=True):
+    """The requests are on their way back."""
 
     requests: int
-    """Taken off the engine, or handed back."""
+    """How many."""
 
 
 class StatisticsReply(_Call, frozen=True, kw_only=True):
@@ -191,7 +179,7 @@ AnyReply: TypeAlias = (
     | CompletionReply
     | LoadedReply
     | UploadedReply
-    | ReleasedReply
+    | InterruptedReply
     | StatisticsReply
     | ClosedReply
     | ErrorReply

@@ -1,6 +1,6 @@
 """The process of a generator, as its clients see it: answers calls, streams tokens back, reports how busy it is.
 
-One task per call; a client that went away takes its requests and its pause with it (the next report finds it gone).
+One task per call; a client that went away takes its requests with it (the next report finds it gone).
 A stand-alone server belongs to nobody: clients cannot close it, and it serves one run at a time, each from the first
 weights.
 """
@@ -36,13 +36,11 @@ from tailrace.generation.rpc.messages import (
     GenerateCall,
     HelloCall,
     InterruptCall,
+    InterruptedReply,
     LeaveCall,
     LoadCall,
     LoadedReply,
-    PauseCall,
-    ReleasedReply,
     ReportReply,
-    ResumeCall,
     StatisticsReply,
     UploadCall,
     UploadedReply,
@@ -80,7 +78,6 @@ class StandAlone:
 class _Client:
     epoch: str
     received: int = 0
-    holds_pause: bool = False
 
 
 class GeneratorServer:
@@ -166,7 +163,7 @@ class GeneratorServer:
             self._abort((client, call.call_id))
             return True
         if isinstance(call, LeaveCall):
-            await self._drop(client)
+            self._drop(client)
             return True
         if isinstance(call, GenerateCall) and client in self._clients:
             self._clients[client].received += 1
@@ -183,11 +180,9 @@ class GeneratorServer:
     def _forget(self, key: tuple[bytes, int], _: asyncio.Task[None]) -> None:
         self._tasks.pop(key, None)
 
-    async def _drop(self, client: bytes) -> None:
-        """The client is gone: nobody waits for what it asked for, and nobody would end its pause."""
-        state = self._clients.pop(client, None)
-        if state is not None and state.holds_pause:
-            await self._end_pause(state)
+    def _drop(self, client: bytes) -> None:
+        """The client is gone: nobody waits for what it asked for."""
+        self._clients.pop(client, None)
         for key in [key for key in self._tasks if key[0] == client]:
             self._abort(key)
 
@@ -205,7 +200,7 @@ class GeneratorServer:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            await self._drop(client)
+            self._drop(client)
 
     async def _result(self, client: bytes, call: AnyCall, frames: Frames) -> tuple[AnyReply, Frames]:
         match call:
@@ -219,14 +214,9 @@ class GeneratorServer:
                 return LoadedReply(call_id=call.call_id, version=version), []
             case UploadCall():
                 return await self._upload(call, frames), []
-            case PauseCall():
-                return ReleasedReply(call_id=call.call_id, requests=await self._pause(self._introduced(client))), []
-            case ResumeCall():
-                await self._end_pause(self._introduced(client))
-                return ReleasedReply(call_id=call.call_id, requests=0), []
             case InterruptCall():
                 count = await self._generator.interrupt(call.request_ids)
-                return ReleasedReply(call_id=call.call_id, requests=count), []
+                return InterruptedReply(call_id=call.call_id, requests=count), []
             case CloseCall() if self._stand_alone is None:
                 await self._generator.close()
                 return ClosedReply(call_id=call.call_id), []
@@ -275,7 +265,7 @@ class GeneratorServer:
     async def _generate(self, client: bytes, call: GenerateCall) -> tuple[CompletionReply, Frames]:
         def stream(chunk: Completion) -> None:
             assert self._group is not None
-            if chunk.finish_reason in (FinishReason.RUNNING, FinishReason.ABORTED):  # else the completion has them
+            if chunk.finish_reason is FinishReason.RUNNING:  # the last one's tokens go with the completion
                 self._group.create_task(self._send(client, ChunkReply(call_id=call.call_id, chunk=chunk)))
 
         with phase("request", track="requests", about={"request": call.request.request_id}):
@@ -291,28 +281,6 @@ class GeneratorServer:
         payloads = [store.open(ref).reshape(-1).view(np.uint8).data for ref in own]
         store.release(own)
         return payloads
-
-    def _introduced(self, client: bytes) -> _Client:
-        """Only of a client that is sent reports it shows when it is gone."""
-        if client not in self._clients:
-            raise CorruptData("a client must say hello before it may pause a generator")
-        return self._clients[client]
-
-    async def _pause(self, client: _Client) -> int:
-        """Whoever asks for a pause and goes away before it holds does not hold it."""
-        client.holds_pause, is_done = True, False
-        try:
-            count = await self._generator.pause()
-            is_done = True
-            return count
-        finally:
-            if not is_done:
-                await self._end_pause(client)
-
-    async def _end_pause(self, client: _Client) -> None:
-        client.holds_pause = False
-        if not any(other.holds_pause for other in self._clients.values()):
-            await self._generator.resume()
 
     async def _upload(self, call: UploadCall, frames: Frames) -> UploadedReply:
         if self._stand_alone is None:
@@ -339,12 +307,7 @@ class GeneratorServer:
                     statistics = self._generator.statistics()
                 except EngineFailed:
                     continue
-                report = ReportReply(
-                    call_id=TO_ALL,
-                    statistics=statistics,
-                    received=state.received,
-                    is_paused=self._generator.is_paused,
-                )
+                report = ReportReply(call_id=TO_ALL, statistics=statistics, received=state.received)
                 await self._send(client, report)
 
     def close(self) -> None:
