@@ -60,7 +60,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     """
     if settings.generator.replicas == 1 and not settings.generator.connect:
         async with Generator(engine_factory(settings.model, settings.generator)) as generator:
-            yield generator, _for_ever
+            yield generator.generate, _for_ever
         return
     paths = RunPaths(folder)
     paths.logs.mkdir()
@@ -72,7 +72,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
             role = RoleSettings.of(settings, paths, epoch, resources)
             router, fleet = start_fleet(settings, role, resources, supervisor, serving_model=settings.model.name)
             stack.push_async_callback(fleet.close)
-            yield router, fleet.watch
+            yield router.generate, fleet.watch
 
 
 async def _for_ever() -> None:

@@ -111,7 +111,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
 
         try:
             yield Placement(
-                generate=RecordedGenerate(generator, partial(_account, accounts)),
+                generate=RecordedGenerate(generator.generate, partial(_account, accounts)),
                 interrupt=generator.interrupt,
                 weights=weights,
                 ready=generator.ready,
@@ -182,7 +182,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 resources.remove()
 
             yield Placement(
-                generate=router,
+                generate=router.generate,
                 interrupt=router.interrupt,
                 weights=router.weights,
                 ready=router.serving,
