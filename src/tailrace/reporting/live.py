@@ -76,6 +76,10 @@ class LiveView:
         finally:
             self.release_terminal()
 
+    def follow(self, view: Callable[[], RunView]) -> None:
+        """From now on show what this gives."""
+        self._take = view
+
     def release_terminal(self) -> None:
         """Stop drawing and give the cursor back: also for whoever ends the process at once. May be called twice."""
         if self._live is None:

@@ -196,6 +196,7 @@ _TRAINING = (
     ("training/kl", "nats", _MEAN, "Estimated divergence of the trained policy from the one that sampled, per token."),
     ("training/entropy", "nats", _MEAN, "Entropy of the trained policy, per token."),
     ("training/clip_share", "1", _MEAN, "Share of tokens whose ratio was clipped."),
+    ("training/rejected_share", "1", _MEAN, "Share of the planned loss tokens that the loss did not keep."),
     ("training/ratio_mean", "1", _MEAN, "Mean probability ratio of trainer to generator; 1 where both agree."),
     ("training/ratio_max", "1", _MAX, "Highest probability ratio of trainer to generator, before truncation."),
     ("training/logprob_difference", "nats", _MEAN, "Mean |difference| of trainer's and generator's log-probabilities."),

@@ -159,7 +159,7 @@ def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
 
     states, step = SchedulerStates(paths.scheduler, paths.checkpoints), read_manifest(checkpoint).step
     if not states.path(step).exists() and (state := scheduler_state_in(checkpoint)):
-        states.write(step, state, trained_step=step)
+        states.write(step, state)
 
 
 async def generator(encoded: bytes) -> None:
