@@ -87,7 +87,7 @@ class RunGround:
 
 @dataclass(frozen=True, slots=True)
 class ComposedRun:
-    """The parts of a run that are asked how it goes, and how it went."""
+    """The parts of a run that run it, show it and sum it up."""
 
     ground: RunGround
     placement: Placement
