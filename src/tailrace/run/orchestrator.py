@@ -35,8 +35,8 @@ from tailrace.reporting.observer import RunObserver
 from tailrace.reporting.run_view import Stage
 from tailrace.rollouts import Rollouter
 from tailrace.run.folder import RunPaths, wind_back
-from tailrace.run.placement import SHUTDOWN, Placement
 from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.started_roles import SHUTDOWN, StartedRoles
 from tailrace.scheduling import Evaluator, StreamScheduler
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
@@ -56,7 +56,7 @@ class Orchestrator(WeightListener):
 
     def __init__(
         self,
-        placement: Placement,
+        roles: StartedRoles,
         log: MemoryEventLog,
         paths: RunPaths,
         *,
@@ -77,10 +77,10 @@ class Orchestrator(WeightListener):
         """Whether rollouts are scheduled, or were."""
         self.error: BaseException | None = None
         """What failed the run."""
-        self._placement, self._log, self._paths = placement, log, paths
+        self._roles, self._log, self._paths = roles, log, paths
         self._rollouter, self._scheduler, self._states = rollouter, scheduler, states
         self._observer, self._evaluator = observer, evaluator
-        placement.weights.listener = self
+        roles.generators.router.weights.listener = self
         self._trainer_started = False
         self._stop_requested = False
         self._stop_seen = asyncio.Event()
@@ -141,7 +141,7 @@ class Orchestrator(WeightListener):
                 case TrainerStarted():
                     self._trainer_started, self.step, self.version = True, event.step, event.version
                 case ModelStateDictPublished():
-                    self._placement.weights.publish(event.ref)
+                    self._roles.generators.router.weights.publish(event.ref)
                 case StepTrained() | StepSkipped():
                     self.step, self.version = event.step, event.version
                     self._states.step_ended(event.step)
@@ -175,7 +175,7 @@ class Orchestrator(WeightListener):
         if isinstance(error, EngineFailed):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
-                    await self._placement.watch()
+                    await self._roles.watch()
             except TimeoutError:
                 pass
             except (LifecycleError, SettingsError) as explanation:
@@ -184,7 +184,7 @@ class Orchestrator(WeightListener):
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
         """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""
-        left = asyncio.ensure_future(self._placement.trainer_left())
+        left = asyncio.ensure_future(self._roles.trainer.left())
         await asyncio.wait({follower, left}, timeout=SHUTDOWN.last_save_s, return_when=asyncio.FIRST_COMPLETED)
         has_left = left.done() and not follower.done()
         left.cancel()
@@ -202,7 +202,7 @@ class Orchestrator(WeightListener):
     async def _work(self) -> None:
         """Goes on until cancelled; any failure ends all of it."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._placement.watch())
+            tasks.create_task(self._roles.watch())
             self._scheduling = tasks.create_task(self._schedule())
             tasks.create_task(self._evaluator.run(self._installed))
 
@@ -211,7 +211,7 @@ class Orchestrator(WeightListener):
         await wait_until(self._changed, lambda: self._trainer_started)
         await self._installed(self.version)
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._placement.ready())
+            starting.create_task(self._roles.generators.router.serving())
             starting.create_task(self._rollouter.start())
         state = await asyncio.to_thread(self._resume, self.step)
         self._scheduler.start(step=self.step, version=self.version, serving_version=self.installed_version, state=state)
