@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 from tailrace.config import RunSettings
 from tailrace.generation.holding import HoldingGenerate
+from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, heap_of_process
 from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.records import Task
@@ -38,9 +39,9 @@ from tailrace.rollouts import ChatRenderer, LoadedEnvironment
 from tailrace.run.folder import RunPaths
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import held_out_tasks, make_rollouter, task_stream
-from tailrace.run.placement import Placement, open_placement
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.started_roles import StartedRoles, start_roles
 from tailrace.scheduling import Evaluator, StreamScheduler
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.lag import LoopLagMonitor
@@ -87,10 +88,10 @@ class RunGround:
 
 @dataclass(frozen=True, slots=True)
 class ComposedRun:
-    """The parts of a run that are asked how it goes, and how it went."""
+    """The parts of a run that run it, show it and sum it up."""
 
     ground: RunGround
-    placement: Placement
+    roles: StartedRoles
     writer: BackgroundWriter
     observer: RunObserver
     scheduler: StreamScheduler
@@ -127,10 +128,10 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     log = FileEventLog(paths.events, uuid.uuid4().hex)
     writer = BackgroundWriter(queue_records=settings.observability.queue_records)
     async with contextlib.AsyncExitStack() as stack:
-        placement = await stack.enter_async_context(open_placement(settings, paths, log))
+        roles = await stack.enter_async_context(start_roles(settings, paths, log))
         stack.push_async_callback(log.close)
-        observer = _observer(settings, paths, writer, placement)
-        holding = HoldingGenerate(placement.generate, placement.interrupt)
+        observer = _observer(settings, paths, writer, roles)
+        holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
         rollouter = await stack.enter_async_context(
             make_rollouter(settings, environments, renderer=ground.renderer, generate=generate, log_folder=paths.logs)
@@ -139,7 +140,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         scheduler = StreamScheduler(
             tasks,
             rollouter.runner(on_lost=observer.rollout_lost),
-            placement.batches.send,
+            roles.batches.send,
             observer,
             settings=settings.scheduling,
             max_staleness=settings.max_staleness,
@@ -152,23 +153,23 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         )
         evaluator = Evaluator(
             await asyncio.to_thread(_held_out, settings, environments),
-            rollouter.runner(evaluation_seed=settings.seed, on_ended=placement.payloads.release),
+            rollouter.runner(evaluation_seed=settings.seed, on_ended=roles.payloads.release),
             observer.evaluated,
             settings=settings.evaluation,
             max_running=settings.max_running,
             lend=scheduler.lend,
         )
-        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(ProcessMeter(placement.pids))
+        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(ProcessMeter(roles.pids))
         lag = LagGauge(ground.lag)
         observer.add_gauges(
             *(waits, processes, lag, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
             environment_gauge(lambda: tasks.environments),
-            replica_gauge(placement.replicas),
+            replica_gauge(roles.generators.router.figures),
             judge_gauge(lambda: rollouter.judge_usage),
-            payload_gauge(placement.payloads),
+            payload_gauge(roles.payloads),
         )
         orchestrator = Orchestrator(
-            placement,
+            roles,
             log,
             paths,
             rollouter=rollouter,
@@ -177,12 +178,10 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(
-            ground, placement, writer, observer, scheduler, evaluator, orchestrator, waits, processes, lag
-        )
+        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes, lag)
 
 
-def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, placement: Placement) -> RunObserver:
+def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
     chosen = settings.observability
     return RunObserver(
         metrics=JsonlSink(paths.metrics, writer),
@@ -194,7 +193,7 @@ def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, 
             max_bytes=int(chosen.capture_mb * 1e6),
             settings_json=settings.model_dump_json(),
         ),
-        release_payloads=placement.payloads.release,
+        release_payloads=roles.payloads.release,
     )
 
 
@@ -209,7 +208,7 @@ def _held_out(settings: RunSettings, environments: Mapping[str, LoadedEnvironmen
 
 def _trimmer(settings: RunSettings, writer: BackgroundWriter) -> MemoryTrimmer:
     """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""
-    trim_mb, is_apart = settings.observability.trim_mb, settings.placement == "local"
+    trim_mb, is_apart = settings.observability.trim_mb, not launcher_class(settings.placement).runs_in_this_process
     reserved = settings.max_running * RESERVED_BYTES_PER_ROLLOUT
     return MemoryTrimmer(
         int(trim_mb * 1e6) + reserved, writer.submit, heap_of_process() if trim_mb and is_apart else None

@@ -17,6 +17,7 @@ from tailrace.config import RunSettings, plan_run
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
+from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.records import RunStatus, TrainerEnded
@@ -27,6 +28,7 @@ from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.summary_figures import with_figures
 from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.composition import ComposedRun, RunGround, compose
+from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder
 from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks
@@ -42,8 +44,10 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
 
     Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
     """
-    if settings.placement == "local":  # a trainer in this process configures its own allocator
+    is_apart = not launcher_class(settings.placement).runs_in_this_process
+    if is_apart:  # a trainer in this process configures its own allocator
         share_one_arena()
+    devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(_load_environments, settings)
     paths = find_run_folder(settings, parent)
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
@@ -52,10 +56,10 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
-    for sentence in plan.describe():
+    for sentence in [*plan.describe(), *describe_devices(devices)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
-        if settings.placement == "local":  # tensors in cycles live elsewhere
+        if is_apart:  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
             reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
@@ -81,7 +85,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
 
 
 def _load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
-    """Those of the settings, where an engine and, to be evaluated, tasks are there."""
+    """Those of the settings. Raises before anything is started where the engine or held-out tasks are missing."""
     require_engine(settings.generator)
     environments = load_environments(settings)
     if settings.evaluation.every_steps is not None:
@@ -98,7 +102,7 @@ def _stop_signals(run: ComposedRun, live: LiveView) -> StopSignals:
         requests.add(asyncio.ensure_future(run.orchestrator.request_stop(RunStatus.CANCELLED, why)))
 
     def abort(code: ExitCode) -> None:
-        run.placement.kill()
+        run.roles.kill()
         live.release_terminal()
         os._exit(code)
 
