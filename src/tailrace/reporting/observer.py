@@ -124,7 +124,7 @@ class RunObserver(SchedulerObserver):
         """From the first rollout to the last step."""
         return self._last_step_s - self._started_s
 
-    def completion_sampled(self, _: GenerationRequest, completion: Completion) -> None:
+    def completion_sampled(self, completion: Completion) -> None:
         """A request of some rollout ended."""
         self._recorder.completion(completion)
 
@@ -134,7 +134,7 @@ class RunObserver(SchedulerObserver):
         self._recorder.rollout_finished(rollout)
 
     def request_cancelled(self, request: GenerationRequest, tokens: int) -> None:
-        """A request was cancelled with so many tokens sampled; others than those of rollouts are nobody's loss here."""
+        """A request was cancelled with so many tokens sampled; requests without an owner are not counted."""
         if request.owner is not None and tokens:
             self._recorder.bias.cut(request.owner, tokens)
 
@@ -206,7 +206,7 @@ class RunObserver(SchedulerObserver):
         _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
 
     def weights_installed(self, duration_s: float) -> None:
-        """The generator serves newer weights, `duration_s` after it was told of them."""
+        """The generator serves newer weights, `duration_s` after they were published."""
         self._metrics.add("generation/load_model_state_dict_s", duration_s)
 
     def weights_not_installed(self) -> None:

@@ -1,4 +1,4 @@
-"""A snapshot of a run, as the orchestrator fills it for whoever watches."""
+"""A snapshot of a run, for the live view."""
 
 from __future__ import annotations
 

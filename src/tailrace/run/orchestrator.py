@@ -48,7 +48,7 @@ RUN_ENDED = "run_ended"
 DATA_EXHAUSTED = "every task was handed out max_epochs times"
 
 _EXPLANATION_S = 1.0
-"""How long a failed engine's process has to be seen leaving, which tells more than the call that failed."""
+"""How long a failed engine's process has to be seen leaving, which says more than the call that failed."""
 
 
 class Orchestrator(WeightListener):
@@ -76,7 +76,7 @@ class Orchestrator(WeightListener):
         self.has_begun = False
         """Whether rollouts are scheduled, or were."""
         self.error: BaseException | None = None
-        """What ended the run, where it was no wish."""
+        """What failed the run."""
         self._roles, self._log, self._paths = roles, log, paths
         self._rollouter, self._scheduler, self._states = rollouter, scheduler, states
         self._observer, self._evaluator = observer, evaluator
@@ -93,23 +93,23 @@ class Orchestrator(WeightListener):
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
         follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
-        asked = asyncio.create_task(self._stop_seen.wait())
-        through = asyncio.create_task(self._exhausted.wait())
+        stopping = asyncio.create_task(self._stop_seen.wait())
+        exhausted = asyncio.create_task(self._exhausted.wait())
         try:
-            await asyncio.wait({follower, worker, asked, through}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({follower, worker, stopping, exhausted}, return_when=asyncio.FIRST_COMPLETED)
             if not follower.done():
-                if worker.done() or through.done():
-                    await self._ask_to_stop(worker.exception() if worker.done() else None)
+                if worker.done() or exhausted.done():
+                    await self._stop_trainer(worker.exception() if worker.done() else None)
                 await self._wait_for_record(follower)
             await self._finish_evaluating(follower.result(), worker)
             return follower.result()
         finally:
-            started = (worker, follower, asked, through)
+            started = (worker, follower, stopping, exhausted)
             await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(*started))
             self._scheduler.finish(RUN_ENDED)
 
     async def request_stop(self, status: RunStatus, reason: str) -> None:
-        """Ask the trainer to end; the first wish counts. What is left to do once it has ended is left."""
+        """Ask the trainer to end; the first request counts. Work left over once it has ended is left."""
         if status is RunStatus.CANCELLED:
             self._interrupted.set()
         if not self._stop_requested and not self._has_ended:
@@ -161,7 +161,7 @@ class Orchestrator(WeightListener):
             self._changed.set()
         raise LifecycleError("the event log ended without the trainer's terminal record")
 
-    async def _ask_to_stop(self, error: BaseException | None) -> None:
+    async def _stop_trainer(self, error: BaseException | None) -> None:
         if error is None:
             await self.request_stop(RunStatus.FINISHED, DATA_EXHAUSTED)
             return
@@ -171,7 +171,7 @@ class Orchestrator(WeightListener):
         await self.request_stop(RunStatus.FAILED, str(self.error))
 
     async def _explained(self, error: BaseException) -> BaseException:
-        """A call that failed with its process may be told of a moment before the process's own end is."""
+        """The end of the process with which a call failed, which may be seen a moment after the failure."""
         if isinstance(error, EngineFailed):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
@@ -268,7 +268,7 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error to tell a person, out of a group: a process that left explains the calls that failed with it."""
+    """The error to show, out of a group: a process that left explains the calls that failed with it."""
     leaves = list(_leaves(error))
     return next((leaf for leaf in leaves if isinstance(leaf, LifecycleError | SettingsError)), leaves[0])
 

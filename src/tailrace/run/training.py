@@ -85,7 +85,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
 
 
 def _load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
-    """Those of the settings, where an engine and, to be evaluated, tasks are there."""
+    """Those of the settings. Raises before anything is started where the engine or held-out tasks are missing."""
     require_engine(settings.generator)
     environments = load_environments(settings)
     if settings.evaluation.every_steps is not None:
