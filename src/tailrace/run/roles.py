@@ -61,7 +61,7 @@ class RoleSettings(msgspec.Struct, frozen=True):
 
     def transports(self) -> Transports:
         """In the role's process."""
-        return HostTransports(self.where) if self.where is not None else memory_transports(self.epoch)
+        return HostTransports(self.where, self.run) if self.where is not None else memory_transports(self.epoch)
 
 
 def trainer_spec(told: RoleSettings, devices: tuple[str, ...] | None, environment: Mapping[str, str]) -> RoleSpec:
@@ -96,7 +96,7 @@ async def trainer(role: Role) -> None:
     told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     if role.has_own_process:
         importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
-    async with _observed(role, told) as phases, told.transports().trainer(told.run) as ends:
+    async with _observed(role, told) as phases, told.transports().trainer() as ends:
         role.ready()
         await _train(told, ends, phases)
         async for _ in ends.log.follow():
@@ -147,7 +147,7 @@ async def generator(role: Role) -> None:
     seed = _seed(settings.generator.seed, told.index, role.life)
     seeded = settings.generator.model_copy(update={"seed": seed})
     async with _observed(role, told):
-        with told.transports().generator(settings, role) as ends:
+        with told.transports().generator(role) as ends:
             factory = engine_factory(settings.model, seeded)
             engine = Generator(factory, settings.generator.weights, payloads=ends.payloads)
             try:

@@ -50,14 +50,14 @@ class StartedRoles:
     """Who holds what in the payload store."""
 
     def __init__(self, ground: _Ground, log: MemoryEventLog) -> None:
-        settings, transports = ground.settings, ground.transports
+        transports = ground.transports
         self._launcher, self._transports = ground.launcher, transports
         self.trainer = ground.launcher.start(
             trainer_spec(ground.told, ground.devices.get("trainer"), trainer_environment(os.environ))
         )
-        self.batches = transports.batch_sender(settings)
+        self.batches = transports.batch_sender()
         self._end_log = transports.serve_log(log)
-        self.payloads = transports.payload_accounts(settings)
+        self.payloads = transports.payload_accounts()
         self.generators = _start_generators(ground, payloads=self.payloads)
 
     async def watch(self) -> None:
@@ -147,7 +147,7 @@ async def _opened(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
         launcher = launcher_class(settings.placement)(log.epoch, paths.logs, SHUTDOWN)
         stack.callback(launcher.kill)
         if launcher.runs_in_this_process:
-            transports: Transports = stack.enter_context(new_memory_transports(log.epoch, log))
+            transports: Transports = stack.enter_context(new_memory_transports(log, settings.model.name))
         else:
             await asyncio.to_thread(remove_leftovers)
             if (folder := payload_folder(settings, paths)) is not None:
@@ -175,7 +175,7 @@ def _start_generators(
         )
     else:
         sources = [
-            StartedGenerator(spec, settings, ground.launcher, transports, payloads)
+            StartedGenerator(spec, ground.launcher, transports, payloads)
             for spec in generator_specs(ground.told, ground.devices)
         ]
     return Generators(settings, sources)
