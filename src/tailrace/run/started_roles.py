@@ -123,6 +123,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     async with _opened(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as ground:
         generators = _start_generators(ground, serving_model=settings.model.name)
         try:
+            await generators.serving()
             yield generators.router.generate, generators.watch
         finally:
             await generators.close()
