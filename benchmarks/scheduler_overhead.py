@@ -36,7 +36,6 @@ from tailrace.records import (
     Completion,
     FinishReason,
     Group,
-    GroupId,
     Int32Array,
     Outcome,
     PlannedBatch,
@@ -47,8 +46,7 @@ from tailrace.records import (
     StepTrained,
     Task,
 )
-from tailrace.rollouts import ChatRenderer, Rollouter
-from tailrace.rollouts.settings import RolloutSettings
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
 TARGET_S, TARGET_LAG_S, TARGET_SPREAD = 150e-6, 0.010, 1.5
@@ -122,22 +120,6 @@ class InstantGenerate:
             policy_versions=np.full(COMPLETION_TOKENS, self.version, np.int32),
             finish_reason=FinishReason.STOP,
         )
-
-
-class Runner:
-    """One environment's rollouts, as `EnvironmentRunner` runs them."""
-
-    def __init__(self, rollouter: Rollouter, spec: EnvironmentSpec) -> None:
-        self._rollouter, self._spec = rollouter, spec
-        self._sampling = SamplingParams(max_tokens=COMPLETION_TOKENS)
-
-    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
-        return await self._rollouter.run(
-            task, rollout_id=rollout_id, group_id=group_id, spec=self._spec, sampling=self._sampling, attempt=attempt
-        )
-
-    async def score(self, group: Group) -> list[Group]:
-        return await self._rollouter.score(group, self._spec)
 
 
 class Silent:
@@ -240,10 +222,12 @@ async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: 
     observer, beat = Silent(), Beat()
     max_staleness = -(-2 * in_flight // batch_size)
     reserve_memory(in_flight * RESERVED_BYTES_PER_ROLLOUT)
-    async with Rollouter(RolloutSettings(), renderer=renderer, generate=generate) as rollouter:
+    rollouts = RolloutSettings(max_tokens=COMPLETION_TOKENS)
+    loaded = {environment.name: LoadedEnvironment.of(environment, rollouts)}
+    async with Rollouter(rollouts, loaded, renderer=renderer, generate=generate) as rollouter:
         scheduler = StreamScheduler(
             TaskStream([TaskSource(environment)], seed=0),
-            Runner(rollouter, environment),
+            rollouter,
             batches.put,
             observer,
             settings=SchedulingSettings(batch_size=batch_size),

@@ -27,7 +27,7 @@ from tailrace.environments.alphabet_sort import (
     AlphabetSortTasks,
     ConversationSizes,
     expected_lines,
-    is_held_out,
+    is_combination_held_out,
     question,
     turn_reward,
 )
@@ -150,7 +150,7 @@ def draw_training_turns(rng: random.Random, sizes: ConversationSizes) -> list[li
     """Names of one conversation that is not among the held-out combinations."""
     while True:
         turns = sizes.draw(rng)
-        if not is_held_out(list(itertools.chain.from_iterable(turns))):
+        if not is_combination_held_out(list(itertools.chain.from_iterable(turns))):
             return turns
 
 

@@ -10,14 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tailrace.environments import AgentResult
     from tailrace.records import Group, Message, Reward, Rollout, Task
-    from tailrace.rollouts.budgets import ErrorBudget
-    from tailrace.rollouts.gathering import gather_groups, stream_groups
-    from tailrace.rollouts.group_progress import GroupCounts
+    from tailrace.rollouts.error_budget import ErrorBudget
+    from tailrace.rollouts.gathering import GroupCounts, gather_groups, stream_groups
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgentResult",
     "ErrorBudget",
     "Group",
     "GroupCounts",
@@ -31,9 +32,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ErrorBudget": "tailrace.rollouts.budgets",
+    "AgentResult": "tailrace.environments",
+    "ErrorBudget": "tailrace.rollouts.error_budget",
     "Group": "tailrace.records",
-    "GroupCounts": "tailrace.rollouts.group_progress",
+    "GroupCounts": "tailrace.rollouts.gathering",
     "Message": "tailrace.records",
     "Reward": "tailrace.records",
     "Rollout": "tailrace.records",

@@ -13,7 +13,7 @@ from tailrace.environments.alphabet_sort import (
     ConversationSizes,
     alphabet_sort,
     expected_lines,
-    is_held_out,
+    is_combination_held_out,
     turn_reward,
 )
 from tailrace.environments.protocol import EnvironmentSpec, Observation
@@ -126,7 +126,7 @@ def test_no_combination_of_names_is_both_trained_on_and_held_out(
 def test_the_split_ignores_the_order_of_names(names: list[str], rng: random.Random) -> None:
     shuffled = list(names)
     rng.shuffle(shuffled)
-    assert is_held_out(names) == is_held_out(shuffled)
+    assert is_combination_held_out(names) == is_combination_held_out(shuffled)
 
 
 @settings(max_examples=50, deadline=None)

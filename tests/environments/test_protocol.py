@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tailrace.environments import EnvironmentSpec, Observation, Policy, Task
-from tailrace.environments.protocol import read_columns
+from tailrace.environments.protocol import read_attributes
 from tailrace.errors import DataError, SettingsError
 
 
@@ -53,9 +53,9 @@ def test_a_row_that_maps_nothing_is_refused() -> None:
 
 
 def test_named_attributes_of_an_environment_can_be_saved() -> None:
-    assert read_columns(Counter(), ["count"]) == {"count": 7}
+    assert read_attributes(Counter(), ["count"]) == {"count": 7}
 
 
 def test_an_attribute_to_save_that_is_not_there_is_named() -> None:
     with pytest.raises(SettingsError, match="Counter has no attribute 'total'"):
-        read_columns(Counter(), ["total"])
+        read_attributes(Counter(), ["total"])

@@ -26,7 +26,8 @@ def test_outputs_are_those_of_the_plain_layers_under_their_present_weights(dtype
             torch.testing.assert_close(packed(inputs), plain(inputs), rtol=tolerance, atol=tolerance)
         for mine, theirs in zip(packed.parameters(), plain.parameters(), strict=True):
             mine.copy_(theirs.normal_())
-        linears.repack()
+        for joined in linears.joined:
+            joined.exchange(joined.pack(lambda parameter: parameter))
 
 
 def test_subclasses_keep_their_own_product() -> None:
@@ -34,4 +35,4 @@ def test_subclasses_keep_their_own_product() -> None:
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(inputs)
 
-    assert len(PackedLinears(nn.Sequential(Doubled(8, 8)))) == 0
+    assert not PackedLinears(nn.Sequential(Doubled(8, 8))).joined

@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.records import GroupId, Rollout, RolloutId
-from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tests.support.scripted_generate import ScriptedGenerate
 
 
@@ -18,15 +18,9 @@ async def play(
     settings = RolloutSettings()
     spec = load_environment(environment)
     generate = ScriptedGenerate(renderer.tokenizer, replies)
-    rollouter = Rollouter(settings, renderer=renderer, generate=generate, environments={spec.name: environment})
-    async with rollouter:
-        return await rollouter.run(
-            spec.train_task(index),
-            rollout_id=RolloutId("r"),
-            group_id=GroupId("g"),
-            spec=spec,
-            sampling=settings.training_sampling(),
-        )
+    environments = {spec.name: LoadedEnvironment.of(spec, settings, environment)}
+    async with Rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter:
+        return await rollouter.run(spec.train_task(index), rollout_id=RolloutId("r"), group_id=GroupId("g"))
 
 
 async def test_alphabet_sort_is_one_branch_and_the_same_in_a_worker(renderer: ChatRenderer) -> None:

@@ -13,7 +13,8 @@ from tailrace.environments import EnvironmentSpec, Message, Observation, Policy,
 from tailrace.errors import EnvironmentFailed, RolloutTimeout
 from tailrace.records import Group, GroupId, Rollout, RolloutId, SamplingParams
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
-from tailrace.rollouts.attempts import Attempts
+from tailrace.rollouts.deadline import Attempts
+from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -25,7 +26,7 @@ class Cancelled:
 
     def __init__(self, renderer: ChatRenderer, replies: Sequence[str] = ("hello",), delay_s: float = 0.0) -> None:
         self.generate = ScriptedGenerate(renderer.tokenizer, replies, delay=lambda: delay_s)
-        self.rollouter = Rollouter(RolloutSettings(), renderer=renderer, generate=self.generate)
+        self.renderer = renderer
         self.reached = asyncio.Event()
         self.ended: list[str] = []
 
@@ -40,7 +41,7 @@ class Cancelled:
 
     async def cancel(self, **spec: object) -> None:
         """Run it, cancel it when it got there, and wait: it must end as cancelled."""
-        async with self.rollouter, asyncio.timeout(20):
+        async with asyncio.timeout(20):
             running = asyncio.create_task(self.run(**spec))
             await self.reached.wait()
             running.cancel()
@@ -49,13 +50,13 @@ class Cancelled:
 
     async def run(self, **spec: object) -> Rollout:
         chosen = EnvironmentSpec(name="own", train_tasks=[{"names": "Bob"}], **spec)  # type: ignore[arg-type]
-        return await self.rollouter.run(
-            chosen.train_task(0),
-            rollout_id=RolloutId("r0"),
-            group_id=GroupId("g0"),
-            spec=chosen,
-            sampling=RolloutSettings().training_sampling(),
-        )
+        async with self.rollouter(chosen) as rollouter:
+            return await rollouter.run(chosen.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
+
+    def rollouter(self, spec: EnvironmentSpec, **settings: float) -> Rollouter:
+        chosen = RolloutSettings.model_validate(settings)
+        environments = loaded(spec, settings=chosen)
+        return Rollouter(chosen, environments, renderer=self.renderer, generate=self.generate)
 
 
 async def ask(task: Task, policy: Policy) -> float:
@@ -170,13 +171,12 @@ async def test_what_an_agent_leaves_running_gets_no_request_once_it_returned(ren
         await asyncio.sleep(0)
         return 1.0
 
-    async with cancelled.rollouter:
-        rollout = await cancelled.run(agent=agent)
-        await asyncio.gather(*background, return_exceptions=True)
-        assert background[1].cancelled()
-        calls = len(cancelled.generate.calls)
-        with pytest.raises(asyncio.CancelledError):
-            await policies[0].chat([{"role": "user", "content": "once more"}])
+    rollout = await cancelled.run(agent=agent)
+    await asyncio.gather(*background, return_exceptions=True)
+    assert background[1].cancelled()
+    calls = len(cancelled.generate.calls)
+    with pytest.raises(asyncio.CancelledError):
+        await policies[0].chat([{"role": "user", "content": "once more"}])
     assert len(cancelled.generate.calls) == calls
     assert rollout.reward is not None
 
@@ -190,16 +190,9 @@ async def test_a_time_limit_that_an_agent_ignores_ends_its_requests_too(renderer
         return await ask(task, policy)
 
     spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{"names": "Bob"}])
-    async with cancelled.rollouter:
+    async with cancelled.rollouter(spec, timeout_s=0.01) as rollouter:
         with pytest.raises(RolloutTimeout, match=r"not finished after 0.01 s"):
-            await cancelled.rollouter.run(
-                spec.train_task(0),
-                rollout_id=RolloutId("r0"),
-                group_id=GroupId("g0"),
-                spec=spec,
-                sampling=RolloutSettings().training_sampling(),
-                timeout_s=0.01,
-            )
+            await rollouter.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
     assert cancelled.generate.calls == []
 
 
@@ -213,7 +206,7 @@ async def test_group_scoring_is_cancelled_and_waited_for(renderer: ChatRenderer)
     spec = EnvironmentSpec(name="own", agent=ask, train_tasks=[{"names": "Bob"}], score_group=rank)
     task = spec.train_task(0)
     group = Group(GroupId("g0"), task, [Rollout(RolloutId("r0"), GroupId("g0"), task, SamplingParams())])
-    scoring = asyncio.create_task(cancelled.rollouter.score(group, spec))
+    scoring = asyncio.create_task(cancelled.rollouter(spec).score(group))
     await cancelled.reached.wait()
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -278,6 +271,5 @@ async def test_what_cancels_itself_fails(renderer: ChatRenderer) -> None:
         raise asyncio.CancelledError
 
     cancelled = Cancelled(renderer)
-    async with cancelled.rollouter:
-        with pytest.raises(EnvironmentFailed, match=r"own/train/0.*although nobody cancelled it"):
-            await cancelled.run(agent=agent)
+    with pytest.raises(EnvironmentFailed, match=r"own/train/0.*although nobody cancelled it"):
+        await cancelled.run(agent=agent)

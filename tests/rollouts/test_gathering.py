@@ -18,7 +18,7 @@ import tailrace
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, InvalidReward, ScoringFailed
 from tailrace.records import Branch, Completion, FinishReason, Group, Json, Reward, Rollout
 from tailrace.rollouts import ErrorBudget, gather_groups, stream_groups
-from tailrace.rollouts.group_progress import GroupBars
+from tailrace.rollouts.gathering import GroupBars
 from tailrace.simulation.virtual_time import run_in_virtual_time
 
 ScoreGroup = Callable[[Group], Awaitable[Group | list[Group] | None]]

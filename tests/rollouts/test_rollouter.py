@@ -19,6 +19,7 @@ from tailrace.errors import (
 )
 from tailrace.records import Group, GroupId, Message, Reward, Rollout, RolloutId, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 ROWS = [{"names": "Bob, Ada"}]
@@ -63,14 +64,8 @@ async def run(
 ) -> Rollout:
     chosen = RolloutSettings.model_validate(settings)
     generate = ScriptedGenerate(renderer.tokenizer, replies, delay=lambda: delay_s)
-    async with Rollouter(chosen, renderer=renderer, generate=generate) as rollouter:
-        return await rollouter.run(
-            spec.train_task(0),
-            rollout_id=RolloutId(rollout_id),
-            group_id=GroupId("g0"),
-            spec=spec,
-            sampling=chosen.training_sampling(),
-        )
+    async with Rollouter(chosen, loaded(spec, settings=chosen), renderer=renderer, generate=generate) as rollouter:
+        return await rollouter.run(spec.train_task(0), rollout_id=RolloutId(rollout_id), group_id=GroupId("g0"))
 
 
 async def test_an_environments_rewards_add_up_over_its_turns(renderer: ChatRenderer) -> None:
@@ -240,8 +235,9 @@ class TestScoringAGroup:
         group = Group(GroupId("g0"), spec.train_task(0), rollouts)
         generate = ScriptedGenerate(renderer.tokenizer, ["-"])
         chosen = RolloutSettings.model_validate(settings)
-        async with Rollouter(chosen, renderer=renderer, generate=generate) as rollouter:
-            return await rollouter.score(group, spec)
+        environments = loaded(spec, settings=chosen)
+        async with Rollouter(chosen, environments, renderer=renderer, generate=generate) as rollouter:
+            return await rollouter.score(group)
 
     async def test_rewards_may_be_changed(self, renderer: ChatRenderer) -> None:
         async def rank(group: Group) -> Group:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+import xxhash
 
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
 from tailrace.reporting.summary import RunSummary
 from tailrace.transport.events.log import read_events
-from tests.run.runs import environment, records, rollouts, run_inline, trained_tasks
+from tests.run.runs import command, environment, records, rollouts, run_inline, trained_tasks
 
 DATA = (
     *(*environment("words"), "--environment.args.count", "20", "--environment.args.held_out", "0"),
@@ -61,6 +65,54 @@ async def test_steps_after_the_checkpoint_are_trained_again_and_told_once(tmp_pa
     assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
     assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
     assert {record["step"] for record in rollouts(tmp_path / "run")} <= set(range(1, 12))
+
+
+@pytest.mark.parametrize(("at", "step"), [("state", 4), ("trained", 4)], ids=["before sending", "before saving"])
+async def test_a_crash_around_the_batch_of_a_step_costs_no_task(tmp_path: Path, at: str, step: int) -> None:
+    folder = tmp_path / "runs" / "run"
+    killed = (*environment("killed"), "--environment.args.at", at, "--environment.args.step", str(step))
+    with command(
+        tmp_path,
+        *(*killed, "--environment.args.folder", str(folder), "--scheduling.max_staleness", "10"),
+        *("--max_steps", "10", "--trainer.checkpoint_every_steps", "2", "--placement", "inline"),
+    ) as run:
+        assert run.wait()[0] == -signal.SIGKILL
+    assert (folder / "scheduler" / "step_000004.json").is_file()
+    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_000002"]
+    summary = await run_inline(tmp_path / "runs", *DATA, "--max_steps", "100", "--max_epochs", "1", "--resume")
+    assert summary.steps == 10
+    assert Counter(trained_tasks(folder)) == {f"words/train/{index}": 2 for index in range(20)}
+    names = [record["rollout_id"] for record in rollouts(folder)]
+    assert len(set(names)) == len(names)
+
+
+async def test_a_checkpoint_that_holds_the_scheduler_state_itself_is_resumed(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "3")
+    states, checkpoint = tmp_path / "run" / "scheduler", tmp_path / "run" / "checkpoints" / "step_000003"
+    put_into(checkpoint, (states / "step_000003.json").read_bytes())
+    shutil.rmtree(states)
+    await run_inline(tmp_path, *DATA, "--max_steps", "100", "--max_epochs", "1", "--resume")
+    assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
+
+
+def put_into(checkpoint: Path, state: bytes) -> None:
+    """Make it what older versions wrote."""
+    file, manifest = checkpoint / "trainer.pt", checkpoint / "manifest.json"
+    torch.save(torch.load(file) | {"scheduler_state": state}, file)
+    told = json.loads(manifest.read_text())
+    told["files"]["trainer.pt"] = {
+        "num_bytes": file.stat().st_size,
+        "xxh3": xxhash.xxh3_64(file.read_bytes()).hexdigest(),
+    }
+    manifest.write_text(json.dumps(told))
+
+
+async def test_a_checkpoint_without_its_scheduler_state_is_refused(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "1")
+    shutil.rmtree(tmp_path / "run" / "scheduler")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert "the checkpoint of step 1 cannot be resumed without" in summary.reason
 
 
 async def test_no_rollout_of_a_resumed_run_has_a_name_that_was_given_before(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -110,6 +111,42 @@ def signalling(number: int = signal.SIGINT, after: str = "") -> EnvironmentSpec:
 
     rows = [{"word": f"word {index}"} for index in range(64)]
     return EnvironmentSpec(name="signalling", agent=agent, train_tasks=rows, trusted=True)
+
+
+def killed(at: str, step: int, folder: str) -> EnvironmentSpec:
+    """The tasks of `words`, in a process that dies once it wrote the state of `step`, or before its checkpoint.
+
+    First it waits until the run in `folder` has a checkpoint of step 2 and metrics of it.
+    """
+
+    def die() -> None:
+        while _lines(Path(folder) / "metrics.jsonl") < 2 or not (Path(folder) / "checkpoints/step_000002").is_dir():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if at == "state":
+        from tailrace.run.scheduler_states import SchedulerStates
+
+        write = SchedulerStates.write
+
+        def write_and_die(states: SchedulerStates, written: int, state: bytes, *, trained_step: int) -> None:
+            write(states, written, state, trained_step=trained_step)
+            if written == step:
+                die()
+
+        SchedulerStates.write = write_and_die  # type: ignore[method-assign]
+    else:
+        from tailrace.training.trainer import Trainer
+
+        save = Trainer.save_checkpoint
+
+        def die_or_save(trainer: Trainer, parent: Path) -> Path:
+            if trainer.step == step:
+                die()
+            return save(trainer, parent)
+
+        Trainer.save_checkpoint = die_or_save  # type: ignore[method-assign]
+    return words(20, 0)
 
 
 released = asyncio.Event()

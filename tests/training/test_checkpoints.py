@@ -42,24 +42,16 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_trainer_without_a_scheduler_resumes_too(model_folder: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(model_folder)
-    train(trainer, range(1, 2))
-    resumed = make_trainer(model_folder)
-    assert resumed.restore(trainer.save_checkpoint(tmp_path)) == b""
-    assert resumed.step == 1
-
-
 def test_resuming_equals_never_having_stopped_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
     straight = make_trainer(model_folder)
     train(straight, range(1, 7))
 
     first = make_trainer(model_folder)
     train(first, range(1, 4))
-    path = first.save_checkpoint(tmp_path, b'{"position": 3}')
+    path = first.save_checkpoint(tmp_path)
     drawn = (random.random(), np.random.random(), torch.rand(1).item())
     second = make_trainer(model_folder)
-    assert second.restore(path) == b'{"position": 3}'
+    second.restore(path)
     assert (random.random(), np.random.random(), torch.rand(1).item()) == drawn
     assert (second.step, second.version) == (3, 3)
     train(second, range(4, 7))
@@ -154,9 +146,10 @@ def test_a_full_disk_says_so(model_folder: Path, tmp_path: Path, monkeypatch: py
 
 def test_saving_a_step_again_replaces_it(model_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(model_folder)
-    trainer.save_checkpoint(tmp_path, b"old")
-    path = trainer.save_checkpoint(tmp_path, b"new")
-    assert trainer.restore(path) == b"new"
+    trainer.save_checkpoint(tmp_path)
+    trainer.version = 1
+    path = trainer.save_checkpoint(tmp_path)
+    assert verify_checkpoint(path).version == 1
     assert [folder.name for folder in tmp_path.iterdir()] == [path.name]
 
 

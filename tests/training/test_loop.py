@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from tailrace.errors import CheckpointError, Diverged, ModelError, PeerGone
+from tailrace.errors import CheckpointError, Diverged, ModelError, PeerGone, TransportError
 from tailrace.records import (
     Batch,
     CheckpointWritten,
     Event,
     ModelStateDictPublished,
+    ModelStateDictRef,
     RunStatus,
     StepSkipped,
     StepTrained,
@@ -27,6 +29,7 @@ from tailrace.records import (
 )
 from tailrace.training.loop import TrainerPlan, run_trainer
 from tailrace.training.settings import TrainerSettings
+from tailrace.training.snapshots import Snapshot
 from tailrace.training.trainer import Trainer
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
@@ -68,6 +71,7 @@ class World:
         self.model_name = str(model_folder)
         self.checkpoints = checkpoints
         self.trainer: Trainer | None = None
+        self.kind: type[Trainer] = Trainer
         self.thread: threading.Thread | None = None
 
     def run(
@@ -75,7 +79,7 @@ class World:
     ) -> asyncio.Task[TrainerEnded]:
         def make_trainer() -> Trainer:
             self.thread = threading.current_thread()
-            self.trainer = Trainer(
+            self.trainer = self.kind(
                 TrainerSettings.model_validate({"learning_rate": 1e-3} | settings),
                 model_name=self.model_name,
                 max_steps=max_steps,
@@ -133,6 +137,61 @@ async def test_what_is_published_is_what_was_trained(world: World) -> None:
         assert tensors.version == 1
         for name, tensor in world.trainer.model_state_dict().items():
             assert torch.equal(tensors[name], tensor)
+
+
+def detaching(copied: threading.Event) -> type[Trainer]:
+    """A trainer whose snapshots are copies, as a GPU's are; they are complete once `copied` is set."""
+
+    class Copied:
+        def synchronize(self) -> None:
+            assert copied.wait(60)
+
+    class DetachingTrainer(Trainer):
+        def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
+            taken = super().snapshot(dtype)
+            weights = {name: weight.clone() for name, weight in taken.weights.items()}
+            return Snapshot(weights, taken.version, Copied())  # type: ignore[arg-type]
+
+    return DetachingTrainer
+
+
+async def test_the_next_step_computes_while_a_detached_snapshot_is_published_and_is_reported_after_it(
+    world: World,
+) -> None:
+    copied = threading.Event()
+    world.kind = detaching(copied)
+    running = world.run(max_steps=2)
+    await world.send(build_batch(step=1), build_batch(step=2, version=0))
+    async with asyncio.timeout(60):
+        while world.trainer is None or world.trainer.step < 2:  # noqa: ASYNC110 - a thread's number has no event
+            await asyncio.sleep(0.01)
+    assert await world.kinds() == ["TrainerStarted"]
+    copied.set()
+    await running
+    step = ["ModelStateDictPublished", "StepTrained"]
+    assert await world.kinds() == ["TrainerStarted", *step, *step, "CheckpointWritten", "TrainerEnded"]
+    published = [event.ref.version for event in await world.events() if isinstance(event, ModelStateDictPublished)]
+    assert published == [1, 2]
+
+
+class FullStore(MemoryModelStateDictStore):
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> ModelStateDictRef:
+        raise TransportError("no room")
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+async def test_weights_that_cannot_be_published_end_training_even_if_no_batch_comes(
+    world: World, is_detached: bool
+) -> None:
+    world.store = FullStore()
+    copied = threading.Event()
+    copied.set()
+    world.kind = detaching(copied) if is_detached else Trainer
+    running = world.run(max_steps=3)
+    await world.send(build_batch(step=1))
+    with pytest.raises(TransportError, match="no room"):
+        await asyncio.wait_for(running, 60)
+    assert (await world.kinds())[-1] == "TrainerEnded"
 
 
 async def test_a_trained_batch_is_given_back(world: World) -> None:
@@ -225,21 +284,19 @@ async def test_a_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
     assert "cannot be written" in last.reason
 
 
-async def test_a_run_resumes_from_its_checkpoint_with_version_weights_and_scheduler_state(
-    world: World, model_folder: Path
-) -> None:
+async def test_a_run_resumes_from_its_checkpoint_with_version_and_weights(world: World, model_folder: Path) -> None:
     running = world.run(max_steps=2, checkpoint_every_steps=1)
-    await world.send(*(build_batch(step=step, scheduler_state=f"after {step}".encode()) for step in (1, 2)))
+    await world.send(*(build_batch(step=step) for step in (1, 2)))
     await running
     written = [event for event in await world.events() if isinstance(event, CheckpointWritten)]
     assert [event.step for event in written] == [1, 2]
 
     resumed = World(model_folder, world.checkpoints)
     running = resumed.run(max_steps=2, resume_from=Path(written[0].path))
-    await resumed.send(build_batch(step=2, scheduler_state=b"after 2"))
+    await resumed.send(build_batch(step=2))
     await running
     started, published = (await resumed.events())[:2]
-    assert started == TrainerStarted(epoch=EPOCH, step=1, version=1, scheduler_state=b"after 1")
+    assert started == TrainerStarted(epoch=EPOCH, step=1, version=1)
     assert isinstance(published, ModelStateDictPublished)
     assert published.ref.version == 1
     assert world.trainer is not None

@@ -74,6 +74,20 @@ def test_tied_weights_are_published_once_and_in_the_dtype_asked_for(model_folder
     assert {published[name].dtype for name in published.keys() - exact} == {torch.bfloat16}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_snapshot_of_a_gpu_holds_the_weights_before_the_step_that_runs_meanwhile(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder, device="cuda")
+    for step in (1, 2):  # the second one into the memory of the first
+        before = {name: weight.clone() for name, weight in trainer.model_state_dict("bfloat16").items()}
+        snapshot = trainer.snapshot("bfloat16")
+        trainer.train_step(build_batch(step=step))
+        weights = snapshot.wait()
+        assert snapshot.is_detached
+        assert snapshot.version == step - 1
+        assert all(weights[name].is_pinned() and torch.equal(weights[name], before[name]) for name in before)
+        assert any(not torch.equal(before[name], now) for name, now in trainer.model_state_dict("bfloat16").items())
+
+
 def test_rows_do_not_change_what_a_batch_teaches(model_folder: Path) -> None:
     one, many = make_trainer(model_folder), make_trainer(model_folder)
     left = one.train_step(build_batch(rows=(4,)))

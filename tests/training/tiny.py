@@ -63,7 +63,6 @@ def build_batch(
     temperature: float = 1.0,
     prompt: int = 3,
     advantages: Sequence[float] | None = None,
-    scheduler_state: bytes = b"",
     mixed: Sequence[int] = (),
 ) -> Batch:
     """Samples of these lengths, `rows[i]` of them in row i, random tokens after a prompt of `prompt` tokens.
@@ -98,5 +97,4 @@ def build_batch(
         row_shapes=np.full(len(rows), max(64, num_tokens), np.int32),
         environment_ids=np.zeros(len(lengths), np.int32),
         environments=("test",),
-        scheduler_state=scheduler_state,
     )  # fmt: skip

@@ -22,11 +22,9 @@ from tailrace.records import (
 )
 
 
-def make_batch(
-    step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 5, state: bytes = b"{}", num_ranks: int = 1
-) -> PlannedBatch:
+def make_batch(step: int = 1, *, num_samples: int = 3, tokens_per_sample: int = 5, num_ranks: int = 1) -> PlannedBatch:
     """Samples of one length, whose columns are all different."""
-    return plan([tokens_per_sample] * num_samples, step=step, state=state, num_ranks=num_ranks)
+    return plan([tokens_per_sample] * num_samples, step=step, num_ranks=num_ranks)
 
 
 def plan(
@@ -34,7 +32,6 @@ def plan(
     *,
     step: int = 1,
     num_ranks: int = 1,
-    state: bytes = b"{}",
     row_tokens: int = 0,
     oldest_version: int = 0,
 ) -> PlannedBatch:
@@ -53,7 +50,6 @@ def plan(
         row_shapes=rows.row_shapes,
         rank_offsets=rows.rank_offsets,
         environments=("alphabet-sort", "arithmetic"),
-        scheduler_state=state,
     )
 
 
@@ -124,7 +120,6 @@ def assert_same_batch(received: Batch, sent: PlannedBatch, rank: int = 0) -> Non
     assert (received.rank, received.num_ranks) == (rank, sent.num_ranks)
     assert received.summary == expected.summary
     assert received.environments == expected.environments
-    assert received.scheduler_state == expected.scheduler_state
     assert received.payloads.payloads == expected.payloads.payloads
     np.testing.assert_array_equal(received.payloads.chunks, expected.payloads.chunks)
     for column in COLUMNS:

@@ -31,14 +31,9 @@ def form_batch(
     step: int,
     judged_version: int,
     packing: Packing,
-    scheduler_state: bytes = b"",
 ) -> FormedBatch:
     """Lay the samples of `groups` in rows, and the rows on ranks."""
-    return drained(
-        form_batch_in_slices(
-            groups, step=step, judged_version=judged_version, packing=packing, scheduler_state=scheduler_state
-        )
-    )
+    return drained(form_batch_in_slices(groups, step=step, judged_version=judged_version, packing=packing))
 
 
 def form_batch_in_slices(
@@ -47,7 +42,6 @@ def form_batch_in_slices(
     step: int,
     judged_version: int,
     packing: Packing,
-    scheduler_state: bytes = b"",
 ) -> Generator[None, None, FormedBatch]:
     """See `form_batch`; yields now and then."""
     samples = [sample for group in groups for sample in group.samples]
@@ -68,7 +62,6 @@ def form_batch_in_slices(
         row_shapes=plan.row_shapes,
         rank_offsets=plan.rank_offsets,
         environments=tuple(sorted({group.group.task.environment for group in groups if group.samples})),
-        scheduler_state=scheduler_state,
     )
     return FormedBatch(batch, list(groups))
 

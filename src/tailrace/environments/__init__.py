@@ -22,6 +22,7 @@ from tailrace.environments.protocol import (
     TaskRows,
 )
 from tailrace.environments.registry import environment_names, load_environment
+from tailrace.environments.results import AgentResult
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.environments.single_turn import single_turn_agent
 from tailrace.environments.tools import answer_tool_calls
@@ -29,6 +30,7 @@ from tailrace.records import Json, Message, Reply, Reward, Task, ToolCall, ToolS
 
 __all__ = [
     "Agent",
+    "AgentResult",
     "Environment",
     "EnvironmentFactory",
     "EnvironmentSettings",

@@ -17,15 +17,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Final, overload
+from typing import Final
 
+from typing_extensions import override
+
+from tailrace.environments.generated import GeneratedRows, is_held_out
 from tailrace.environments.protocol import EnvironmentSpec, Observation
+from tailrace.environments.rows import Row
 from tailrace.errors import SettingsError
-from tailrace.records import Json, Message, Task
+from tailrace.records import Message, Task
 
 _NAMES_TEXT: Final = """
 Aaron Ada Alice Amy Anna Arthur Ben Bella Bruno Carl Clara Daisy David Diana Dylan Edgar Ella Emma Eric Eva Felix
@@ -35,7 +39,6 @@ Maria Max Mia Nadia Nina Noah Olga Oscar Paul Piper Quinn Rosa Ruth Sam Sofia Ta
 NAMES: Final = tuple(_NAMES_TEXT.split())
 """In plain ASCII with one capital each, so that the order of strings is the order of the alphabet."""
 NEW_MARK: Final = " (new)"
-_HELD_OUT_ONE_IN: Final = 8
 _MOST_NAMES: Final = len(NAMES) // 2
 
 
@@ -140,7 +143,7 @@ class ConversationSizes:
         return [list(itertools.islice(names, size)) for size in sizes]
 
 
-class AlphabetSortTasks(Sequence[Mapping[str, Json]]):
+class AlphabetSortTasks(GeneratedRows):
     """Rows `{"turns": [[name]], "expected": [[line]]}`, each made when asked for, from the seed and its index.
 
     >>> tasks = AlphabetSortTasks(ConversationSizes(), held_out=True, seed=0, length=200)
@@ -149,36 +152,32 @@ class AlphabetSortTasks(Sequence[Mapping[str, Json]]):
     """
 
     def __init__(self, sizes: ConversationSizes, *, held_out: bool, seed: int, length: int) -> None:
-        self._sizes = sizes
-        self._held_out = held_out
-        self._seed = f"{'held-out' if held_out else 'train'}/{seed}"
-        self._length = length
+        side = "held-out" if held_out else "train"
+        super().__init__(
+            partial(_draw_row, sizes), question="turns", seed=f"{side}/{seed}", size=length, held_out=held_out
+        )
 
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Json]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Json]]: ...
-    def __getitem__(self, index: int | slice) -> Mapping[str, Json] | Sequence[Mapping[str, Json]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._length))]
-        rng = random.Random(f"{self._seed}/{range(self._length)[index]}")
-        while True:  # one in eight draws is held out: ends soon either way
-            turns = self._sizes.draw(rng)
-            if is_held_out(list(itertools.chain.from_iterable(turns))) == self._held_out:
-                return {"turns": turns, "expected": [expected_lines(turns, turn) for turn in range(len(turns))]}
+    @override
+    def _belongs_to_eval(self, row: Row) -> bool:
+        return is_combination_held_out(list(itertools.chain.from_iterable(row["turns"])))
 
 
-def is_held_out(names: Sequence[str]) -> bool:
+def _draw_row(sizes: ConversationSizes, rng: random.Random) -> Row:
+    turns = sizes.draw(rng)
+    return {"turns": turns, "expected": [expected_lines(turns, turn) for turn in range(len(turns))]}
+
+
+def is_combination_held_out(names: Sequence[str]) -> bool:
     """Whether this combination of names, in any order, belongs to the held-out tasks (one in eight does).
 
-    >>> is_held_out(["Ada", "Leo"]) == is_held_out(["Leo", "Ada"])
+    >>> is_combination_held_out(["Ada", "Leo"]) == is_combination_held_out(["Leo", "Ada"])
     True
     """
-    digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN == 0
+    return is_held_out("\n".join(sorted(names)), one_in=8, hash_of=_blake2b)
+
+
+def _blake2b(text: bytes) -> int:  # not CRC-32 as elsewhere: the bundled model was made with this split
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 def expected_lines(turns: Sequence[Sequence[str]], turn: int) -> list[str]:

@@ -15,11 +15,11 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from typing import TypeAlias
 
+from tailrace.environments.results import AgentResult, finite_number
 from tailrace.errors import InvalidReward
-from tailrace.records import Json, Message, Reward, Task
+from tailrace.records import Json, Message, Task
 
 RewardsFunction: TypeAlias = Callable[..., list[float | None] | Awaitable[list[float | None]]]
 """TRL's reward function: lists in, one number or None per completion out."""
@@ -36,12 +36,6 @@ class NamedReward:
     weight: float = 1.0
     together: bool = False
     """Called once with all rollouts of a group, when the last one ended; otherwise with each when that one ended."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether it gives a coroutine, which runs on the event loop."""
-        called = getattr(self.function, "__call__", None)  # noqa: B004  of an object with an async one
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
 
     def call(self, tasks: Sequence[Task], conversations: Sequence[Sequence[Message]]) -> object:
         """What the function returns for these rollouts: hand it to `checked_values`, awaited where it is awaitable."""
@@ -68,29 +62,21 @@ def checked_values(returned: object, count: int, name: str) -> list[float | None
     if not isinstance(values, list | tuple) or len(values) != count:
         what = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(returned).__name__}"
         raise InvalidReward(f"reward function {name!r} returned {what} for {count} completions; it returns a list")
-    return [_checked(value, name) for value in values]
+    what = f"a value of reward function {name!r}"
+    return [None if value is None else finite_number(value, what) for value in values]
 
 
-def weighted_sum(values: Mapping[str, float | None], rewards: Mapping[str, NamedReward]) -> Reward | None:
-    """The reward that the named values add up to, with each as a component; None where no function applies.
+def weighted_sum(values: Mapping[str, float | None], rewards: Mapping[str, NamedReward]) -> AgentResult:
+    """The reward that the named values add up to, with each as a metric; None where no function applies.
 
     >>> weighted_sum({"right": 1.0, "brief": 0.5, "tool": None}, {
     ...     "right": NamedReward(print), "brief": NamedReward(print, 0.2), "tool": NamedReward(print)})
-    Reward(value=1.1, components={'right': 1.0, 'brief': 0.5}, columns={})
+    AgentResult(reward=1.1, metrics={'right': 1.0, 'brief': 0.5}, info={})
     """
-    components = {name: value for name, value in values.items() if value is not None}
-    if not components:
-        return None
-    return Reward(math.fsum(rewards[name].weight * value for name, value in components.items()), components)
-
-
-def _checked(value: object, name: str) -> float | None:
-    if value is None:
-        return None
-    number = value.item() if hasattr(value, "item") else value
-    if not isinstance(number, Real) or not math.isfinite(number):
-        raise InvalidReward(f"reward function {name!r} returned {value!r:.100}; it must be a finite number or None")
-    return float(number)
+    metrics = {name: value for name, value in values.items() if value is not None}
+    if not metrics:
+        return AgentResult()
+    return AgentResult(math.fsum(rewards[name].weight * value for name, value in metrics.items()), metrics)
 
 
 def _halves(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

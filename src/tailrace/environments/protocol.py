@@ -2,7 +2,7 @@
 
 An environment is told in one of two ways, and everything else of `EnvironmentSpec` is the same for both:
 
-    agent         async def agent(task, policy) -> float        the rollout, written as an ordinary coroutine
+    agent         async def agent(task, policy) -> AgentResult  the rollout, written as an ordinary coroutine
     environment   reset(task) -> Observation                    the rollout, turned inside out: the loop asks the policy
                   step(reply) -> Observation                    and calls `step` until an observation is `done`
 """
@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from tailrace.environments.callables import is_async, is_async_environment
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
+from tailrace.environments.results import AgentResult
 from tailrace.errors import DataError, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
 
@@ -37,8 +39,8 @@ class Policy(Protocol):
         ...
 
 
-Agent: TypeAlias = Callable[[Task, Policy], Awaitable[float | Reward | None]]
-"""One rollout. Returns its reward, or None where the spec's own `reward` function scores it."""
+Agent: TypeAlias = Callable[[Task, Policy], Awaitable[AgentResult | Reward | float | None]]
+"""One rollout. A number or a `Reward` are short forms of an `AgentResult`; None where something else scores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ class Observation:
     done: bool = False
     """The rollout ends here; its messages are kept for people, the policy does not answer them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Become components of the rollout's reward; of one name the last value counts."""
+    """Become `AgentResult.metrics`; of one name the last value counts."""
     columns: Mapping[str, Json] = field(default_factory=dict)
-    """JSON-friendly values to save beside the rollout; of one name the last value counts."""
+    """Become `AgentResult.info`, saved beside the rollout; of one name the last value counts."""
 
     @classmethod
     def user(cls, content: str, *, reward: float | None = None) -> Observation:
@@ -94,10 +96,14 @@ class Environment(Protocol):
 
 
 EnvironmentFactory: TypeAlias = Callable[[], Environment]
-RewardFunction: TypeAlias = Callable[[Task, list[Message]], float | Reward | Awaitable[float | Reward]]
+RewardFunction: TypeAlias = Callable[
+    [Task, list[Message]], AgentResult | Reward | float | Awaitable[AgentResult | Reward | float]
+]
 """Scores a finished rollout by its task and its whole conversation."""
-ScoreGroup: TypeAlias = Callable[[Group], Awaitable[Group | list[Group] | None]]
-"""Rescores, splits or (None) discards a complete group; its rollouts have their own rewards already."""
+ScoreGroup: TypeAlias = Callable[[Group], Awaitable[Group | list[Group] | list[AgentResult] | None]]
+"""Rescores, splits or (None) discards a complete group; its rollouts have their own rewards already.
+
+It sets `rollout.reward` and returns the group, or returns one `AgentResult` per rollout, in their order."""
 TaskRows: TypeAlias = Sequence[Mapping[str, Json]]
 """Task rows by index. May generate a row when asked for it; only `len` and `[index]` are used."""
 
@@ -144,8 +150,8 @@ class EnvironmentSpec:
     required_columns: tuple[str, ...] = ()
     """Columns that every task row must have; checked before a rollout starts."""
     columns: tuple[str, ...] = ()
-    """Attributes of a reset/step environment to save beside each rollout. An agent uses `Reward.columns`."""
-    saved_columns: tuple[str, ...] | None = None
+    """Attributes of a reset/step environment to save beside each rollout. An agent uses `AgentResult.info`."""
+    info_keys: tuple[str, ...] | None = None
     """Only these are saved, of what it reports and of its attributes; None: all it reports. `environment.columns`."""
     trusted: bool = False
     """Its synchronous code returns soon and always, so it may run on the event loop. Otherwise it runs in a worker
@@ -176,6 +182,13 @@ class EnvironmentSpec:
         together = any(reward.together for reward in self.rewards.values())
         return together or self.score_group is not None or self.judge is not None
 
+    @property
+    def needs_workers(self) -> bool:
+        """Whether some of its code is synchronous and not trusted, so that it must run in a worker process."""
+        functions = [self.reward, *(named.function for named in self.rewards.values())]
+        plays_async = self.environment is None or is_async_environment(self.environment)
+        return not (self.trusted or (plays_async and all(one is None or is_async(one) for one in functions)))
+
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""
         return self._task(self.train_task_id(index), self.train_tasks, index, seed)
@@ -202,13 +215,13 @@ class EnvironmentSpec:
         return Task(task_id=task_id, environment=self.name, index=index, row=row, seed=seed)
 
 
-def read_columns(environment: Environment, columns: Sequence[str]) -> dict[str, Json]:
+def read_attributes(environment: Environment, names: Sequence[str]) -> dict[str, Json]:
     """The named attributes of an environment, to be saved. Raises `SettingsError` for one it does not have."""
-    state: dict[str, Json] = {}
-    for column in columns:
-        if not hasattr(environment, column):
+    values: dict[str, Json] = {}
+    for name in names:
+        if not hasattr(environment, name):
             raise SettingsError(
-                f"{type(environment).__name__} has no attribute {column!r}, which its spec names under `columns`"
+                f"{type(environment).__name__} has no attribute {name!r}, which its spec names under `columns`"
             )
-        state[column] = getattr(environment, column)
-    return state
+        values[name] = getattr(environment, name)
+    return values

@@ -65,7 +65,7 @@ def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) 
         spec,
         name=settings.id or spec.name,
         trusted=spec.trusted if settings.trusted is None else settings.trusted,
-        saved_columns=spec.saved_columns if settings.columns is None else settings.columns,
+        info_keys=spec.info_keys if settings.columns is None else settings.columns,
         judge=_judge(spec, settings),
         rewards={**spec.rewards, **_rewards(spec, settings)},
     )

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
 
+from tailrace.environments.callables import settled
 from tailrace.errors import ToolError
 from tailrace.records import Json, Message, Reply, ToolCall
 
@@ -47,8 +48,7 @@ async def _run(name: str, arguments: Mapping[str, Json] | str, tools: Mapping[st
         inspect.signature(tools[name]).bind(**keywords)
     except TypeError as error:
         raise ToolError(f"{name}: {error}") from error
-    result = tools[name](**keywords)
-    return await result if inspect.isawaitable(result) else result
+    return await settled(tools[name](**keywords))
 
 
 def _keywords(arguments: Mapping[str, Json] | str) -> Mapping[str, Json]:

@@ -22,7 +22,7 @@ class WeightPolicy:
     update: WeightUpdate = "hot_swap"
     kv_cache: KvCache = "keep"
     attempts: int = 4
-    """Times that one version is tried before its caller is told."""
+    """Times that one version is tried before it counts as not installed; it is tried on, later each time."""
     backoff_s: float = 0.1
     """Pause before the second attempt; every further one is twice as long."""
 

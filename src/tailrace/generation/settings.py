@@ -89,7 +89,12 @@ class GeneratorSettings(BaseModel):
         description="Return the experts that every token was routed to, for trainer.router_replay: mixture-of-experts "
         "models only, and with vLLM on GPUs only",
     )
-    load_attempts: int = Field(default=4, ge=1, description="Times that a failing load of new weights is tried")
+    load_attempts: int = Field(
+        default=4,
+        ge=1,
+        description="Times that loading new weights is tried before they count as not installed; they are tried on, "
+        "later each time",
+    )
     load_backoff_s: float = Field(
         default=0.1, ge=0, description="Pause before its second attempt; every further one is twice as long"
     )

@@ -96,8 +96,6 @@ class Batch:
     environments: tuple[str, ...]
     payloads: PayloadTable = field(default_factory=PayloadTable.empty)
     """Where the routed experts of the tokens lie."""
-    scheduler_state: bytes = b""
-    """The scheduler's state once this batch is trained, for exact resume; opaque to the trainer (JSON)."""
     rank: int = 0
     num_ranks: int = 1
 

@@ -38,8 +38,6 @@ class TrainerStarted(_Event, frozen=True, kw_only=True):
 
     step: int
     version: int
-    scheduler_state: bytes = b""
-    """Of the checkpoint it resumed from; empty on a fresh start."""
 
 
 class ModelStateDictPublished(_Event, frozen=True, kw_only=True):

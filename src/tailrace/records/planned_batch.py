@@ -41,7 +41,6 @@ class PlannedBatch:
     row_shapes: Int32Array  # [num_rows], tokens that a row is padded to where rows are padded
     rank_offsets: Int32Array  # [num_ranks + 1], into the rows
     environments: tuple[str, ...]
-    scheduler_state: bytes = b""
     first_rank: int = 0
     """The rank that `rank_offsets[0]` is of."""
     all_ranks: int = 0
@@ -74,7 +73,6 @@ class PlannedBatch:
             row_shapes=self.row_shapes[first_row:last_row],
             rank_offsets=np.array([0, last_row - first_row], np.int32),
             environments=self.environments,
-            scheduler_state=self.scheduler_state,
             first_rank=self.first_rank + rank,
             all_ranks=self.num_ranks,
         )
@@ -118,7 +116,6 @@ class PlannedBatch:
         return Batch(
             summary=part.summary,
             environments=part.environments,
-            scheduler_state=part.scheduler_state,
             payloads=part.payloads(),
             rank=part.first_rank,
             num_ranks=part.num_ranks,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSpec, load_environment
+from tailrace.environments.results import as_agent_result
 from tailrace.errors import TailraceError
 from tailrace.records import Group, Rollout
-from tailrace.rollouts import needs_workers
-from tailrace.rollouts.scoring.rewarding import Rewards
-from tailrace.rollouts.workers.pool import WorkerPool
+from tailrace.rollouts import ErrorBudget, WorkerPool
+from tailrace.rollouts.scoring import RewardFunctions, Scorer
 
 
 class Rescoring:
@@ -23,6 +23,7 @@ class Rescoring:
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._specs: dict[str, EnvironmentSpec] = {}
+        self._scorer = Scorer(errors=ErrorBudget())
         self._workers: WorkerPool | None = None
 
     @property
@@ -38,7 +39,7 @@ class Rescoring:
         self._specs = {spec.name: spec for spec in loaded if spec.scores_rollouts}
         chosen = {spec.name: chosen for spec, chosen in zip(loaded, self._settings.environments, strict=True)}
         self._workers = WorkerPool(self._settings.rollouts, chosen)
-        await self._workers.start([name for name, spec in self._specs.items() if needs_workers(spec)])
+        await self._workers.start([name for name, spec in self._specs.items() if spec.needs_workers])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -59,4 +60,10 @@ class Rescoring:
     async def _score(self, rollout: Rollout) -> None:
         assert self._workers is not None
         spec = self._specs[rollout.task.environment]
-        rollout.reward = await Rewards(self._workers).score(rollout, spec, rollout.reward)
+        functions = RewardFunctions(self._workers)
+        await self._scorer.score_rollout(
+            rollout,
+            as_agent_result(rollout.reward),
+            lambda rollout, reported: functions.score_rollout(rollout, reported, spec),
+            is_group_scored=spec.scores_groups,
+        )

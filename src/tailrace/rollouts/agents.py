@@ -8,18 +8,19 @@ token or context is left for another reply; only before the first reply does tha
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tailrace.environments import Agent, EnvironmentFactory, Observation, Policy
-from tailrace.environments.protocol import read_columns
+from typing_extensions import override
+
+from tailrace.environments import AgentResult, EnvironmentFactory, EnvironmentSpec, Observation, Policy
+from tailrace.environments.callables import settled
+from tailrace.environments.protocol import read_attributes
+from tailrace.environments.results import finite_number
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused
-from tailrace.records import Json, Message, Reward, Task, ToolSpec
+from tailrace.records import Json, Message, Task
 from tailrace.rollouts.policy import RolloutPolicy
-from tailrace.rollouts.scoring.rewards import require_number
 
 
 class EnvironmentHost(Protocol):
@@ -33,7 +34,7 @@ class EnvironmentHost(Protocol):
         """What the environment answers to a reply."""
         ...
 
-    async def read_columns(self, columns: Sequence[str]) -> dict[str, Json]:
+    async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
         """Attributes to save beside the rollout."""
         ...
 
@@ -42,100 +43,67 @@ class EnvironmentHost(Protocol):
         ...
 
 
-class LocalEnvironment:
+class LocalEnvironment(EnvironmentHost):
     """An environment on the event loop: its methods are coroutines, or trusted to return soon."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         self._environment = factory()
 
+    @override
     async def reset(self, task: Task) -> Observation:
-        """See `EnvironmentHost`."""
-        return await _settled(self._environment.reset(task))
+        return await _observation(self._environment.reset(task))
 
+    @override
     async def step(self, reply: Message) -> Observation:
-        """See `EnvironmentHost`."""
-        return await _settled(self._environment.step(reply))
+        return await _observation(self._environment.step(reply))
 
-    async def read_columns(self, columns: Sequence[str]) -> dict[str, Json]:
-        """See `EnvironmentHost`."""
-        return read_columns(self._environment, columns)
+    @override
+    async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
+        return read_attributes(self._environment, names)
 
+    @override
     async def close(self) -> None:
-        """Nothing to do: the environment is garbage with its rollout."""
+        pass  # the environment is garbage with its rollout
+
+
+async def play_environment(
+    environment: EnvironmentHost, task: Task, policy: Policy, spec: EnvironmentSpec
+) -> AgentResult:
+    """Drive an environment to its end. Its reward is None where no observation had one.
+
+    Saves what its observations report and the attributes that `spec.columns` names; with `spec.info_keys` those alone,
+    attributes where no observation reported them.
+    """
+    try:
+        total = await _play(environment, task, policy, spec)
+        wanted = spec.columns if spec.info_keys is None else [key for key in spec.info_keys if key not in total.info]
+        info = {**total.info, **(await environment.read_attributes(wanted) if wanted else {})}
+    finally:
+        await environment.close()
+    return AgentResult(total.reward, total.metrics, info)
 
 
 @dataclass(slots=True)
-class _Score:
+class _Total:
     """What the observations add up to."""
 
+    task: Task
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    columns: dict[str, Json] = field(default_factory=dict)
+    info: dict[str, Json] = field(default_factory=dict)
 
-    def add(self, observation: Observation, task: Task) -> None:
+    def add(self, observation: Observation) -> None:
         if observation.reward is not None:
-            self.reward = (self.reward or 0.0) + require_number(
-                observation.reward, f"task {task.task_id}: a step's reward"
-            )
+            step_reward = finite_number(observation.reward, f"task {self.task.task_id}: a step's reward")
+            self.reward = (self.reward or 0.0) + step_reward
         self.metrics.update(observation.metrics)
-        self.columns.update(observation.columns)
+        self.info.update(observation.columns)
 
 
-def environment_agent(
-    factory: EnvironmentFactory,
-    *,
-    tools: Sequence[ToolSpec] = (),
-    columns: Sequence[str] = (),
-    saved_columns: Sequence[str] | None = None,
-    scored_later: bool = False,
-) -> Agent:
-    """The agent of a reset/step environment whose methods may run on the event loop; see `hosted_agent`."""
-    return hosted_agent(
-        lambda task: LocalEnvironment(factory),
-        tools=tools,
-        columns=columns,
-        saved_columns=saved_columns,
-        scored_later=scored_later,
-    )
-
-
-def hosted_agent(
-    host: Callable[[Task], EnvironmentHost],
-    *,
-    tools: Sequence[ToolSpec] = (),
-    columns: Sequence[str] = (),
-    saved_columns: Sequence[str] | None = None,
-    scored_later: bool = False,
-) -> Agent:
-    """The agent of an environment that `host` makes for each rollout, wherever it lives.
-
-    Saves what its observations report and the attributes `columns`; with `saved_columns` those alone, attributes where
-    no observation reported them.
-
-    Without a single step reward it returns None; with `scored_later` a reward of NaN, which carries the environment's
-    metrics and columns to where the spec's own reward function replaces the value.
-    """
-
-    async def agent(task: Task, policy: Policy) -> Reward | None:
-        environment = host(task)
-        try:
-            score = await _play(environment, task, policy, list(tools) or None)
-            wanted = columns if saved_columns is None else [name for name in saved_columns if name not in score.columns]
-            saved = {**score.columns, **(await environment.read_columns(wanted) if wanted else {})}
-        finally:
-            await environment.close()
-        if score.reward is None and not scored_later:
-            return None
-        value = math.nan if score.reward is None else score.reward
-        return Reward(value, components=score.metrics, columns=saved)
-
-    return agent
-
-
-async def _play(environment: EnvironmentHost, task: Task, policy: Policy, tools: list[ToolSpec] | None) -> _Score:
-    score = _Score()
+async def _play(environment: EnvironmentHost, task: Task, policy: Policy, spec: EnvironmentSpec) -> _Total:
+    tools, total = list(spec.tools) or None, _Total(task)
     observation = await environment.reset(task)
-    score.add(observation, task)
+    total.add(observation)
     messages: list[Message] = list(observation.messages)
     replies = 0
     while not observation.done:
@@ -144,18 +112,18 @@ async def _play(environment: EnvironmentHost, task: Task, policy: Policy, tools:
         except (BudgetExceeded, RequestRefused):
             if not replies:
                 raise
-            return score
+            return total
         replies += 1
         observation = await environment.step(reply.message)
-        score.add(observation, task)
+        total.add(observation)
         messages.extend([reply.message, *observation.messages])
     if isinstance(policy, RolloutPolicy) and observation.messages:
         policy.keep(observation.messages)
-    return score
+    return total
 
 
-async def _settled(result: Observation | Awaitable[Observation]) -> Observation:
-    observation = await result if inspect.isawaitable(result) else result
+async def _observation(result: Observation | Awaitable[Observation]) -> Observation:
+    observation = await settled(result)
     if not isinstance(observation, Observation):
         raise EnvironmentFailed(
             f"reset and step return an Observation; this environment returned a {type(observation).__name__}"

@@ -26,6 +26,7 @@ from tailrace.records import (
     Message,
     Reply,
     Rollout,
+    RolloutId,
     SamplingParams,
     ToolSpec,
     session_of,
@@ -73,6 +74,11 @@ class RolloutPolicy:
         """Tasks that wait for a completion."""
         self._reserved_tokens = 0
         """That completions being sampled may still add."""
+
+    @property
+    def rollout_id(self) -> RolloutId:
+        """Of the rollout that it belongs to."""
+        return self._rollout.rollout_id
 
     async def chat(
         self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None

@@ -3,53 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from copy import copy
 from pathlib import Path
+from typing import Any
 
-from tailrace.environments import Agent, EnvironmentSettings, EnvironmentSpec
+from tailrace.environments import Agent, AgentResult, EnvironmentSpec, Policy, ScoreGroup
+from tailrace.environments.callables import is_async_environment
+from tailrace.environments.results import as_agent_result
 from tailrace.errors import BudgetExceeded, RequestRefused, RolloutError, ScoringFailed
-from tailrace.records import Generate, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts.agents import environment_agent, hosted_agent
-from tailrace.rollouts.attempts import Attempts
-from tailrace.rollouts.blame import blamed_on, within
-from tailrace.rollouts.budgets import ErrorTally
+from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
+from tailrace.rollouts.agents import EnvironmentHost, LocalEnvironment, play_environment
+from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import Renderer
-from tailrace.rollouts.groups import GroupScorer
+from tailrace.rollouts.deadline import Attempts, rollout_deadline
+from tailrace.rollouts.environment import LoadedEnvironment
+from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
-from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat, JudgeUsage, RelativeJudge
-from tailrace.rollouts.scoring.rewarding import Rewards, is_async_environment, is_async_function
+from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, RewardFunctions, Scorer
+from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
 from tailrace.tracing.phases import phase
 
 
 class Rollouter:
-    """Runs rollouts, any number at once, on the running event loop.
+    """Runs and scores rollouts, any number at once, on the running event loop: the scheduler's `GroupRunner`.
 
-    Synchronous code of environments that are not trusted runs in `workers`, which re-create an environment from its
-    settings; `environments` holds those, by the environment's name. Use it as an async context manager, or `close` it.
+    Synchronous code of environments that are not trusted runs in worker processes, which load an environment again
+    from its settings. Use it as an async context manager, or `close` it.
     """
 
     def __init__(
         self,
         settings: RolloutSettings,
+        environments: Mapping[str, LoadedEnvironment],
         *,
         renderer: Renderer,
         generate: Generate,
-        environments: Mapping[str, EnvironmentSettings] | None = None,
         max_model_tokens: int | None = None,
         worker_log: Path | None = None,
     ) -> None:
+        """`environments` by their names, which tasks carry."""
         self._settings = settings
+        self._environments = environments
         self._renderer = renderer
         self._generate = generate
         self._max_model_tokens = max_model_tokens
         self._attempts = Attempts()
-        self._workers = WorkerPool(settings, environments or {}, log_path=worker_log)
-        self._rewards = Rewards(self._workers)
+        loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
+        self._workers = WorkerPool(settings, loadable, log_path=worker_log)
+        self._functions = RewardFunctions(self._workers)
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
-        self._scorer = GroupScorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
+        self._scorer = Scorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
+        self._evaluation_seed: int | None = None
+        self._on_lost: Callable[[Rollout], None] | None = None
+        self._on_ended: Callable[[RolloutId], None] | None = None
 
     async def __aenter__(self) -> Rollouter:
         return self
@@ -57,17 +67,32 @@ class Rollouter:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def start(self, specs: Iterable[EnvironmentSpec]) -> None:
-        """Start the workers that these environments need, where one does, and make their judges.
+    def runner(
+        self,
+        *,
+        evaluation_seed: int | None = None,
+        on_lost: Callable[[Rollout], None] | None = None,
+        on_ended: Callable[[RolloutId], None] | None = None,
+    ) -> Rollouter:
+        """This rollouter for one of its users: workers, judges and error budgets are shared.
+
+        With an `evaluation_seed` rollouts are sampled as an evaluation asks, reproducibly. `on_lost` gets rollouts that
+        fail or are cancelled, with the tokens of the turns they finished; `on_ended` all whose agent has returned.
+        """
+        other = copy(self)
+        other._evaluation_seed, other._on_lost, other._on_ended = evaluation_seed, on_lost, on_ended
+        return other
+
+    async def start(self) -> None:
+        """Start the workers that environments need, where one does, and make their judges.
 
         Raises:
             SettingsError: One needs a worker and cannot have one, or a judge has no key.
             EnvironmentFailed: One cannot be loaded in a worker (inside an exception group).
         """
-        specs = list(specs)
-        for spec in specs:
-            self._judge(spec)
-        names = [spec.name for spec in specs if needs_workers(spec)]
+        for one in self._environments.values():
+            self._judge(one.spec)
+        names = [name for name, one in self._environments.items() if one.spec.needs_workers]
         for name in names:
             self._workers.require(name)
         await self._workers.start(names)
@@ -87,22 +112,8 @@ class Rollouter:
             usage.add(judge.usage)
         return usage
 
-    async def run(
-        self,
-        task: Task,
-        *,
-        rollout_id: RolloutId,
-        group_id: GroupId,
-        spec: EnvironmentSpec,
-        sampling: SamplingParams,
-        attempt: int = 0,
-        max_turns: int | None = None,
-        timeout_s: float | None = None,
-        on_lost: Callable[[Rollout], None] | None = None,
-    ) -> Rollout:
-        """One attempt at a task, scored. `max_turns` and `timeout_s` override the settings for one environment.
-
-        `on_lost` is told of a rollout that fails or is cancelled, with the tokens of the turns it finished.
+    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int = 0) -> Rollout:
+        """One attempt at a task, scored.
 
         Cancelling this cancels the agent, its tools, its requests and its reward, and returns once they have ended: see
         `Attempts`. No request of the rollout is taken any more.
@@ -113,18 +124,18 @@ class Rollouter:
             EngineFailed: No engine is left; not this rollout's fault.
             ErrorBudgetSpent: More rollouts or rewards failed than the settings allow.
         """
-        clock = asyncio.get_running_loop()
-        rollout = Rollout(rollout_id, group_id, task, sampling, started_s=clock.time(), attempt=attempt)
-        limit_s = timeout_s or self._settings.timeout_s
-        policy = self._policy(rollout, max_turns or self._settings.max_turns)
+        environment, clock = self._environments[task.environment], asyncio.get_running_loop().time
+        sampling = self._sampling(environment, task)
+        rollout = Rollout(rollout_id, group_id, task, sampling, started_s=clock(), attempt=attempt)
+        policy = self._policy(rollout, environment)
         self._failures.started += 1
         has_ended = False
         try:
             with phase("rollout", track="rollouts", about={"rollout": rollout_id, "attempt": attempt}):
                 await self._attempts.run(
-                    self._attempt(rollout, policy, spec, limit_s),
+                    self._attempt(rollout, policy, environment),
                     what=f"task {task.task_id}: rollout {rollout_id}",
-                    limit_s=limit_s,
+                    limit_s=environment.timeout_s,
                     stop=policy.stop,
                 )
             has_ended = True
@@ -133,128 +144,111 @@ class Rollouter:
                 self._failures.fail(error)
             raise
         finally:
-            if not has_ended and on_lost is not None:
-                on_lost(rollout)
+            if not has_ended and self._on_lost is not None:
+                self._on_lost(rollout)
+            if self._on_ended is not None:
+                self._on_ended(rollout_id)
         rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
-        rollout.ended_s = clock.time()
+        rollout.ended_s = clock()
         return rollout
 
-    async def score(self, group: Group, spec: EnvironmentSpec, *, timeout_s: float | None = None) -> list[Group]:
-        """Score a complete group by the environment's `score_group` or judge, where it has one; see `GroupScorer`.
+    async def score(self, group: Group) -> list[Group]:
+        """Score a complete group by what its environment has for whole groups; see `Scorer.score_group`.
 
-        `timeout_s` stands in for the settings' where they have no `reward_timeout_s`; it counts from where a place
-        among `rollouts.score_concurrency` is free. Raises `RolloutError` for the whole group.
+        Named functions for whole groups come first, then `score_group` or the judge, which see their rewards. The time
+        limit counts from where a place among `rollouts.score_concurrency` is free.
+
+        Raises `RolloutError` for the whole group.
         """
-        limit_s = self._settings.reward_timeout_s or timeout_s or self._settings.timeout_s
-        if not spec.scores_groups:
-            return await self._scorer.score(group, None)
+        task, environment = group.task, self._environments[group.task.environment]
+        if not environment.spec.scores_groups:
+            return await self._scorer.score_group(group)
+        limit_s = environment.score_timeout_s
 
-        async def score_group(group: Group) -> Group | list[Group] | None:
-            what = f"task {group.task.task_id}: score_group of group {group.group_id}"
-            work = self._score_group(group, spec, limit_s)
-            return await self._attempts.run(work, what=what, limit_s=limit_s, stop=_nothing)
+        async def limited(work: Coroutine[Any, Any, object]) -> object:
+            with attribute_errors(task, ScoringFailed), rollout_deadline(limit_s, task):
+                return await work
+
+        def deadline(work: Coroutine[Any, Any, object]) -> Coroutine[Any, Any, object]:
+            what = f"task {task.task_id}: score_group of group {group.group_id}"
+            return self._attempts.run(limited(work), what=what, limit_s=limit_s)
 
         with phase("score_group", track="groups", about={"group": group.group_id}):
-            return await self._scorer.score(group, score_group)
+            return await self._scorer.score_group(group, self._group_stages(environment.spec), deadline=deadline)
 
-    async def _score_group(self, group: Group, spec: EnvironmentSpec, limit_s: float) -> Group | list[Group] | None:
-        """Named functions that see the whole group first; then `score_group` or the judge, which see their rewards."""
-        asked = spec.score_group or self._judge(spec)
-        with blamed_on(group.task, ScoringFailed), within(limit_s, group.task):
-            await self._rewards.score_together(group, spec)
-            return group if asked is None else await asked(group)
+    async def _attempt(self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment) -> None:
+        """Play a rollout, then score it, within one limit."""
+        spec, task, limit_s = environment.spec, rollout.task, environment.timeout_s
+        clock, ends_s = asyncio.get_running_loop().time, rollout.started_s + limit_s
+        agent, started_s = self._agent(spec), clock()
+        try:
+            with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=ends_s), phase("environment"):
+                reported = as_agent_result(await agent(task, policy)).with_info_keys(spec.info_keys)
+        except BudgetExceeded:
+            if not spec.scores_rollouts or not rollout.messages:
+                raise
+            reported = AgentResult()
+        finally:
+            policy.close()
+            rollout.metrics["environment_s"] = max(0.0, clock() - started_s - rollout.metrics.get("generate_s", 0.0))
+
+        async def functions(rollout: Rollout, reported: AgentResult) -> AgentResult:
+            with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=ends_s):
+                return await self._functions.score_rollout(rollout, reported, spec)
+
+        with phase("score"):
+            await self._scorer.score_rollout(
+                rollout, reported, functions if spec.scores_rollouts else None, is_group_scored=spec.scores_groups
+            )
+
+    def _agent(self, spec: EnvironmentSpec) -> Agent:
+        if spec.agent is not None:
+            return spec.agent
+        factory = spec.environment
+        assert factory is not None  # EnvironmentSpec holds exactly one of them
+        is_local = spec.trusted or is_async_environment(factory)
+
+        async def agent(task: Task, policy: Policy) -> AgentResult:
+            host: EnvironmentHost = LocalEnvironment(factory) if is_local else WorkerEnvironment(self._workers, task)
+            return await play_environment(host, task, policy, spec)
+
+        return agent
+
+    def _group_stages(self, spec: EnvironmentSpec) -> list[ScoreGroup]:
+        stages: list[ScoreGroup] = []
+        if any(reward.together for reward in spec.rewards.values()):
+            stages.append(lambda group: self._functions.score_group(group, spec))
+        last = spec.score_group or self._judge(spec)
+        return stages if last is None else [*stages, last]
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""
-        if spec.judge is None:
-            return None
-        if spec.name not in self._judges:
-            told = spec.judge
+        settings = spec.judge
+        if settings is not None and spec.name not in self._judges:
             chat = (
                 EngineChat(self._renderer, self._generate, max_model_tokens=self._max_model_tokens)
-                if told.url is None
-                else EndpointChat(told.url, told.model, api_key_variable=told.api_key_variable)
+                if settings.url is None
+                else EndpointChat(settings.url, settings.model, api_key_variable=settings.api_key_variable)
             )
-            self._judges[spec.name] = RelativeJudge(chat, told, form=spec.judge_format)
-        return self._judges[spec.name]
+            self._judges[spec.name] = RelativeJudge(chat, settings, form=spec.judge_format)
+        return self._judges.get(spec.name)
 
-    async def _attempt(self, rollout: Rollout, policy: RolloutPolicy, spec: EnvironmentSpec, limit_s: float) -> None:
-        """Play a rollout, then score it, within one limit."""
-        task, ends_s = rollout.task, rollout.started_s + limit_s
-        with blamed_on(task), within(limit_s, task, ends_s=ends_s):
-            returned = await self._play(rollout, policy, spec)
-        rollout.reward = returned if isinstance(returned, Reward) else None
-
-        async def reward() -> Reward | None:
-            if not spec.scores_rollouts:  # nothing is called
-                return await self._rewards.score(rollout, spec, returned)
-            with blamed_on(task), within(limit_s, task, ends_s=ends_s):
-                return await self._rewards.score(rollout, spec, returned)
-
-        with phase("score"):
-            await self._scorer.reward(rollout, reward)
-
-    def _policy(self, rollout: Rollout, max_turns: int) -> RolloutPolicy:
+    def _policy(self, rollout: Rollout, environment: LoadedEnvironment) -> RolloutPolicy:
         return RolloutPolicy(
             rollout,
             renderer=self._renderer,
             generate=self._generate,
             budget=RolloutBudget(
-                max_turns=max_turns,
+                max_turns=environment.max_turns,
                 max_rollout_tokens=self._settings.max_rollout_tokens,
                 max_model_tokens=self._max_model_tokens,
             ),
             system_prompt=self._settings.system_prompt,
         )
 
-    async def _play(self, rollout: Rollout, policy: RolloutPolicy, spec: EnvironmentSpec) -> float | Reward | None:
-        """What the agent returned; None where it did not score, or ran out of budget and `spec.reward` will."""
-        clock = asyncio.get_running_loop()
-        started_s = clock.time()
-        try:
-            with phase("environment"):
-                return await self._agent(spec)(rollout.task, policy)
-        except BudgetExceeded:
-            if not spec.scores_rollouts or not rollout.messages:
-                raise
-            return None
-        finally:
-            policy.close()
-            playing_s = clock.time() - started_s
-            rollout.metrics["environment_s"] = max(0.0, playing_s - rollout.metrics.get("generate_s", 0.0))
-
-    def _agent(self, spec: EnvironmentSpec) -> Agent:
-        if spec.agent is not None:
-            return spec.agent
-        assert spec.environment is not None  # EnvironmentSpec holds exactly one of them
-        factory, scored_later = spec.environment, spec.scores_rollouts or spec.scores_groups
-        if spec.trusted or is_async_environment(factory):
-            return environment_agent(
-                factory,
-                tools=spec.tools,
-                columns=spec.columns,
-                saved_columns=spec.saved_columns,
-                scored_later=scored_later,
-            )
-        return hosted_agent(
-            lambda task: WorkerEnvironment(self._workers, task),
-            tools=spec.tools,
-            columns=spec.columns,
-            saved_columns=spec.saved_columns,
-            scored_later=scored_later,
+    def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
+        if self._evaluation_seed is None:
+            return environment.sampling
+        return self._settings.evaluation_sampling(
+            seed=(self._evaluation_seed + task.index) % 2**31, max_tokens=environment.sampling.max_tokens
         )
-
-
-def _nothing() -> None:
-    """There is no policy to close."""
-
-
-def needs_workers(spec: EnvironmentSpec) -> bool:
-    """Whether some of its code is synchronous and not trusted, so that it must run in a worker process."""
-    if spec.trusted:
-        return False
-    if spec.environment is not None and not is_async_environment(spec.environment):
-        return True
-    if spec.reward is not None and not is_async_function(spec.reward):
-        return True
-    return any(not reward.is_async for reward in spec.rewards.values())

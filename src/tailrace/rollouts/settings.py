@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.records import SamplingParams
-from tailrace.rollouts.budgets import ErrorBudget
+from tailrace.rollouts.error_budget import ErrorBudget
 
 
 class EvaluationSampling(BaseModel):

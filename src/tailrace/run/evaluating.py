@@ -14,11 +14,10 @@ import msgspec
 from tailrace.config import RunSettings
 from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
+from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
 from tailrace.run.generators import Wait, open_generate
 from tailrace.run.parts import (
-    EnvironmentRunner,
-    LoadedEnvironment,
     held_out_tasks,
     load_environments,
     make_renderer,
@@ -55,7 +54,7 @@ async def evaluate_model(
             open_generate(settings, folder) as (generate, failed),
             make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
         ):
-            runner = EnvironmentRunner(rollouter, environments, settings, evaluation_seed=settings.seed)
+            runner = rollouter.runner(evaluation_seed=settings.seed)
             found = [
                 await _unless(failed, _evaluate_one(settings, loaded, runner, limit))
                 for loaded in environments.values()
@@ -83,7 +82,7 @@ async def _unless(failed: Wait, work: Coroutine[None, None, EnvironmentEvaluatio
 
 
 async def _evaluate_one(
-    settings: RunSettings, environment: LoadedEnvironment, runner: EnvironmentRunner, limit: int | None
+    settings: RunSettings, environment: LoadedEnvironment, runner: Rollouter, limit: int | None
 ) -> EnvironmentEvaluation:
     clock = asyncio.get_running_loop().time
     since = clock()

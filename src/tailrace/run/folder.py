@@ -50,6 +50,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def scheduler(self) -> Path:
+        """The scheduler's state at the steps that checkpoints name."""
+        return self.root / "scheduler"
+
+    @property
     def batches(self) -> Path:
         """Batches on their way that go by files, or have no room in shared memory; gone when the run has ended."""
         return self.root / "batches"

@@ -47,7 +47,7 @@ def start_fleet(
     what completions bring.
     """
     generator = settings.generator
-    router = Router(generator.replica_names, generator.router, max_staleness=settings.max_staleness)
+    router = Router(generator.replica_names, generator.router, generator.weights, max_staleness=settings.max_staleness)
     sources = _connected(settings, role, resources, serving_model, payloads) if generator.connect else None
     return router, Fleet(router, sources or _started(settings, role, supervisor, payloads), generator)
 

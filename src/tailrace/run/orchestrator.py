@@ -1,8 +1,9 @@
 """One run: the scheduler, the weights' way to the generators, and the event log that ends it.
 
-    follow   reads the event log: steps to the scheduler, published weights to the loader; the terminal record ends it
-    work     schedules, evaluates, loads weights, watches the roles; when it fails, or every task was handed out and
-             trained, the trainer is asked to stop
+    follow   reads the event log: steps to the scheduler, published weights to their distributor, which reports what
+             serves; the terminal record ends it
+    work     schedules, evaluates, watches the roles; when it fails, or every task was handed out and trained, the
+             trainer is asked to stop
 
 The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place. After
 the record of a run that finished, an evaluation that is due or goes on is waited for.
@@ -17,12 +18,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TailraceError, TransportError
+from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TransportError
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
     ModelStateDictPublished,
-    ModelStateDictRef,
     RunStatus,
     StepSkipped,
     StepTrained,
@@ -34,7 +34,6 @@ from tailrace.run.generators import Wait
 from tailrace.run.observer import RunObserver
 from tailrace.run.placement import SHUTDOWN, Placement
 from tailrace.scheduling import Evaluator, StreamScheduler
-from tailrace.tracing.phases import phase
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 
@@ -78,9 +77,9 @@ class Orchestrator:
         self.error: BaseException | None = None
         """What ended the run, where it was no wish."""
         self._placement, self._log = placement, log
+        placement.weights.listener = self
         self._start_workers, self._start_scheduler = start_workers, start_scheduler
         self._started: TrainerStarted | None = None
-        self._published: ModelStateDictRef | None = None
         self.installed_version = 0
         """Lowest that a generator serves."""
         self._stop_requested = False
@@ -143,7 +142,7 @@ class Orchestrator:
                 case TrainerStarted():
                     self._started, self.step, self.version = event, event.step, event.version
                 case ModelStateDictPublished():
-                    self._published = event.ref
+                    self._placement.weights.publish(event.ref)
                 case StepTrained() | StepSkipped():
                     self.step, self.version = event.step, event.version
                     if self.scheduler:
@@ -205,7 +204,6 @@ class Orchestrator:
         """Goes on until cancelled; any failure ends all of it."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._placement.watch())
-            tasks.create_task(self._load_weights())
             self._scheduling = tasks.create_task(self._schedule())
             tasks.create_task(self._evaluate())
 
@@ -250,37 +248,23 @@ class Orchestrator:
         if not evaluator.is_idle:
             _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
 
-    async def _load_weights(self) -> None:
-        """Waits for newer weights, and tells of them at once: a generator that is slow to load holds no other up."""
-        async with asyncio.TaskGroup() as loads:
-            while True:
-                await wait_until(self._changed, lambda: self._published is not None)
-                ref, self._published = self._published, None
-                assert ref is not None
-                loads.create_task(self._load(ref))
+    # --- weights -------------------------------------------------------------------------------------------------
 
-    async def _load(self, ref: ModelStateDictRef) -> None:
-        """A load that fails keeps the old weights serving, and the next version is tried."""
-        clock = asyncio.get_running_loop().time
-        since = clock()
-        try:
-            with phase("load_model_state_dict", track="weights", about={"version": ref.version}):
-                version = await self._placement.load_model_state_dict(ref)
-            self.installed_version = max(self.installed_version, version)
-            self._changed.set()
-            if self.scheduler:
-                self.scheduler.weights_installed(self.installed_version)
-        except EngineFailed:
-            raise
-        except TailraceError as error:
-            _logger.warning("version %d was not installed, the old weights go on serving: %s", ref.version, error)
-            if self.observer:
-                self.observer.weights_not_installed()
-            if self.scheduler:
-                self.scheduler.weights_not_installed(ref.version)
-        else:
-            if self.observer:
-                self.observer.weights_installed(clock() - since)
+    def weights_installed(self, version: int, duration_s: float) -> None:
+        """See `WeightListener`."""
+        self.installed_version = max(self.installed_version, version)
+        self._changed.set()
+        if self.scheduler:
+            self.scheduler.weights_installed(self.installed_version)
+        if self.observer:
+            self.observer.weights_installed(duration_s)
+
+    def weights_not_installed(self, version: int) -> None:
+        """See `WeightListener`."""
+        if self.observer:
+            self.observer.weights_not_installed()
+        if self.scheduler:
+            self.scheduler.weights_not_installed(version)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

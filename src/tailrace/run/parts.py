@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.config import RunSettings
-from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
+from tailrace.environments import load_environment
 from tailrace.errors import DataError, SettingsError
 from tailrace.models.loading import require_weights, tokenizer_folder
-from tailrace.records import Generate, Group, GroupId, OpenPayload, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts import ChatRenderer, Rollouter, needs_workers
+from tailrace.records import Generate, OpenPayload, Task
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.scheduling import TaskSource, TaskStream
 
 if TYPE_CHECKING:
@@ -22,71 +21,6 @@ if TYPE_CHECKING:
 
 _ENDLESS = 2**31 - 1
 """Steps of a run that ends by epochs: the learning rate's decay has no end to fall to."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEnvironment:
-    """An environment of the run with the settings that concern it."""
-
-    settings: EnvironmentSettings
-    spec: EnvironmentSpec
-    group_size: int
-    sampling: SamplingParams
-
-
-class EnvironmentRunner:
-    """Runs and scores rollouts of every environment of a run: the scheduler's `GroupRunner`.
-
-    With an `evaluation_seed` rollouts are sampled as an evaluation asks, reproducibly.
-    """
-
-    def __init__(
-        self,
-        rollouter: Rollouter,
-        environments: Mapping[str, LoadedEnvironment],
-        settings: RunSettings,
-        *,
-        evaluation_seed: int | None = None,
-        on_lost: Callable[[Rollout], None] | None = None,
-        on_ended: Callable[[RolloutId], None] | None = None,
-    ) -> None:
-        """`on_lost` is told of rollouts that fail or are cancelled, `on_ended` of all whose agent has returned."""
-        self._on_lost, self._on_ended = on_lost, on_ended
-        self._rollouter = rollouter
-        self._environments = environments
-        self._settings = settings
-        self._evaluation_seed = evaluation_seed
-
-    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
-        """See `GroupRunner.run`."""
-        environment = self._environments[task.environment]
-        try:
-            return await self._rollouter.run(
-                task,
-                rollout_id=rollout_id,
-                group_id=group_id,
-                spec=environment.spec,
-                sampling=self._sampling(environment, task),
-                attempt=attempt,
-                max_turns=environment.settings.max_turns,
-                timeout_s=environment.settings.timeout_s,
-                on_lost=self._on_lost,
-            )
-        finally:
-            if self._on_ended is not None:
-                self._on_ended(rollout_id)
-
-    async def score(self, group: Group) -> list[Group]:
-        """See `GroupRunner.score`."""
-        environment = self._environments[group.task.environment]
-        return await self._rollouter.score(group, environment.spec, timeout_s=environment.settings.timeout_s)
-
-    def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
-        if self._evaluation_seed is None:
-            return environment.sampling
-        return self._settings.rollouts.evaluation_sampling(
-            seed=(self._evaluation_seed + task.index) % 2**31, max_tokens=environment.sampling.max_tokens
-        )
 
 
 def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
@@ -98,7 +32,7 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
         except SettingsError as error:
             error.key = ("environments", index, *error.key)
             raise
-        if settings.rollouts.workers == 0 and needs_workers(spec):
+        if settings.rollouts.workers == 0 and spec.needs_workers:
             raise SettingsError(
                 f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "
                 "runs in a worker process: raise it, or write environment.trusted = true if that code returns soon"
@@ -108,8 +42,7 @@ def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
                 f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
                 "whole groups (score_group): leave scheduling.group_release out"
             )
-        sampling = settings.rollouts.training_sampling(temperature=chosen.temperature, max_tokens=chosen.max_tokens)
-        loaded[spec.name] = LoadedEnvironment(chosen, spec, settings.group_size(chosen), sampling)
+        loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen)
     return loaded
 
 
@@ -132,7 +65,7 @@ def held_out_tasks(environment: LoadedEnvironment, seed: int, limit: int | None 
 
 def task_stream(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> TaskStream:
     """The training tasks of all environments, mixed by weight."""
-    sources = [TaskSource(loaded.spec, loaded.settings.weight) for loaded in environments.values()]
+    sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
     return TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
 
 
@@ -158,9 +91,9 @@ def make_rollouter(
     """The rollouter over all environments."""
     return Rollouter(
         settings.rollouts,
+        environments,
         renderer=renderer,
         generate=generate,
-        environments={name: loaded.settings for name, loaded in environments.items()},
         max_model_tokens=settings.max_model_tokens,
         worker_log=log_folder / "workers.log" if log_folder else None,
     )

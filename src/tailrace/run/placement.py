@@ -1,6 +1,6 @@
 """Where the roles of a run live: `inline` all in one process, `local` one process each. The orchestrator can't tell.
 
-orchestrator ── generate, load_model_state_dict ──► generator
+orchestrator ── generate, published weights ──► generator
              ── batches ──► trainer ── model state dicts ──► generator
              ◄── event log ──►
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,14 @@ from tailrace.errors import LifecycleError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engine_thread.inbox import CutListener
 from tailrace.generation.holding import Interrupt
-from tailrace.generation.router.replica import ReplicaFigures
+from tailrace.generation.router.replica import Replica, ReplicaFigures
+from tailrace.generation.router.weights import WeightDistributor
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
-from tailrace.records import Completion, Generate, ModelStateDictRef, rollout_of_session
+from tailrace.records import Completion, Generate, rollout_of_session
 from tailrace.run.batches import BATCH_QUEUE_CAPACITY, batch_sender
 from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
@@ -52,8 +53,8 @@ class Placement:
     generate: Generate
     interrupt: Interrupt
     """Hands running requests back to their callers, as far as they were sampled."""
-    load_model_state_dict: Callable[[ModelStateDictRef], Awaitable[int]]
-    """Installs weights in every generator; returns the lowest version really installed."""
+    weights: WeightDistributor
+    """Brings published weights to every generator."""
     ready: Wait
     """Waits until a generator serves."""
     batches: BatchSender
@@ -90,12 +91,18 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
         role = RoleSettings.of(settings, paths, log.epoch)
         trainer = asyncio.create_task(run_trainer_role(role, batches.receiver(), store, log, payloads), name="trainer")
 
+        weights = WeightDistributor(settings.generator.weights)
+        loading = asyncio.create_task(
+            weights.follow(Replica("generator", version=0), partial(load_from_store, generator, store)), name="weights"
+        )
+
         async def watch() -> None:
             broken = asyncio.create_task(generator.failed())
             try:
-                await asyncio.wait({trainer, broken}, return_when=asyncio.FIRST_COMPLETED)
-                if broken.done():
-                    raise LifecycleError(f"the generator failed: {broken.result()}") from broken.result()
+                await asyncio.wait({trainer, broken, loading}, return_when=asyncio.FIRST_COMPLETED)
+                if broken.done() or loading.done():
+                    failure = broken.result() if broken.done() else loading.exception()
+                    raise LifecycleError(f"the generator failed: {failure}") from failure
                 if error := trainer.exception():
                     raise LifecycleError(f"the trainer failed: {error}") from error
                 raise LifecycleError(f"the generator failed: {await broken}")
@@ -109,7 +116,7 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
             yield Placement(
                 generate=RecordedGenerate(generator, partial(_account, accounts)),
                 interrupt=generator.interrupt,
-                load_model_state_dict=lambda ref: load_from_store(generator, store, ref),
+                weights=weights,
                 ready=generator.ready,
                 batches=batches,
                 watch=watch,
@@ -122,7 +129,8 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
             )
         finally:
             trainer.cancel()
-            await asyncio.gather(trainer, return_exceptions=True)
+            loading.cancel()
+            await asyncio.gather(trainer, loading, return_exceptions=True)
             await batches.close()
             store.close()
             await accounts.close()
@@ -180,7 +188,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
             yield Placement(
                 generate=router,
                 interrupt=router.interrupt,
-                load_model_state_dict=router.load_model_state_dict,
+                weights=router.weights,
                 ready=router.serving,
                 batches=batches,
                 watch=watch,

@@ -21,6 +21,7 @@ from tailrace.run.folder import RunPaths
 from tailrace.run.parts import make_trainer
 from tailrace.run.payloads import open_payload_store
 from tailrace.run.phases import recording_phases, watched_loop
+from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.batches.queue import BatchReceiver
 from tailrace.transport.events.log import EventLog
@@ -136,6 +137,8 @@ async def run_trainer_role(
     settings = role.run
     try:
         newest = latest_checkpoint(role.paths.checkpoints) if settings.resume else None
+        if newest is not None:
+            await asyncio.to_thread(_adopt_scheduler_state, role.paths, newest)
     except CheckpointError as error:
         await log.append(TrainerEnded(epoch=role.epoch, status=RunStatus.FAILED, step=0, reason=str(error)))
         raise
@@ -148,6 +151,15 @@ async def run_trainer_role(
     )
     open_payload = payloads.open if settings.generator.return_routed_experts else None
     await run_trainer(lambda: make_trainer(settings, open_payload), batches, store, log, plan)
+
+
+def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
+    """Older versions kept the scheduler's state in the checkpoint: put it where the orchestrator reads it now."""
+    from tailrace.training.checkpoints import read_manifest, scheduler_state_in
+
+    states, step = SchedulerStates(paths.scheduler, paths.checkpoints), read_manifest(checkpoint).step
+    if not states.path(step).exists() and (state := scheduler_state_in(checkpoint)):
+        states.write(step, state, trained_step=step)
 
 
 async def generator(encoded: bytes) -> None:

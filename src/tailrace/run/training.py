@@ -31,14 +31,12 @@ from tailrace.reporting.run_view import RunView
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.usage import ProcessMeter
-from tailrace.rollouts import ChatRenderer, Rollouter
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder, wind_back
 from tailrace.run.observer import RunObserver
 from tailrace.run.orchestrator import Orchestrator, Scheduling, WeightsInstalled
 from tailrace.run.parts import (
-    EnvironmentRunner,
-    LoadedEnvironment,
     held_out_tasks,
     load_environments,
     make_renderer,
@@ -49,6 +47,7 @@ from tailrace.run.parts import (
 from tailrace.run.phases import ORCHESTRATOR, recording_phases, traced_run, watched_loop
 from tailrace.run.placement import Placement, open_placement
 from tailrace.run.recorded_generate import RecordedGenerate
+from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.summary import Figures, figures
 from tailrace.run.view import run_view
 from tailrace.scheduling import Evaluator, StreamScheduler
@@ -125,6 +124,7 @@ class _Training:
         self._settings, self._paths, self._environments, self._lag = settings, paths, environments, lag
         self._phases = phases
         self._renderer = renderer
+        self._states = SchedulerStates(paths.scheduler, paths.checkpoints)
         self._orchestrator: Orchestrator | None = None
         self._holding: HoldingGenerate | None = None
         self._held_out: list[Task] = []
@@ -160,7 +160,7 @@ class _Training:
             orchestrator = self._orchestrator = Orchestrator(
                 placement,
                 log,
-                lambda: rollouter.start(loaded.spec for loaded in self._environments.values()),
+                rollouter.start,
                 lambda started, installed: self._start(started, installed, placement, rollouter, meter),
             )
             signals = stack.enter_context(self._signals(orchestrator, placement, live))
@@ -219,7 +219,7 @@ class _Training:
         )
         scheduler = StreamScheduler(
             tasks,
-            EnvironmentRunner(rollouter, self._environments, settings, on_lost=observer.rollout_lost),
+            rollouter.runner(on_lost=observer.rollout_lost),
             placement.batches.send,
             observer,
             settings=settings.scheduling,
@@ -228,23 +228,18 @@ class _Training:
             group_sizes={name: loaded.group_size for name, loaded in self._environments.items()},
             whole_groups=[name for name, loaded in self._environments.items() if loaded.spec.needs_whole_group],
             max_steps=settings.max_steps,
+            save_state=self._save_state,
             holder=self._holding,
         )
         scheduler.start(
             step=started.step,
             version=started.version,
             serving_version=self._orchestrator.installed_version if self._orchestrator else started.version,
-            state=started.scheduler_state,
+            state=self._states.read(started.step),
         )
         evaluator = Evaluator(
             self._held_out,
-            EnvironmentRunner(
-                rollouter,
-                self._environments,
-                settings,
-                evaluation_seed=settings.seed,
-                on_ended=placement.payloads.release,
-            ),
+            rollouter.runner(evaluation_seed=settings.seed, on_ended=placement.payloads.release),
             observer.evaluated,
             settings=settings.evaluation,
             max_running=settings.max_running,
@@ -252,6 +247,10 @@ class _Training:
             installed=installed,
         )
         return Scheduling(scheduler, observer, evaluator if self._held_out else None)
+
+    async def _save_state(self, step: int, state: bytes) -> None:
+        assert self._orchestrator is not None
+        await asyncio.to_thread(self._states.write, step, state, trained_step=self._orchestrator.step)
 
     def _trimmer(self) -> MemoryTrimmer:
         """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""

@@ -46,9 +46,7 @@ class BatchFormer:
             on_barren,
         )
 
-    def form(
-        self, *, step: int, judged_version: int, scheduler_state: Callable[[], Generator[None, None, bytes]]
-    ) -> Generator[None, None, FormedBatch | None]:
+    def form(self, *, step: int, judged_version: int) -> Generator[None, None, FormedBatch | None]:
         """The batch of `step`, for a trainer of at most `judged_version`; None where nothing in it would bear loss."""
         sampled: list[SampledGroup] = []
         size = since_yield = 0
@@ -64,15 +62,8 @@ class BatchFormer:
                 yield
         if not sampled:
             return None
-        state = yield from scheduler_state()
-        formed = yield from form_batch_in_slices(
-            sampled,
-            step=step,
-            judged_version=judged_version,
-            packing=Packing(self._settings.row_tokens),
-            scheduler_state=state,
-        )
-        return formed
+        packing = Packing(self._settings.row_tokens)
+        return (yield from form_batch_in_slices(sampled, step=step, judged_version=judged_version, packing=packing))
 
     def _sample(self, ready: ReadyGroup, judged_version: int) -> SampledGroup | None:
         """One group's samples; None where it is started again instead."""

@@ -389,7 +389,7 @@ class StreamScheduler:
         self._release_expiring(oldest_allowed(judged_version, self._max_staleness))
         progress.is_forming = True
         with phase("form_batch", track="batches", about={"step": step}):
-            forming = self._former.form(step=step, judged_version=judged_version, scheduler_state=self._state)
+            forming = self._former.form(step=step, judged_version=judged_version)
             return await in_turns(forming)
 
     async def _send_batch(self, formed: FormedBatch) -> None:
@@ -399,7 +399,7 @@ class StreamScheduler:
         self._trainer_waits.set(False)
         summary = formed.batch.summary
         if self._save_state is not None:
-            await self._save_state(summary.step, formed.batch.scheduler_state)
+            await self._save_state(summary.step, await in_turns(self._state()))
         with phase("send_batch", track="batches", num_bytes=formed.batch.num_bytes, about={"step": summary.step}):
             await self._send(formed.batch)
         self._observer.batch_sent(formed)
@@ -439,7 +439,7 @@ class StreamScheduler:
         self._judged.barren(ready.size, self.ledger)
 
     def _state(self) -> Generator[None, None, bytes]:
-        """Where a run resumed after the batch that is being formed goes on; in slices, of what is outstanding now.
+        """Where a run resumed after the newest batch formed goes on; in slices, of what is outstanding now.
 
         A group of which a part is in a batch is not started over, or that part would be trained on twice: what is left
         of it is lost to a run that is resumed, and counted. None is taken between two slices: only batches take.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextvars import ContextVar
 from typing import Protocol
 
 from tailrace.environments import EnvironmentSpec, Policy
-from tailrace.records import Group, GroupId, Message, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts import Rollouter
+from tailrace.records import Group, Message, RolloutId, Task
+from tailrace.rollouts import RolloutPolicy
 from tailrace.simulation.draws import standard_normal, uniform
 from tailrace.simulation.settings import LoadSettings
 
@@ -17,8 +16,6 @@ ENVIRONMENT = "modelled"
 
 _PASS_SPREAD = 1.5
 """Standard deviation, over tasks, of the logit of passing."""
-
-_playing: ContextVar[RolloutId] = ContextVar("the rollout whose agent runs")
 
 
 class Disturbance(Protocol):
@@ -39,7 +36,8 @@ def modelled_environment(
     """An environment that behaves as the load says. Rewards are drawn by the rollout's name."""
 
     async def agent(task: Task, policy: Policy) -> float:
-        rollout_id = _playing.get()
+        assert isinstance(policy, RolloutPolicy)
+        rollout_id = policy.rollout_id
         messages: list[Message] = []
         for turn in range(load.turns):
             messages.append({"role": "user", "content": ""})
@@ -67,27 +65,3 @@ def _reward(load: LoadSettings, seed: int, task: Task, rollout_id: RolloutId) ->
     logit = math.log(load.pass_share / (1 - load.pass_share))
     logit += _PASS_SPREAD * standard_normal(seed, "pass", task.task_id)
     return float(uniform(seed, "reward", rollout_id) < 1 / (1 + math.exp(-logit)))
-
-
-class ModelledRunner:
-    """The scheduler's `GroupRunner` over a real rollouter and the modelled environment."""
-
-    def __init__(self, rollouter: Rollouter, spec: EnvironmentSpec, load: LoadSettings) -> None:
-        self._rollouter, self._spec = rollouter, spec
-        self._sampling = SamplingParams(max_tokens=load.max_tokens)
-
-    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
-        """See `GroupRunner.run`."""
-        _playing.set(rollout_id)
-        return await self._rollouter.run(
-            task,
-            rollout_id=rollout_id,
-            group_id=group_id,
-            spec=self._spec,
-            sampling=self._sampling,
-            attempt=attempt,
-        )
-
-    async def score(self, group: Group) -> list[Group]:
-        """See `GroupRunner.score`."""
-        return await self._rollouter.score(group, self._spec)

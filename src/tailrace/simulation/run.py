@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tailrace.generation.holding import HoldingGenerate
-from tailrace.rollouts import Rollouter, RolloutSettings
+from tailrace.rollouts import LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.scheduling import StreamScheduler, TaskSource, TaskStream, Verdict
-from tailrace.simulation.environment import ENVIRONMENT, Disturbance, ModelledRunner, modelled_environment
+from tailrace.simulation.environment import ENVIRONMENT, Disturbance, modelled_environment
 from tailrace.simulation.fleet import ModelledFleet
 from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.metering import MeteredGenerate, SimulationObserver, Totals
@@ -200,21 +200,23 @@ class Simulation:
             hiccup=hiccup,
         )
         spec = modelled_environment(plan.load, seed=plan.seed, tasks=tasks or _ENOUGH_TASKS, disturbance=disturbance)
+        rollouts = RolloutSettings(
+            group_size=plan.load.group_size,
+            max_tokens=plan.load.max_tokens,
+            max_turns=plan.load.turns,
+            timeout_s=plan.load.timeout_s,
+            workers=0,
+        )
         self._rollouter = Rollouter(
-            RolloutSettings(
-                group_size=plan.load.group_size,
-                max_tokens=plan.load.max_tokens,
-                max_turns=plan.load.turns,
-                timeout_s=plan.load.timeout_s,
-                workers=0,
-            ),
+            rollouts,
+            {spec.name: LoadedEnvironment.of(spec, rollouts)},
             renderer=ModelledRenderer(plan.load.prompt_tokens),
             generate=holding,
         )
         stream = TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1)
         self.scheduler = StreamScheduler(
             stream,
-            ModelledRunner(self._rollouter, spec, plan.load),
+            self._rollouter,
             self.trainer.send,
             self.observer,
             settings=plan.scheduling,

@@ -2,7 +2,7 @@
 
     checkpoints/step_000050/
       config.json, model.safetensors, tokenizer.json, chat_template.jinja, ...   what `from_pretrained` loads
-      trainer.pt         optimizer, step, version, randomness, the scheduler's state
+      trainer.pt         optimizer, step, version, randomness
       manifest.json      written last: size and checksum of every other file
 
 A checkpoint is written under a temporary name, synced, and renamed. What has no manifest is no checkpoint; what differs
@@ -50,7 +50,6 @@ class TrainerState:
     step: int
     version: int
     optimizer: dict[str, Any]
-    scheduler_state: bytes
     skipped_in_a_row: int
 
 
@@ -106,9 +105,18 @@ def read_checkpoint(path: Path, model: PreTrainedModel, *, device: str = "cpu") 
         step=state["step"],
         version=state["version"],
         optimizer=state["optimizer"],
-        scheduler_state=state["scheduler_state"] or b"",
         skipped_in_a_row=state["skipped_in_a_row"],
     )
+
+
+def scheduler_state_in(path: Path) -> bytes:
+    """The scheduler's state in a checkpoint of before the orchestrator kept it; empty in any other.
+
+    Raises `CheckpointError` for a folder that is no whole checkpoint.
+    """
+    verify_checkpoint(path)
+    state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=True)
+    return state.get("scheduler_state") or b""
 
 
 def verify_checkpoint(path: Path) -> Manifest:
@@ -181,7 +189,6 @@ def _write_files(folder: Path, model: PreTrainedModel, model_name: str, state: T
                 "step": state.step,
                 "version": state.version,
                 "optimizer": state.optimizer,
-                "scheduler_state": state.scheduler_state or None,  # torch does not read empty bytes back
                 "skipped_in_a_row": state.skipped_in_a_row,
                 "randomness": _randomness(),
             },

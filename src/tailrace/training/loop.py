@@ -1,7 +1,9 @@
 """The trainer's loop: waits for a batch or for a request to stop, whichever comes first.
 
-    batch ─► train_step (own thread) ─► publish (own thread) ─► ModelStateDictPublished ─► StepTrained ─► acknowledge
-                                └─ skipped: StepSkipped          every n steps, and at the end: CheckpointWritten
+    batch ─► train_step (own thread) ─► snapshot ─► publish ─► ModelStateDictPublished ─► StepTrained ─► acknowledge
+                                └─ skipped: StepSkipped        every n steps, and at the end: CheckpointWritten
+
+A snapshot that a GPU made is published and reported while the next batch computes; no step is reported before it.
 
 What it waits for: a batch (woken by the scheduler), or a `StopRequested` on the event log (from any role). Steps,
 copies and files run in one thread of their own, so the event loop is never blocked, and a step that runs is always
@@ -17,7 +19,7 @@ import contextvars
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -36,7 +38,8 @@ from tailrace.records import (
 )
 from tailrace.tracing.phases import PhaseRecorder, phase
 from tailrace.training.memory import keep_freed_memory
-from tailrace.training.trainer import Trainer
+from tailrace.training.snapshots import Snapshot
+from tailrace.training.trainer import StepResult, Trainer
 from tailrace.transport.batches.queue import BatchReceiver
 from tailrace.transport.events.log import EventLog
 from tailrace.transport.weights.stores import ModelStateDictStore
@@ -92,10 +95,11 @@ class _TrainerLoop:
         self._batches, self._store, self._events, self._plan = batches, store, events, plan
         keep_freed_memory()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="trainer-publish")
+        self._reporting: asyncio.Task[None] | None = None
         self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
         self._step = 0
         self._saved_step: int | None = None
-        self._scheduler_state = b""
         self._checkpoint_s: float | None = None
         self._ended = False
 
@@ -116,6 +120,10 @@ class _TrainerLoop:
         """Append the terminal event for a loop that cannot go on. A log that is gone is logged, not raised."""
         if self._ended:
             return
+        if self._reporting is not None:
+            if status is RunStatus.CANCELLED:
+                self._reporting.cancel()
+            await asyncio.wait({self._reporting})
         try:
             await self._end(status, reason)
         except (TransportError, OSError) as error:
@@ -127,66 +135,77 @@ class _TrainerLoop:
         with contextlib.suppress(asyncio.CancelledError, TransportError):
             await self._stop
         self._executor.shutdown(wait=False)
+        self._publisher.shutdown(wait=False)
 
     async def _start(self, trainer: Trainer) -> None:
         if (checkpoint := self._plan.resume_from) is not None:
-            self._scheduler_state = await self._in_thread(lambda: trainer.restore(checkpoint))
+            await self._in_thread(lambda: trainer.restore(checkpoint))
             self._saved_step = trainer.step
         self._step = trainer.step
         self._phase_metrics()  # the first step is not charged for the start
-        await self._events.append(
-            TrainerStarted(
-                epoch=self._plan.epoch,
-                step=trainer.step,
-                version=trainer.version,
-                scheduler_state=self._scheduler_state,
-            )
-        )
+        await self._events.append(TrainerStarted(epoch=self._plan.epoch, step=trainer.step, version=trainer.version))
         if trainer.version > 0:  # generators start from the initial model, which is version 0
-            await self._publish(trainer)
+            await self._publish(await self._in_thread(lambda: trainer.snapshot(self._plan.publish_dtype)))
 
     async def _train(self, trainer: Trainer, batch: Batch) -> None:
         """One batch, from compute to acknowledgement."""
         about = {"step": batch.summary.step}
         with phase("train", track="optimizer steps", num_bytes=batch.num_bytes, about=about):
             result = await self._in_thread(lambda: trainer.train_step(batch))
-        self._step, self._scheduler_state = result.step, batch.scheduler_state
+        await self._reported()
+        self._step = result.step
         if result.skipped is not None:
             await self._events.append(
                 StepSkipped(epoch=self._plan.epoch, step=result.step, version=result.version, reason=result.skipped)
             )
+            await self._batches.acknowledge(result.step)
         else:
-            metrics = result.metrics | {"training/publish_s": await self._publish(trainer)}
-            if self._checkpoint_s is not None:
-                metrics["training/checkpoint_s"] = self._checkpoint_s
-                self._checkpoint_s = None
-            metrics |= self._phase_metrics()
-            await self._events.append(
-                StepTrained(epoch=self._plan.epoch, step=result.step, version=result.version, metrics=metrics)
-            )
-        await self._batches.acknowledge(result.step)
+            snapshot = await self._in_thread(lambda: trainer.snapshot(self._plan.publish_dtype))
+            report = self._report(result, snapshot)
+            if snapshot.is_detached:
+                self._reporting = asyncio.create_task(report, name="trainer: report of a step")
+            else:
+                await report
         every = trainer.settings.checkpoint_every_steps
         if every and result.step % every == 0:
             await self._save(trainer)
 
-    async def _publish(self, trainer: Trainer) -> float:
+    async def _report(self, result: StepResult, snapshot: Snapshot) -> None:
+        """From a step's end to the acknowledgement of its batch."""
+        metrics = result.metrics | {"training/publish_s": await self._publish(snapshot)}
+        if self._checkpoint_s is not None:
+            metrics["training/checkpoint_s"] = self._checkpoint_s
+            self._checkpoint_s = None
+        metrics |= self._phase_metrics()
+        await self._events.append(
+            StepTrained(epoch=self._plan.epoch, step=result.step, version=result.version, metrics=metrics)
+        )
+        await self._batches.acknowledge(result.step)
+
+    async def _reported(self) -> None:
+        """Wait for the report of the step before, where that goes on. Raises what failed in it."""
+        if self._reporting is not None:
+            reporting, self._reporting = self._reporting, None
+            await reporting
+
+    async def _publish(self, snapshot: Snapshot) -> float:
         """Leave the weights in the store and say so; returns the seconds it took."""
         started_s = time.perf_counter()
-        with phase("publish", track="weights", about={"version": trainer.version}) as publishing:
-            ref = await self._in_thread(
-                lambda: self._store.publish(trainer.model_state_dict(self._plan.publish_dtype), trainer.version)
-            )
+        executor = self._publisher if snapshot.is_detached else self._executor
+        with phase("publish", track="weights", about={"version": snapshot.version}) as publishing:
+            ref = await self._in_thread(lambda: self._store.publish(snapshot.wait(), snapshot.version), executor)
             publishing.add_bytes(ref.num_bytes)
         await self._events.append(ModelStateDictPublished(epoch=self._plan.epoch, ref=ref))
         return time.perf_counter() - started_s
 
     async def _save(self, trainer: Trainer) -> None:
         """Write a checkpoint, unless the last one holds this step already."""
+        await self._reported()
         if self._saved_step == trainer.step:
             return
         started_s = time.perf_counter()
         with phase("checkpoint", track="checkpoints", about={"step": trainer.step}):
-            path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints, self._scheduler_state))
+            path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints))
         self._checkpoint_s = time.perf_counter() - started_s
         self._saved_step = trainer.step
         await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=trainer.step, path=str(path)))
@@ -198,7 +217,11 @@ class _TrainerLoop:
         receiving = asyncio.create_task(self._batches.receive(), name="trainer: next batch")
         try:
             with phase("wait_for_batch", track="optimizer steps"):
-                await asyncio.wait({receiving, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+                while not (receiving.done() or self._stop.done()):
+                    reporting = {self._reporting} if self._reporting is not None else set()
+                    await asyncio.wait({receiving, self._stop, *reporting}, return_when=asyncio.FIRST_COMPLETED)
+                    if self._reporting is not None and self._reporting.done():
+                        await self._reported()
             return self._stop.result() if self._stop.done() else receiving.result()
         finally:
             receiving.cancel()
@@ -211,10 +234,13 @@ class _TrainerLoop:
                 return event
         raise PeerGone("the event log ended before training did")
 
-    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run `work` in the trainer's thread. When cancelled, waits for it to finish first: nothing runs on unseen."""
+    async def _in_thread(self, work: Callable[[], ResultT], executor: Executor | None = None) -> ResultT:
+        """Run `work` in the trainer's thread, or that of `executor`.
+
+        When cancelled, waits for it to finish first: nothing runs on unseen.
+        """
         context = contextvars.copy_context()  # phases inside are those of the phase around
-        future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
+        future = asyncio.get_running_loop().run_in_executor(executor or self._executor, context.run, work)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,7 @@ from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
+from tailrace.training.snapshots import HostCopies, Snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class Trainer:
         )
         self._experts: ExpertArray | None = None
         self._optimizer = make_optimizer(self._model, settings)
+        device = self._model.device
+        self._host_copies = HostCopies(device, self._optimizer) if device.type == "cuda" else None
 
     @property
     def max_steps(self) -> int:
@@ -129,16 +133,22 @@ class Trainer:
 
         With bfloat16, what autocast would not round stays float32: vectors (norms, biases), embeddings and the head.
         """
-        exact = {id(self._model.get_input_embeddings().weight), id(self._model.get_output_embeddings().weight)}
-        return {
-            name: parameter.detach().to(
-                device="cpu",
-                dtype=torch.float32 if parameter.ndim == 1 or id(parameter) in exact else getattr(torch, dtype),
-            )
-            for name, parameter in self._model.named_parameters()
-        }
+        return {name: weight.to(device="cpu", dtype=to) for name, weight, to in self._weights_to_publish(dtype)}
 
-    def save_checkpoint(self, folder: Path, scheduler_state: bytes = b"") -> Path:
+    def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
+        """The same weights, on a GPU copied beside the next step; give them to a store before the next snapshot."""
+        if self._host_copies is None:
+            return Snapshot(self.model_state_dict(dtype), self.version)
+        return self._host_copies.take(self._weights_to_publish(dtype), self.version)
+
+    def _weights_to_publish(self, dtype: Literal["float32", "bfloat16"]) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+        """Name, parameter, and the type that it is published in."""
+        exact = {id(self._model.get_input_embeddings().weight), id(self._model.get_output_embeddings().weight)}
+        for name, parameter in self._model.named_parameters():
+            keeps = parameter.ndim == 1 or id(parameter) in exact
+            yield name, parameter.detach(), torch.float32 if keeps else getattr(torch, dtype)
+
+    def save_checkpoint(self, folder: Path) -> Path:
         """Write a checkpoint of the current step under `folder`, prune old ones, return its path.
 
         Raises `CheckpointError`; earlier checkpoints are then as they were.
@@ -147,15 +157,14 @@ class Trainer:
             step=self.step,
             version=self.version,
             optimizer=self._optimizer.state_dict(),
-            scheduler_state=scheduler_state,
             skipped_in_a_row=self._skipped_in_a_row,
         )
         path = checkpoints.write_checkpoint(folder, self._model, self.model_name, state)
         checkpoints.prune_checkpoints(folder, keep=self.settings.keep_checkpoints)
         return path
 
-    def restore(self, checkpoint: Path) -> bytes:
-        """Continue from `checkpoint`; returns the scheduler's state in it. Raises `CheckpointError`."""
+    def restore(self, checkpoint: Path) -> None:
+        """Continue from `checkpoint`. Raises `CheckpointError`."""
         state = checkpoints.read_checkpoint(checkpoint, self._model, device=self.settings.device)
         try:
             self._optimizer.load_state_dict(state.optimizer)
@@ -163,7 +172,6 @@ class Trainer:
             raise checkpoints.not_of_this_model(checkpoint, error) from error
         self.step, self.version = state.step, state.version
         self._skipped_in_a_row = state.skipped_in_a_row
-        return state.scheduler_state
 
     def _require_trainable(self, batch: Batch) -> None:
         summary = batch.summary

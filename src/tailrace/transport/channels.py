@@ -101,7 +101,7 @@ class Channel:
         peer: str,
         on_body: Callable[[memoryview], None] | None = None,
     ) -> None:
-        """A message may bring one body of bytes, which `on_body` is told before the message, if it is there to take it;
+        """A message may bring one body of bytes, which `on_body` gets before the message;
         a channel without ends with `CorruptData` at the first body."""
         self.failure: TransportError | None = None
         self.connected = False
@@ -139,7 +139,7 @@ class Channel:
             raise TransportError(f"the {self._peer} takes no messages") from None
 
     async def close(self) -> None:
-        """Close this end; the other is told. Messages sent before still arrive. Closing twice does nothing."""
+        """Close this end; the other end is notified. Messages sent before still arrive. Closing twice does nothing."""
         self._end(PeerGone(f"the channel to the {self._peer} is closed"))
         for task in self._tasks:
             task.cancel()

@@ -10,7 +10,6 @@ it, of all tensors. A reader trusts nothing else.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
 import mmap
@@ -24,7 +23,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from tailrace.errors import CorruptData, NoRoom, TransportError
+from tailrace.errors import CorruptData, TransportError
+from tailrace.transport.room import reserve_room
 
 ALIGNMENT_BYTES = 64
 MAX_BUFFERS_PER_WRITE = 256
@@ -49,6 +49,7 @@ _SIZE_STEP_BYTES = 64 * 1024
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 16
 _MAX_EXTENT = 1 << 56
+_ADVICE = "set another folder for shared memory, or make the batch smaller"
 _ZEROS = bytes(ALIGNMENT_BYTES)
 
 
@@ -130,7 +131,7 @@ class SegmentFile:
         layout = _Layout(tensors, metadata)
         size = layout.file_size(current)
         if size > current:
-            self._reserve(size)
+            reserve_room(self._file, self.path.parent, size, advice=_ADVICE)
         header = layout.header(size)
         digest = xxhash.xxh3_64() if checksum_body else None
         os.lseek(self._file, len(header), os.SEEK_SET)
@@ -150,22 +151,6 @@ class SegmentFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def _reserve(self, size: int) -> None:
-        """Have the room before writing: a write into a full tmpfs through a mapping would be a signal, not an error."""
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, 0, size)
-            else:
-                os.ftruncate(self._file, size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            stat = os.fstatvfs(self._file)
-            raise NoRoom(
-                f"{self.path.parent} has no room for {size:,} bytes ({stat.f_bavail * stat.f_frsize:,} are free); "
-                "enlarge it (docker: --shm-size), set another folder for shared memory, or make the batch smaller"
-            ) from error
 
 
 class _Layout:

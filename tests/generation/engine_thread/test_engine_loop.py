@@ -11,8 +11,8 @@ import pytest
 from tailrace.errors import RequestRefused
 from tailrace.generation.decisions import Wait, WeightPolicy
 from tailrace.generation.engine_thread.generator import ask
-from tailrace.generation.engine_thread.inbox import Release, Waiter
-from tailrace.generation.engine_thread.staging import Staged
+from tailrace.generation.engine_thread.handover import Staged, Waiter
+from tailrace.generation.engine_thread.inbox import Release
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.records import Completion, FinishReason
@@ -144,7 +144,7 @@ async def test_a_completion_tells_which_of_its_tokens_were_sampled_over_older_ca
         for _ in range(3):
             await world.iterate()
         if version == 1:  # what goes on after a pause is computed anew, by the weights of then
-            done: Waiter[int] = Waiter.here()
+            done: Waiter[int] = Waiter.on_current_loop()
             world.inbox.put_release(Release(done, hold=True))
             await world.iterate()
             world.inbox.resume()
@@ -186,7 +186,7 @@ async def test_paused_requests_wait_before_all_others_and_lose_nothing() -> None
         reference.ask(name, length)
     for _ in range(4):
         await world.iterate()
-    paused: Waiter[int] = Waiter.here()
+    paused: Waiter[int] = Waiter.on_current_loop()
     world.inbox.put_release(Release(paused, hold=True))
     await world.iterate()
     assert await paused.future == 3
@@ -206,7 +206,7 @@ async def test_interrupted_requests_go_back_with_what_they_have_even_those_that_
         await world.iterate()
     late = world.ask("late", 9)
     await let_others_run()
-    handed_back: Waiter[int] = Waiter.here()
+    handed_back: Waiter[int] = Waiter.on_current_loop()
     world.inbox.put_release(Release(handed_back, hold=False, request_ids=frozenset(["running", "late"])))
     await world.finish()
     assert await handed_back.future == 2

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator, ask
-from tailrace.generation.engine_thread.inbox import Release, Waiter
-from tailrace.generation.engine_thread.staging import Staged
+from tailrace.generation.engine_thread.handover import Staged, Waiter
+from tailrace.generation.engine_thread.inbox import Release
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.resuming import ResumingGenerate
 from tailrace.records import Branch, Completion, FinishReason, Int32Array, SamplingParams
@@ -81,7 +81,7 @@ async def interrupt(world: World, way: str, model: PreTrainedModel) -> None:
     elif way == "reload":
         world.inbox.put_staged(Staged(model.state_dict(), world.engine.statistics().policy_version + 1))
     else:
-        done: Waiter[int] = Waiter.here()
+        done: Waiter[int] = Waiter.on_current_loop()
         world.inbox.put_release(Release(done, hold=way == "pause"))
         while not done.future.done():
             await world.iterate()

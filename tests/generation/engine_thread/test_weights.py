@@ -14,7 +14,7 @@ import torch
 from tailrace.errors import EngineFailed, GenerationError, TransportError
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engine_thread.staging import Staged
+from tailrace.generation.engine_thread.handover import Staged
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.records import Completion, SamplingParams
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
@@ -111,23 +111,17 @@ async def until(generator: Generator, happened: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_load_that_fails_is_tried_again_seen_in_the_statistics_and_succeeds_later() -> None:
-    async with Generator(SimulatedEngine, WeightPolicy(attempts=3, backoff_s=0.001)) as generator:
-        failing = ["lost", "lost again"]
-        assert await generator.load_model_state_dict(opener({}, failing=failing), 1) == 1
-        statistics = generator.statistics()
-        assert (statistics.loads_total, statistics.failed_loads_total, statistics.load_error) == (1, 2, "")
-
-
-async def test_a_load_that_keeps_failing_is_raised_and_the_old_version_goes_on_serving() -> None:
-    async with Generator(SimulatedEngine, WeightPolicy(attempts=2, backoff_s=0.001)) as generator:
+async def test_a_load_that_fails_is_raised_seen_in_the_statistics_and_the_old_version_goes_on_serving() -> None:
+    async with Generator(SimulatedEngine) as generator:
         with pytest.raises(TransportError, match="gone"):
-            await generator.load_model_state_dict(opener({}, failing=["gone"] * 2), 4)
+            await generator.load_model_state_dict(opener({}, failing=["gone"]), 4)
         statistics = generator.statistics()
-        assert (statistics.policy_version, statistics.loads_total, statistics.failed_loads_total) == (0, 0, 2)
-        assert "version 4: TransportError: gone" in statistics.load_error
+        assert (statistics.policy_version, statistics.loads_total, statistics.failed_loads_total) == (0, 0, 1)
+        assert statistics.load_error == "version 4: TransportError: gone"
         assert set((await generate(generator, "r", 5)).policy_versions.tolist()) == {0}
         assert await generator.load_model_state_dict(opener({}), 5) == 5
+        statistics = generator.statistics()
+        assert (statistics.loads_total, statistics.failed_loads_total, statistics.load_error) == (1, 1, "")
 
 
 class Unloadable(SimulatedEngine):
@@ -138,19 +132,11 @@ class Unloadable(SimulatedEngine):
 
 
 async def test_an_engine_that_fails_to_load_in_a_way_of_its_own_goes_on_too() -> None:
-    async with Generator(Unloadable, WeightPolicy(attempts=2, backoff_s=0.001)) as generator:
+    async with Generator(Unloadable) as generator:
         with pytest.raises(GenerationError, match="version 1 was not installed: ZeroDivisionError: no scale") as caught:
             await generator.load_model_state_dict(opener({}), 1)
         assert not isinstance(caught.value, EngineFailed)
         assert (await generate(generator, "r", 5)).num_tokens == 5
-
-
-async def test_newer_weights_come_at_once_while_older_ones_wait_for_their_next_attempt() -> None:
-    async with Generator(SimulatedEngine, WeightPolicy(attempts=9, backoff_s=60)) as generator:
-        older = asyncio.create_task(generator.load_model_state_dict(opener({}, failing=["lost"] * 9), 1))
-        await until(generator, lambda: generator.statistics().failed_loads_total == 1)
-        assert await generator.load_model_state_dict(opener({}), 2) == 2
-        assert await older == 2
 
 
 async def test_generation_goes_on_while_weights_are_being_opened() -> None:
@@ -166,18 +152,19 @@ async def test_generation_goes_on_while_weights_are_being_opened() -> None:
         assert set((await long).policy_versions.tolist()) == {0, 1}
 
 
-async def test_a_drain_that_waits_takes_the_newest_weights_there_are() -> None:
+async def test_a_load_that_nobody_waits_for_any_more_is_not_installed() -> None:
     brake = Brake(after_tokens=0)
     async with Generator(lambda: brake.on(SimulatedEngine()), WeightPolicy("drain", "reset_prefix")) as generator:
         long = generate(generator, "long", 300)
         await until(generator, lambda: generator.statistics().in_flight == 1)
-        loads = []
-        for version in (1, 2, 3):
-            loads.append(asyncio.create_task(generator.load_model_state_dict(opener({}), version)))
-            await asyncio.sleep(0.02)
+        drained = asyncio.create_task(generator.load_model_state_dict(opener({}), 1))
+        queued = asyncio.create_task(generator.load_model_state_dict(opener({}), 2))
+        await asyncio.sleep(0.05)
+        drained.cancel()
+        queued.cancel()
         brake.let_go()
-        assert await asyncio.gather(*loads) == [3, 3, 3]
         assert set((await long).policy_versions.tolist()) == {0}
+        assert await generator.load_model_state_dict(opener({}), 3) == 3
         assert generator.statistics().loads_total == 1
 
 
@@ -191,12 +178,15 @@ async def test_weights_are_of_the_version_that_the_store_lent(model) -> None:
 
 
 async def test_what_waits_for_weights_fails_with_the_engine() -> None:
-    others = threading.enumerate()
-    generator = Generator(SimulatedEngine, WeightPolicy(attempts=9, backoff_s=60))
+    others, gate = threading.enumerate(), threading.Event()
+    generator = Generator(SimulatedEngine)
     await generator.ready()
-    load = asyncio.create_task(generator.load_model_state_dict(opener({}, failing=["lost"] * 9), 1))
-    await until(generator, lambda: generator.statistics().failed_loads_total == 1)
-    await generator.close()
-    with pytest.raises(Exception, match="the engine is closed"):
-        await load
+    loads = [asyncio.create_task(generator.load_model_state_dict(opener({}, gate=gate), version)) for version in (1, 2)]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(generator.close())
+    for load in loads:
+        with pytest.raises(EngineFailed, match="the engine is closed"):
+            await load
+    gate.set()
+    await closing
     assert not any(one.name.startswith("tailrace") for one in threading.enumerate() if one not in others)

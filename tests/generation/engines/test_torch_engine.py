@@ -217,6 +217,24 @@ def test_new_weights_and_biases_reach_every_layer(native_kernels: bool) -> None:
         np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
 
 
+def test_a_prepared_model_state_dict_is_packed_already_and_taken_over_without_the_tensors() -> None:
+    model, newer = make_model(), make_model(seed=1)
+    one, other = Driver(make_engine(model)), Driver(make_engine(model))
+    prepared = one.engine.prepare(newer.state_dict())
+    other.engine.load_model_state_dict(newer.state_dict(), version=1)
+    one.engine.load_model_state_dict(prepared, version=1)
+    del prepared
+    asked = [request(f"r{i}", prompt, max_tokens=20) for i, prompt in enumerate(prompts(4))]
+    for found, expected in zip(one.run(*asked), other.run(*asked), strict=True):
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+
+
+def test_what_is_not_this_models_is_refused_when_it_is_prepared() -> None:
+    with pytest.raises(ModelError, match="names weights that the model lacks"):
+        make_engine(make_model()).prepare(make_model("gpt_neox").state_dict())
+
+
 def test_layers_that_compute_something_else_keep_their_own_code() -> None:
     model = GraniteForCausalLM(GraniteConfig(**SHAPE, num_key_value_heads=2, residual_multiplier=0.5)).eval()
     asked = [request(f"r{i}", prompt, max_tokens=20) for i, prompt in enumerate(prompts(4))]

@@ -12,6 +12,7 @@ from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, RolloutTimeout,
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.simulation.virtual_time import run_in_virtual_time
+from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 ROWS = [{"names": "Bob, Ada"}]
@@ -30,23 +31,18 @@ async def outage(task: Task, messages: list[Message]) -> float:
     raise ConnectionError("the checker is gone")
 
 
-def spec_of(agent: Callable[..., Awaitable[float]] = ask, **more: object) -> EnvironmentSpec:
-    return EnvironmentSpec(name="own", agent=agent, train_tasks=ROWS, **more)  # type: ignore[arg-type]
+def spec_of(agent: Callable[..., Awaitable[object]] = ask, name: str = "own", **more: object) -> EnvironmentSpec:
+    return EnvironmentSpec(name=name, agent=agent, train_tasks=ROWS, **more)  # type: ignore[arg-type]
 
 
-def rollouter(renderer: ChatRenderer, **settings: object) -> Rollouter:
+def rollouter(renderer: ChatRenderer, *specs: EnvironmentSpec, **settings: object) -> Rollouter:
     chosen = RolloutSettings.model_validate(settings)
-    return Rollouter(chosen, renderer=renderer, generate=ScriptedGenerate(renderer.tokenizer, ["Ada, Bob"]))
+    generate = ScriptedGenerate(renderer.tokenizer, ["Ada, Bob"])
+    return Rollouter(chosen, loaded(*specs, settings=chosen), renderer=renderer, generate=generate)
 
 
 async def run(rollouts: Rollouter, spec: EnvironmentSpec) -> Rollout:
-    return await rollouts.run(
-        *(spec.train_task(0),),
-        rollout_id=RolloutId("r0"),
-        group_id=GroupId("g0"),
-        spec=spec,
-        sampling=SamplingParams(),
-    )
+    return await rollouts.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
 
 
 def group_of(spec: EnvironmentSpec, number: int = 0) -> Group:
@@ -57,16 +53,17 @@ def group_of(spec: EnvironmentSpec, number: int = 0) -> Group:
 
 async def test_failed_rollouts_and_failed_rewards_have_budgets_of_their_own(renderer: ChatRenderer) -> None:
     budgets = {"rollout_errors": {"max_count": 1}, "score_errors": {"max_count": 2}}
-    async with rollouter(renderer, **budgets) as rollouts:
+    unchecked, sandboxed = spec_of(reward=outage, name="unchecked"), spec_of(broken, name="sandboxed")
+    async with rollouter(renderer, unchecked, sandboxed, **budgets) as rollouts:
         for _ in range(2):
             with pytest.raises(EnvironmentFailed, match="the checker is gone"):
-                await run(rollouts, spec_of(reward=outage))
+                await run(rollouts, unchecked)
         with pytest.raises(EnvironmentFailed, match="the sandbox is gone"):
-            await run(rollouts, spec_of(broken))
+            await run(rollouts, sandboxed)
         with pytest.raises(ErrorBudgetSpent, match=r"3 of 3 rewards failed.*max_count = 2") as scores:
-            await run(rollouts, spec_of(reward=outage))
+            await run(rollouts, unchecked)
         with pytest.raises(ErrorBudgetSpent, match=r"2 of 5 rollouts failed.*rollouts.rollout_errors.*max_count = 1"):
-            await run(rollouts, spec_of(broken))
+            await run(rollouts, sandboxed)
     assert [type(error) for error in scores.value.exceptions] == [EnvironmentFailed] * 3
 
 
@@ -75,8 +72,9 @@ async def test_a_rollout_whose_reward_failed_can_be_kept_without_one(renderer: C
         await ask(task, policy)
         return Reward(1.0, columns={"state": "kept"})
 
-    async with rollouter(renderer, score_errors={"on_error": "keep_unscored"}) as rollouts:
-        rollout = await run(rollouts, spec_of(agent, reward=outage))  # type: ignore[arg-type]
+    spec = spec_of(agent, reward=outage)
+    async with rollouter(renderer, spec, score_errors={"on_error": "keep_unscored"}) as rollouts:
+        rollout = await run(rollouts, spec)
     assert rollout.reward is None
     assert rollout.num_completion_tokens > 0
     assert rollout.metadata == {"state": "kept"}
@@ -95,8 +93,8 @@ def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_li
 
     async def main() -> list[list[Group]]:
         spec = spec_of(score_group=rank)
-        async with rollouter(renderer, score_concurrency=2, reward_timeout_s=1.5) as rollouts:
-            return await asyncio.gather(*(rollouts.score(group_of(spec, number), spec) for number in range(12)))
+        async with rollouter(renderer, spec, score_concurrency=2, reward_timeout_s=1.5) as rollouts:
+            return await asyncio.gather(*(rollouts.score(group_of(spec, number)) for number in range(12)))
 
     scored = run_in_virtual_time(main())
     assert most == 2
@@ -111,10 +109,10 @@ def test_a_group_that_takes_too_long_is_a_failed_score_and_gives_its_place_back(
 
     async def main() -> None:
         spec = spec_of(score_group=hang)
-        async with rollouter(renderer, score_concurrency=1, reward_timeout_s=5) as rollouts:
+        async with rollouter(renderer, spec, score_concurrency=1, reward_timeout_s=5) as rollouts:
             with pytest.raises(RolloutTimeout):
-                await rollouts.score(group_of(spec), spec)
-            assert len(await rollouts.score(group_of(spec, 1), spec)) == 1
+                await rollouts.score(group_of(spec))
+            assert len(await rollouts.score(group_of(spec, 1))) == 1
 
     run_in_virtual_time(main())
 
@@ -127,7 +125,7 @@ async def test_a_failed_score_leaves_the_rewards_as_they_were(renderer: ChatRend
 
     spec = spec_of(score_group=half_done)
     group = group_of(spec)
-    async with rollouter(renderer) as rollouts:
+    async with rollouter(renderer, spec) as rollouts:
         with pytest.raises(ScoringFailed):
-            await rollouts.score(group, spec)
+            await rollouts.score(group)
     assert group.rewards == [0.5]

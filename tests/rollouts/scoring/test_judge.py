@@ -25,9 +25,11 @@ from tailrace.records import (
     TaskId,
 )
 from tailrace.rollouts import ChatRenderer, ErrorBudget, Rollouter, RolloutSettings, gather_groups
+from tailrace.rollouts.scoring import Scorer
 from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat, RelativeJudge, ScoresById
 from tailrace.rollouts.scoring.judge.ranking import read_scores, shared_messages
 from tests.support.judge_endpoint import Answer, Endpoint, endpoint, verdict
+from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 TASK = Task(TaskId("own/0"), "own", 0, {"question": "Name a river."})
@@ -54,12 +56,16 @@ def judge_at(serving: Endpoint, **settings: object) -> RelativeJudge:
     return RelativeJudge(EndpointChat(serving.url, chosen.model), chosen)
 
 
+async def score(group: Group, judge: RelativeJudge) -> None:
+    await Scorer(errors=ErrorBudget()).score_group(group, [judge])
+
+
 async def judged(group: Group, *answers: Answer | Callable[[object], Answer], **settings: object) -> RelativeJudge:
     """The judge, after it was asked about a group over HTTP."""
     async with endpoint(*answers) as serving:
         judge = judge_at(serving, **settings)
         try:
-            await judge(group)
+            await score(group, judge)
         finally:
             await judge.close()
     return judge
@@ -150,7 +156,7 @@ async def test_what_rollouts_share_is_told_once_and_equal_rollouts_are_one_attem
     group = group_of("Elbe", "Oder", "Elbe")
     async with endpoint(verdict({"1": 0.5, "2": 1.0})) as serving:
         judge = judge_at(serving, rubric="Rivers that end in the Baltic Sea are best.", max_tokens=64, temperature=0.5)
-        await judge(group)
+        await score(group, judge)
         await judge.close()
     (request,) = serving.asked
     system, user = request["messages"]
@@ -198,11 +204,10 @@ async def test_the_key_comes_from_the_environment_and_is_named_where_it_is_missi
 async def test_a_judge_without_its_key_is_told_before_a_rollout_starts(renderer: ChatRenderer) -> None:
     judge = JudgeSettings(url="http://localhost/v1", api_key_variable="NO_SUCH_KEY")
     spec = EnvironmentSpec(name="own", agent=play, train_tasks=[TASK.row], judge=judge)  # type: ignore[arg-type]
-    async with Rollouter(
-        RolloutSettings(), renderer=renderer, generate=ScriptedGenerate(renderer.tokenizer, ["-"])
-    ) as rollouter:
+    generate = ScriptedGenerate(renderer.tokenizer, ["-"])
+    async with Rollouter(RolloutSettings(), loaded(spec), renderer=renderer, generate=generate) as rollouter:
         with pytest.raises(SettingsError, match="NO_SUCH_KEY"):
-            await rollouter.start([spec])
+            await rollouter.start()
 
 
 # --- what it costs and what becomes of the reward --------------------------------------------------------------------
@@ -296,7 +301,8 @@ def scored(*scores: float) -> str:
 async def test_the_policys_own_engine_judges(renderer: ChatRenderer) -> None:
     generate = ScriptedGenerate(renderer.tokenizer, ["no scores", scored(0.25, 0.75)])
     judge = RelativeJudge(EngineChat(renderer, generate), JudgeSettings(max_tokens=200, temperature=0.5))
-    group = await judge(group_of("Elbe", "Oder"))
+    group = group_of("Elbe", "Oder")
+    await score(group, judge)
     assert group.rewards == [0.25, 0.75]
     assert [call.sampling.temperature for call in generate.calls] == [0.5, 0.5]
     assert generate.calls[0].request_id != generate.calls[1].request_id
@@ -324,8 +330,8 @@ async def test_an_environment_with_a_judge_needs_nothing_but_its_settings(render
 
     spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[TASK.row], judge=JudgeSettings(retries=0))
     generate = ScriptedGenerate(renderer.tokenizer, [scored(0.5, 1.0)])
-    async with Rollouter(RolloutSettings(), renderer=renderer, generate=generate) as rollouter:
-        (group,) = await rollouter.score(group_of("Elbe", "Oder"), spec)
+    async with Rollouter(RolloutSettings(), loaded(spec), renderer=renderer, generate=generate) as rollouter:
+        (group,) = await rollouter.score(group_of("Elbe", "Oder"))
         assert group.rewards == [0.5, 1.0]
         assert rollouter.judge_usage.calls == 1
     with pytest.raises(SettingsError, match="both `score_group` and `judge`"):

@@ -19,7 +19,8 @@ from tailrace.environments import (
 from tailrace.environments.named_rewards import checked_values, weighted_sum
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams
-from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings, needs_workers
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 MODULE = "tests.support.named_rewards"
@@ -41,9 +42,9 @@ class Scored:
         self._settings = RolloutSettings.model_validate(settings)
         self._rollouter = Rollouter(
             self._settings,
+            {self.spec.name: LoadedEnvironment.of(self.spec, self._settings, environment)},
             renderer=renderer,
             generate=ScriptedGenerate(renderer.tokenizer, ["yes"]),
-            environments={self.spec.name: environment},
         )
 
     async def __aenter__(self) -> Scored:
@@ -53,17 +54,12 @@ class Scored:
         await self._rollouter.close()
 
     async def score(self, group: Group) -> list[Group]:
-        return await self._rollouter.score(group, self.spec)
+        return await self._rollouter.score(group)
 
     async def run(self, word: str = "fine") -> Rollout:
         index = [row["word"] for row in self.spec.train_tasks].index(word)
-        return await self._rollouter.run(
-            self.spec.train_task(index),
-            rollout_id=RolloutId(f"r{index}"),
-            group_id=GroupId("g0"),
-            spec=self.spec,
-            sampling=self._settings.training_sampling(),
-        )
+        task = self.spec.train_task(index)
+        return await self._rollouter.run(task, rollout_id=RolloutId(f"r{index}"), group_id=GroupId("g0"))
 
 
 async def test_sync_and_async_functions_add_up_by_weight_and_none_adds_nothing(renderer: ChatRenderer) -> None:
@@ -77,7 +73,7 @@ async def test_sync_and_async_functions_add_up_by_weight_and_none_adds_nothing(r
 async def test_synchronous_functions_run_in_another_process_unless_they_are_trusted(renderer: ChatRenderer) -> None:
     environment = chosen(pid=function("where"))
     async with Scored(renderer, environment) as scored:
-        assert needs_workers(scored.spec)
+        assert scored.spec.needs_workers
         apart = (await scored.run()).reward
     async with Scored(renderer, environment.model_copy(update={"trusted": True})) as scored:
         here = (await scored.run()).reward
@@ -115,7 +111,7 @@ async def test_a_checker_that_computes_for_long_stalls_nothing_but_its_own_proce
     ("word", "error", "told"),
     [
         ("raise", EnvironmentFailed, "ZeroDivisionError: of the user"),
-        ("nan", InvalidReward, "'one' returned nan; it must be a finite number or None"),
+        ("nan", InvalidReward, "a value of reward function 'one' is nan; it must be finite"),
         ("short", InvalidReward, "'one' returned 0 values for 1 completions"),
         ("none", InvalidReward, "'one' returned a float for 1 completions"),
     ],
@@ -178,14 +174,8 @@ async def test_what_an_environment_reports_is_kept_where_a_group_gives_the_rewar
 
     spec = EnvironmentSpec(name="own", environment=Plain, train_tasks=[{"word": "fine"}], score_group=rank)
     generate = ScriptedGenerate(renderer.tokenizer, ["yes"])
-    async with Rollouter(RolloutSettings(), renderer=renderer, generate=generate) as rollouter:
-        rollout = await rollouter.run(
-            spec.train_task(0),
-            rollout_id=RolloutId("r0"),
-            group_id=GroupId("g0"),
-            spec=spec,
-            sampling=RolloutSettings().training_sampling(),
-        )
+    async with Rollouter(RolloutSettings(), loaded(spec), renderer=renderer, generate=generate) as rollouter:
+        rollout = await rollouter.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
     assert rollout.reward is None
     assert (rollout.metrics["steps"], rollout.metadata) == (1.0, {"seen": "yes"})
 
@@ -233,4 +223,4 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 
 
 def test_nothing_that_applies_is_no_sum() -> None:
-    assert weighted_sum({"one": None}, {"one": NamedReward(print)}) is None
+    assert weighted_sum({"one": None}, {"one": NamedReward(print)}).reward is None

@@ -15,8 +15,8 @@ import pytest
 
 from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
-from tailrace.records import GroupId, Rollout, RolloutId, SamplingParams, Task, TaskId
-from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tailrace.records import GroupId, Rollout, RolloutId, Task, TaskId
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tests.support.scripted_generate import ScriptedGenerate
 
 PATIENCE_S = 60.0
@@ -31,12 +31,15 @@ class Run:
     """A rollouter with real workers and scripted replies per rollout."""
 
     def __init__(self, renderer: ChatRenderer, log: Path | None = None, **settings: float) -> None:
-        values: dict[str, float] = {"workers": 1, "worker_timeout_s": PATIENCE_S, **settings}
+        values: dict[str, float] = {"workers": 1, "worker_timeout_s": PATIENCE_S, "max_tokens": 32, **settings}
         self.settings = RolloutSettings.model_validate(values)
         self.renderer = renderer
         self.scripts: dict[str, Sequence[str]] = {}
+        environments = {
+            name: LoadedEnvironment.of(spec, self.settings, ENVIRONMENTS[name]) for name, spec in SPECS.items()
+        }
         self.rollouter = Rollouter(
-            self.settings, renderer=renderer, generate=self._generate, environments=ENVIRONMENTS, worker_log=log
+            self.settings, environments, renderer=renderer, generate=self._generate, worker_log=log
         )
 
     async def _generate(self, prompt_token_ids, *, session_id, **request):  # type: ignore[no-untyped-def]
@@ -58,13 +61,7 @@ class Run:
         rollout_id = f"{name}-{len(self.scripts)}"
         self.scripts[rollout_id] = replies
         task = Task(TaskId(f"{name}/train/0"), name, 0, {"behave": behave}, seed=4)
-        return await self.rollouter.run(
-            task,
-            rollout_id=RolloutId(rollout_id),
-            group_id=GroupId("g"),
-            spec=SPECS[name],
-            sampling=SamplingParams(max_tokens=32),
-        )
+        return await self.rollouter.run(task, rollout_id=RolloutId(rollout_id), group_id=GroupId("g"))
 
 
 def children() -> list[psutil.Process]:
@@ -193,12 +190,12 @@ async def test_a_cancelled_call_does_not_disturb_the_answers_of_later_ones(
 
 async def test_workers_can_be_started_before_the_first_rollout(renderer: ChatRenderer) -> None:
     async with Run(renderer, workers=2) as run:
-        await run.rollouter.start(SPECS.values())
+        await run.rollouter.start()
         assert len(children()) == 2
         assert (await run.rollout("counting")).reward is not None
     async with Run(renderer, workers=0) as run:
         with pytest.raises(SettingsError, match="'counting' has synchronous code"):
-            await run.rollouter.start(SPECS.values())
+            await run.rollouter.start()
 
 
 async def test_several_workers_share_the_rollouts(renderer: ChatRenderer) -> None:

@@ -117,7 +117,7 @@ HOSTILE_ENTRIES = st.fixed_dictionaries(
         "data_offsets": st.lists(st.integers(-(2**70), 2**70) | st.integers(-8, 500), min_size=1, max_size=3),
     }
 )
-NAMES = st.sampled_from([*COLUMNS, "scheduler_state", "__metadata__", "__trailer__", "__pad__1", "other"])
+NAMES = st.sampled_from([*COLUMNS, "__metadata__", "__trailer__", "__pad__1", "other"])
 
 
 @given(header=st.dictionaries(NAMES, HOSTILE_ENTRIES | st.text() | st.dictionaries(st.text(), st.text())))

@@ -65,7 +65,7 @@ async def test_a_follower_gets_what_was_logged_before_then_what_comes_then_the_e
     late = asyncio.create_task(collect(events.log, after=2))
     await events.log.append(trained(2))
     last = TrainerEnded(epoch=EPOCH, status=RunStatus.FINISHED, step=3, reason="done")
-    started = TrainerStarted(epoch=EPOCH, step=3, version=3, scheduler_state=b"\x00\xff")
+    started = TrainerStarted(epoch=EPOCH, step=3, version=3)
     await events.log.append(started)
     await events.log.append(last)
     await events.end()  # type: ignore[misc]
@@ -194,6 +194,17 @@ async def test_a_torn_last_line_is_tolerated_and_cut_off_before_the_next_append(
     await log.append(trained(3))
     await log.close()
     assert read_events(path) == [trained(1), trained(3)]
+
+
+async def test_a_damaged_line_of_an_earlier_epoch_does_not_stop_a_resumed_run(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"type": "Step\xff\n' + b"x" * 100_000)
+    log = FileEventLog(path, EPOCH)
+    await log.append(trained(1))
+    await log.close()
+    damaged, appended = path.read_bytes().splitlines()
+    assert damaged == b'{"type": "Step\xff'
+    assert b"StepTrained" in appended
 
 
 def test_any_other_line_that_is_no_event_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     event loop                                   engine's thread
     generate()               ──→ inbox ──→       arrivals → engine.add / engine.abort
     pause(), interrupt()     ──→ inbox ──→       engine.abort; what was sampled stays or goes back
-    load_model_state_dict()  ──→ staging ──→     between two steps: the newest wins
+    load_model_state_dict()  ──→ staging ──→     engine.load_model_state_dict, between two steps
     futures  ←── one call_soon_threadsafe ──     engine.step()
 
 The engine is built, stepped and closed in that very thread (OpenMP settings are per thread, and some engines mind).
@@ -18,12 +18,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
+from tailrace.generation.engine_thread.handover import Waiter
 from tailrace.generation.engine_thread.inbox import (
     Call,
     ChunkListener,
@@ -31,7 +31,6 @@ from tailrace.generation.engine_thread.inbox import (
     Inbox,
     RecordedExperts,
     Release,
-    Waiter,
 )
 from tailrace.generation.engine_thread.loop import EngineLoop, fail_inbox
 from tailrace.generation.engine_thread.payload_putter import PayloadPutter
@@ -48,9 +47,6 @@ from tailrace.records import (
     as_token_ids,
 )
 from tailrace.transport.payloads.store import PayloadStore
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +80,7 @@ class Generator:
         self._on_cut: CutListener | None = None
         self._inbox = Inbox()
         self._payloads = PayloadPutter(payloads)
-        self._stager = Stager(self._inbox, weights)
+        self._stager = Stager(self._inbox)
         self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
         context = contextvars.copy_context()  # so that what it takes is measured
         self._thread = threading.Thread(
@@ -145,12 +141,16 @@ class Generator:
     async def load_model_state_dict(self, tensors_opener: TensorsOpener, version: int) -> int:
         """Install new weights between two steps, requests going on; the version installed, which may be newer.
 
-        They are opened and read ahead in a thread of their own. Overlapping calls install only the newest of their
-        versions. What fails is tried again, then raised; the old version goes on serving.
+        They are opened and prepared in a thread of their own, one load after the other. Raises what failed; the old
+        version goes on serving. Cancelling withdraws the load, unless the engine is installing it.
         """
-        waiter: Waiter[int] = Waiter.here()
-        self._stager.put(LoadCall(tensors_opener, version, waiter))
-        return await waiter.future
+        load = LoadCall(tensors_opener, version, Waiter.on_current_loop())
+        self._stager.put(load)
+        try:
+            return await load.waiter.future
+        finally:
+            if load.waiter.future.cancelled():
+                self._stager.withdraw(load)
 
     async def pause(self) -> int:
         """Take every running request off the engine, with its tokens, and start none; how many there were.
@@ -183,13 +183,13 @@ class Generator:
         return msgspec.structs.replace(
             self._worker.loop.statistics,
             loads_total=loads.loads_total,
-            failed_loads_total=loads.failed_attempts_total,
+            failed_loads_total=loads.failed_loads_total,
             load_error=loads.error,
         )
 
     async def failed(self) -> Exception:
         """Wait for an engine that was built to end by itself, idle or not; why it did."""
-        waiter: Waiter[Exception] = Waiter.here()
+        waiter: Waiter[Exception] = Waiter.on_current_loop()
         self._worker.tell_failure(waiter)
         return await waiter.future
 
@@ -201,7 +201,7 @@ class Generator:
         await self._payloads.close()
 
     async def _release(self, *, hold: bool, request_ids: frozenset[str] | None = None) -> int:
-        waiter: Waiter[int] = Waiter.here()
+        waiter: Waiter[int] = Waiter.on_current_loop()
         self._inbox.put_release(Release(waiter, hold, request_ids))
         return await waiter.future
 

@@ -7,22 +7,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from tailrace.generation.decisions import Decision, EngineState, InboxState, Wait, WeightPolicy, decide
+from tailrace.generation.engine_thread.handover import Staged, Waiter
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.records import Completion, ExpertArray, GenerationRequest
-
-if TYPE_CHECKING:
-    from tailrace.generation.engine_thread.staging import Staged
 
 ChunkListener: TypeAlias = "Callable[[SampledTokens], None]"
 """Hears of the tokens of a request that goes on, on the event loop that asked for it."""
 
 CutListener: TypeAlias = "Callable[[str, int], None]"
 """Hears of a request whose caller went away before its end: its id, and the tokens that had been sampled by then."""
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,28 +49,6 @@ class Call:
         """So far, prefix included; another thread may read it as well, while the engine's goes on."""
         prefix = self.request.prefix
         return (0 if prefix is None else prefix.num_tokens) + sum(len(chunk.token_ids) for chunk in tuple(self.chunks))
-
-
-@dataclass(frozen=True, slots=True)
-class Waiter(Generic[ResultT]):
-    """A future of some event loop, to be told from another thread."""
-
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[ResultT]
-
-    @classmethod
-    def here(cls) -> Waiter[ResultT]:
-        """On the running event loop."""
-        loop = asyncio.get_running_loop()
-        return cls(loop, loop.create_future())
-
-    def resolve(self, result: ResultT) -> None:
-        """Give the result, unless the caller went away."""
-        post(self.loop, set_result, self.future, result)
-
-    def fail(self, error: Exception) -> None:
-        """Raise the error in the caller, unless it went away."""
-        post(self.loop, set_error, self.future, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,24 +201,3 @@ class Inbox:
     def _require_open(self) -> None:
         if self._failure is not None:
             raise self._failure()
-
-
-def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:
-    """Run `callback` on the loop; on a loop that was closed there is nobody left to tell."""
-    try:
-        loop.call_soon_threadsafe(callback, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-
-
-def set_result(future: asyncio.Future[ResultT], result: ResultT) -> None:
-    """Set it, unless the future is done."""
-    if not future.done():
-        future.set_result(result)
-
-
-def set_error(future: asyncio.Future[ResultT], error: Exception) -> None:
-    """Set it, unless the future is done."""
-    if not future.done():
-        future.set_exception(error)

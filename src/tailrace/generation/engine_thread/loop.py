@@ -29,7 +29,8 @@ from tailrace.generation.decisions import (
     Step,
     WeightPolicy,
 )
-from tailrace.generation.engine_thread.inbox import Call, Inbox, RecordedExperts, Release, post, set_error, set_result
+from tailrace.generation.engine_thread.handover import post, set_error, set_result
+from tailrace.generation.engine_thread.inbox import Call, Inbox, RecordedExperts, Release
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
 from tailrace.records import Completion, FinishReason
 from tailrace.tracing.phases import phase

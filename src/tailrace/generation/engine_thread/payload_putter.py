@@ -10,7 +10,7 @@ from tailrace.errors import TransportError
 from tailrace.generation.engine_thread.inbox import RecordedExperts
 from tailrace.records import PayloadChunk, PayloadRef
 from tailrace.transport.payloads.put_queue import PutQueue
-from tailrace.transport.payloads.store import PayloadStore, Refusals
+from tailrace.transport.payloads.store import PayloadStore, ThrottledWarning
 
 
 class PayloadPutter:
@@ -19,7 +19,7 @@ class PayloadPutter:
     def __init__(self, store: PayloadStore | None) -> None:
         self._store = store
         self._queue = None if store is None else PutQueue(store)
-        self._refusals = Refusals()
+        self._not_kept = ThrottledWarning()
 
     async def put(self, experts: Sequence[RecordedExperts]) -> tuple[PayloadChunk, ...]:
         """Where each stretch lies; without those that found no room, which is told and costs no completion.
@@ -51,7 +51,7 @@ class PayloadPutter:
         try:
             return future.result()
         except TransportError as error:
-            self._refusals.tell(error)
+            self._not_kept.warn(error)
             return None
 
     def _take_back(self, store: PayloadStore, future: asyncio.Future[PayloadRef]) -> None:

@@ -1,24 +1,25 @@
 """New weights on their way into the engine: opened and prepared beside generation, so that installing is one copy.
 
-    load_model_state_dict() ──→ staging thread: newest? open, engine.prepare ──→ inbox ──→ engine's thread: copy
-                            ←── the version really installed ──────────────────←── installed, or the error
+    load_model_state_dict() ──→ staging thread: open, engine.prepare ──→ inbox ──→ engine's thread: copy
+                            ←── the version installed, or the error ←── settled ──┘
 
-Loads that overlap coalesce: the newest version is tried, and older callers learn what was installed in its stead. One
-that fails is tried again, each pause twice the last; then its caller is told, and the next newest has its turn.
+One model state dict after the other. Which versions are sent, and when one that failed is tried again, is decided by
+whoever sends them: `router.weights`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tailrace.errors import EngineFailed, GenerationError, TailraceError
-from tailrace.generation.decisions import WeightPolicy
-from tailrace.generation.engine_thread.inbox import Inbox, Waiter
+from tailrace.generation.engine_thread.handover import Staged, Waiter
+from tailrace.generation.engine_thread.inbox import Inbox
 from tailrace.transport.weights.stores import ModelStateDict
 
 if TYPE_CHECKING:
@@ -33,31 +34,15 @@ Prepare: TypeAlias = "Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.
 """`Engine.prepare`."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LoadCall:
     """One `load_model_state_dict` in flight."""
 
     opener: TensorsOpener
     version: int
     waiter: Waiter[int]
-
-
-class Staged:
-    """A model state dict that lies ready. The engine's thread installs it and says how that went."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        self.tensors, self.version = tensors, version
-        self.error: Exception | None = None
-        self._settled = threading.Event()
-
-    def settle(self, error: Exception | None = None) -> None:
-        """The tensors are not needed any more: installed, or not, and why."""
-        self.error, self.tensors = error, {}
-        self._settled.set()
-
-    def wait(self) -> None:
-        """Until it is settled."""
-        self._settled.wait()
+    is_withdrawn: bool = False
+    """Its caller went away."""
 
 
 @dataclass(slots=True)
@@ -65,25 +50,25 @@ class LoadStatistics:
     """Of all loads since the start."""
 
     loads_total: int = 0
-    failed_attempts_total: int = 0
+    failed_loads_total: int = 0
     error: str = ""
-    """Of the last attempt, where that failed."""
+    """Of the last load, where that failed."""
 
 
-class _Superseded(Exception):
-    """A newer model state dict came before this one was installed."""
+class _Withdrawn(Exception):
+    """Nobody waits for this model state dict any more."""
 
 
 class Stager:
     """The staging thread and what waits for it."""
 
-    def __init__(self, inbox: Inbox, policy: WeightPolicy) -> None:
+    def __init__(self, inbox: Inbox) -> None:
         """`start` begins, `fail` ends."""
         self.statistics = LoadStatistics()
-        self._inbox, self._policy = inbox, policy
+        self._inbox = inbox
         self._prepare: Prepare = lambda tensors: tensors
         self._installed = 0
-        self._waiting: list[LoadCall] = []
+        self._loads: deque[LoadCall] = deque()  # the first one is being worked on
         self._staged: Staged | None = None
         self._failure: Callable[[], Exception] | None = None
         self._changed = threading.Condition()
@@ -99,23 +84,26 @@ class Stager:
         with self._changed:
             if self._failure is not None:
                 raise self._failure()
-            self._waiting.append(load)
-            staged = self._staged
+            self._loads.append(load)
             self._changed.notify()
-        if staged is not None and load.version > staged.version and self._inbox.withdraw(staged):
-            staged.settle(_Superseded())
+
+    def withdraw(self, load: LoadCall) -> None:
+        """Its caller went away: it is not installed, unless the engine's thread has it already."""
+        with self._changed:
+            load.is_withdrawn = True
+            staged = self._staged if self._loads and self._loads[0] is load else None
+            if staged is not None and self._inbox.withdraw(staged):
+                staged.settle(_Withdrawn())
 
     def fail(self, failure: Callable[[], Exception]) -> None:
-        """Refuse everything from now on, tell who waits, and end the thread after what it is at."""
+        """Refuse everything from now on, fail what waits, and end the thread after what it is doing."""
         with self._changed:
             self._failure = failure
-            waiting, self._waiting = self._waiting, []
-            staged = self._staged
+            for load in self._loads:
+                load.waiter.fail(failure())
+            if self._staged is not None:
+                self._staged.settle(failure())
             self._changed.notify()
-        for load in waiting:
-            load.waiter.fail(failure())
-        if staged is not None:
-            staged.settle(failure())
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, but not for ever: opening a model state dict is another part's code."""
@@ -124,42 +112,36 @@ class Stager:
 
     def _run(self) -> None:
         """Waits for loads; ends with `fail`."""
-        attempt = 0
-        while True:
-            with self._changed:
-                while not (self._waiting or self._failure):
-                    self._changed.wait()
-                if self._failure:
-                    return
-                newest = max(self._waiting, key=lambda load: load.version)
-            if newest.version <= self._installed:
-                self._resolve()
-                continue
+        while (load := self._next_load()) is not None:
             try:
-                self._stage(newest)
-            except _Superseded:
-                attempt = 0
+                if load.version > self._installed:
+                    self._install(load)
+            except _Withdrawn:
+                pass
             except Exception as error:  # noqa: BLE001 - told to its caller; the old weights are whole
-                attempt += 1
-                self._attempt_failed(newest, error, attempt)
-                attempt = 0 if newest not in self._waiting else attempt
+                self._load_failed(load, error)
             else:
-                attempt = 0
-                self._resolve()
-
-    def _stage(self, newest: LoadCall) -> None:
-        """Open, read ahead, hand over; waits until it is installed. Raises what went wrong."""
-        with newest.opener() as tensors:
-            # A store may lend newer weights than those asked for: their tokens are of the newer policy.
-            version = tensors.version if isinstance(tensors, ModelStateDict) else newest.version
-            prepared = self._prepare(tensors)
-            staged = Staged(prepared, version)
-            del tensors
+                load.waiter.resolve(self._installed)
             with self._changed:
-                if self._failure:
-                    return
-                self._staged = staged
-            self._inbox.put_staged(staged)
+                self._loads.popleft()
+
+    def _next_load(self) -> LoadCall | None:
+        """The oldest that waits; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loads or self._failure)
+            return None if self._failure else self._loads[0]
+
+    def _install(self, load: LoadCall) -> None:
+        """Open, prepare, hand over; waits until it is installed. Raises what went wrong."""
+        if load.is_withdrawn:
+            raise _Withdrawn
+        with load.opener() as tensors:
+            # A store may lend newer weights than those asked for: their tokens are of the newer policy.
+            version = tensors.version if isinstance(tensors, ModelStateDict) else load.version
+            prepared = self._prepare(tensors)
+            del tensors
+            staged = Staged(prepared, version)
+            self._hand_over(load, staged)
             staged.wait()
             self._staged = None
             del prepared  # here, and not in the engine's thread: freeing takes time
@@ -169,40 +151,21 @@ class Stager:
         self.statistics.loads_total += 1
         self.statistics.error = ""
 
-    def _attempt_failed(self, load: LoadCall, error: Exception, attempt: int) -> None:
-        """Wait before the next attempt, or give up on this version. A newer one that comes is tried at once."""
-        if isinstance(error, EngineFailed) or self._failure:
-            return
-        self.statistics.failed_attempts_total += 1
-        self.statistics.error = f"version {load.version}: {type(error).__name__}: {error}"
-        _log.warning(
-            "version %d was not installed (attempt %d of %d), version %d goes on serving: %s",
-            *(load.version, attempt, self._policy.attempts, self._installed, error),
-        )
-        if attempt >= self._policy.attempts:
-            self._give_up(load.version, error)
-            return
+    def _hand_over(self, load: LoadCall, staged: Staged) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or max(one.version for one in self._waiting) > load.version,
-                timeout=self._policy.backoff_s * 2 ** (attempt - 1),
-            )
+            if load.is_withdrawn:
+                raise _Withdrawn
+            if self._failure:
+                raise self._failure()
+            self._inbox.put_staged(staged)
+            self._staged = staged
 
-    def _give_up(self, version: int, error: Exception) -> None:
-        with self._changed:
-            told = [load for load in self._waiting if load.version == version]
-            self._waiting = [load for load in self._waiting if load.version != version]
-        failure = error if isinstance(error, TailraceError) else _as_load_error(version, error)
-        for load in told:
-            load.waiter.fail(failure)
-
-    def _resolve(self) -> None:
-        """Tell everyone who asked for no more than what is installed."""
-        with self._changed:
-            told = [load for load in self._waiting if load.version <= self._installed]
-            self._waiting = [load for load in self._waiting if load.version > self._installed]
-        for load in told:
-            load.waiter.resolve(self._installed)
+    def _load_failed(self, load: LoadCall, error: Exception) -> None:
+        if not isinstance(error, EngineFailed):
+            self.statistics.failed_loads_total += 1
+            self.statistics.error = f"version {load.version}: {type(error).__name__}: {error}"
+            _log.debug("version %d was not installed", load.version, exc_info=error)
+        load.waiter.fail(error if isinstance(error, TailraceError) else _as_load_error(load.version, error))
 
 
 def _as_load_error(version: int, error: Exception) -> GenerationError:

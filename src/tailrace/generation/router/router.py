@@ -4,7 +4,7 @@
                    ↑            │ dies, gets stuck
                    └────────────┘ again, from prompt and everything that was streamed back
 
-    load_model_state_dict(ref) ──→ every replica, a share of them at once, each straight to the newest
+    weights: every replica, a share of them at once, each straight to the newest (`weights`)
 
 A call waits only for a replica that serves; whoever owns the replicas says when there will be none (`fail`).
 """
@@ -12,27 +12,24 @@ A call waits only for a replica that serves; whoever owns the replicas says when
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
-from tailrace.errors import EngineFailed, TailraceError
+from tailrace.errors import EngineFailed
+from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.inbox import CutListener
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
 from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
 from tailrace.generation.router.request import RoutedRequest
 from tailrace.generation.router.settings import RouterSettings
+from tailrace.generation.router.weights import WeightDistributor
 from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
 from tailrace.transport.channels import wait_until
 
-_logger = logging.getLogger(__name__)
-
 ToldT = TypeVar("ToldT")
-
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 30.0
 
 
 class Router:
@@ -41,7 +38,14 @@ class Router:
     Make it on a running event loop, with a name for each replica there may be.
     """
 
-    def __init__(self, names: Sequence[str], settings: RouterSettings, *, max_staleness: int) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        settings: RouterSettings,
+        weights: WeightPolicy = DEFAULT_WEIGHT_POLICY,
+        *,
+        max_staleness: int,
+    ) -> None:
         self._settings = settings
         self._starved_at = max(1, max_staleness)
         self._replicas = [Replica(name) for name in names]
@@ -51,8 +55,9 @@ class Router:
             else LeastLoaded()
         )
         self._loads = [UNAVAILABLE] * len(names)
-        self._loading = asyncio.Semaphore(max(1, int(settings.loading_share * len(names))))
-        self._target: ModelStateDictRef | None = None
+        self.weights = WeightDistributor(
+            weights, loads_at_once=max(1, int(settings.loading_share * len(names))), on_change=self._weights_changed
+        )
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._requests: set[RoutedRequest] = set()
@@ -204,21 +209,26 @@ class Router:
     async def use(self, name: str, client: ReplicaClient, statistics: EngineStatistics) -> Exception:
         """Send requests and weights to a generator that is connected, until it fails; what ended it.
 
-        It takes requests once it holds the current version. Raises `TailraceError` when that cannot be installed.
+        It takes requests once it holds the newest version. Raises `TailraceError` when that cannot be installed.
         """
         index = self._index(name)
         replica = self._replicas[index]
         replica.joined(client, statistics)
         self._policy.forget(index)
-        replica.starved = self._target is not None
+        replica.starved = self.weights.newest is not None
         ended = asyncio.ensure_future(client.failed())
-        following = asyncio.create_task(self._follow(replica, client), name=f"weights of {name}")
+        following = asyncio.create_task(
+            self.weights.follow(replica, client.load_model_state_dict), name=f"weights of {name}"
+        )
         starving = asyncio.create_task(self._starve(replica, client), name=f"watch over the version of {name}")
         self._update()
         try:
             await asyncio.wait({ended, following}, return_when=asyncio.FIRST_COMPLETED)
             if following.done() and not ended.done():
-                following.result()
+                try:
+                    following.result()
+                except EngineFailed as error:
+                    client.fail(error)
             return await ended
         finally:
             replica.client = None
@@ -260,53 +270,22 @@ class Router:
     # --- weights -------------------------------------------------------------------------------------------------
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
-        """Install weights in every replica that is there; the lowest version that they then hold.
+        """Publish weights, and wait until every replica holds them or newer ones; the lowest version that is held.
 
-        Overlapping calls install only the newest of their versions. Raises `EngineFailed` when no replica is left.
+        Raises `EngineFailed` when no replica is left.
         """
-        if self._target is None or ref.version >= self._target.version:
-            self._target = ref
+        self.weights.publish(ref)
+        await self._until(lambda: self.weights.lowest_version >= ref.version)
+        return self.weights.lowest_version
+
+    def _weights_changed(self) -> None:
+        """Whether replicas hold weights that are new enough for new requests."""
+        if (newest := self.weights.newest) is not None:
             for replica in self._replicas:
-                self._judge(replica)
-            self._update()
-        await self._until(lambda: self._lowest() >= ref.version)
-        return self._lowest()
-
-    def _lowest(self) -> int:
-        return min((replica.version for replica in self._replicas if replica.client is not None), default=-1)
-
-    async def _follow(self, replica: Replica, client: ReplicaClient) -> NoReturn:
-        """Waits for newer weights and loads them; a load that fails is tried again, later each time."""
-        retry_s, last_error = _FIRST_RETRY_S, ""
-        while True:
-            await self._until(lambda: self._target is not None and self._target.version > replica.version)
-            assert self._target is not None
-            try:
-                async with self._loading:
-                    version = await client.load_model_state_dict(self._target)
-            except EngineFailed as error:
-                client.fail(error)
-                await asyncio.Event().wait()  # until `use`, which hears of it, cancels this
-            except TailraceError as error:
-                if replica.version < 0:
-                    raise  # there is nothing that it could go on with
-                if str(error) != last_error:
-                    _logger.warning("%s goes on with version %d: %s", replica.name, replica.version, error)
-                last_error = str(error)
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, _LAST_RETRY_S)
-            else:
-                replica.version, retry_s, last_error = version, _FIRST_RETRY_S, ""
-                self._judge(replica)
-                self._update()
-
-    def _judge(self, replica: Replica) -> None:
-        """Whether it holds weights that are new enough for new requests."""
-        if self._target is not None:
-            behind = self._target.version - replica.version
-            # One that came back must first reach the current version; later it may trail as far as tokens may be stale.
-            allowed = 1 if replica.starved else self._starved_at
-            replica.starved = behind >= allowed
+                # One that came back must first reach the newest version; later it may trail as far as tokens may be
+                # stale.
+                replica.starved = newest.version - replica.version >= (1 if replica.starved else self._starved_at)
+        self._update()
 
     async def _starve(self, replica: Replica, client: ReplicaClient) -> None:
         """Waits for a replica to be starved of weights for longer than it may be; fails it then."""

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from tailrace.errors import ModelError
 from tailrace.records import Json
-from tailrace.rollouts.chat.chat_template import DEFAULT, ChatTemplate
+from tailrace.rollouts.chat.template import DEFAULT, ChatTemplate
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

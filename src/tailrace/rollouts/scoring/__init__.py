@@ -1,1 +1,12 @@
-"""Rewards: of one rollout, of a whole group, by functions in TRL's form or by a judge."""
+"""What a rollout and a group earned: the one place where rewards are set, and what may say how high they are.
+
+In: a rollout that ended with its `AgentResult`, or a complete group. Out: the same with `reward` set, or an error that
+an error budget has counted. Reward functions and judges only return results; `Scorer` alone sets them, finite numbers
+all, and never makes a number of an error.
+"""
+
+from tailrace.rollouts.scoring.functions import RewardFunctions
+from tailrace.rollouts.scoring.judge import JudgeUsage, RelativeJudge
+from tailrace.rollouts.scoring.scorer import Scorer
+
+__all__ = ["JudgeUsage", "RelativeJudge", "RewardFunctions", "Scorer"]

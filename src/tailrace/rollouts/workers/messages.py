@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tailrace.environments import Observation
-from tailrace.records import Json, Message, Reward, Task, TaskId
+from tailrace.environments.results import as_agent_result
+from tailrace.records import Json, Message, Task, TaskId
 
 LENGTH_BYTES = 4
 """Of the length, little-endian, in front of every message."""
@@ -65,11 +66,11 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     reply: Message
 
 
-class ReadColumns(msgspec.Struct, frozen=True, tag=True):
+class ReadAttributes(msgspec.Struct, frozen=True, tag=True):
     """Attributes of an open environment."""
 
     instance: int
-    columns: list[str]
+    names: list[str]
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -87,7 +88,7 @@ class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
     names: list[str]
 
 
-Call: TypeAlias = Load | Open | Step | ReadColumns | Score | ScoreNamed
+Call: TypeAlias = Load | Open | Step | ReadAttributes | Score | ScoreNamed
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -128,16 +129,10 @@ def observation_to_json(observation: Observation) -> dict[str, Json]:
     }
 
 
-def reward_to_json(reward: object) -> dict[str, Json]:
-    """For the way to the orchestrator; a plain number keeps being one, whatever it is."""
-    if not isinstance(reward, Reward):
-        return {"plain": reward}
-    return {"value": reward.value, "components": reward.components, "columns": reward.columns}
-
-
-def reward_from_json(value: Mapping[str, Json]) -> object:
-    """What the reward function returned."""
-    return value["plain"] if "plain" in value else Reward(**value)
+def result_to_json(returned: object) -> dict[str, Json]:
+    """What a reward function returned, for the way to the orchestrator, where its numbers are checked."""
+    result = as_agent_result(returned)
+    return {"reward": result.reward, "metrics": result.metrics, "info": result.info}
 
 
 def _plain(value: Any) -> Any:

@@ -17,9 +17,12 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from tailrace.environments import EnvironmentSettings, Observation
+from typing_extensions import override
+
+from tailrace.environments import AgentResult, EnvironmentSettings, Observation
 from tailrace.errors import EnvironmentFailed, RolloutTimeout, SettingsError
 from tailrace.records import Json, Message, Task
+from tailrace.rollouts.agents import EnvironmentHost
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
@@ -27,7 +30,7 @@ from tailrace.rollouts.workers.messages import (
     Hello,
     Load,
     Open,
-    ReadColumns,
+    ReadAttributes,
     Request,
     Score,
     ScoreNamed,
@@ -35,7 +38,6 @@ from tailrace.rollouts.workers.messages import (
     TaskMessage,
     answer_decoder,
     pack,
-    reward_from_json,
 )
 
 CANCELLED_CALL_S = 1.0
@@ -65,11 +67,11 @@ class WorkerPool:
             for worker in self._workers if names else []:
                 starting.create_task(worker.start(names))
 
-    async def reward(self, task: Task, messages: list[Message]) -> object:
+    async def reward(self, task: Task, messages: list[Message]) -> AgentResult:
         """What the reward function of the task's environment returns. Raises `RolloutError`."""
         async with self.least_busy(task.environment).process(task.environment) as process:
             value = await process.call(Score(TaskMessage.of(task), messages), self._settings.worker_timeout_s, task)
-        return reward_from_json(value)
+        return AgentResult(**value)
 
     async def named_rewards(
         self, task: Task, conversations: Sequence[list[Message]], names: Sequence[str]
@@ -106,8 +108,8 @@ class WorkerPool:
                 closing.create_task(worker.close())
 
 
-class WorkerEnvironment:
-    """One rollout's environment, living in a worker process (see `EnvironmentHost`)."""
+class WorkerEnvironment(EnvironmentHost):
+    """One rollout's environment, living in a worker process."""
 
     _numbers = count()
 
@@ -120,27 +122,27 @@ class WorkerEnvironment:
         self._home: _Process | None = None
         self._replies: list[Message] = []
 
+    @override
     async def reset(self, task: Task) -> Observation:
-        """See `EnvironmentHost`."""
         async with self._worker.process(task.environment) as process:
             return await self._open(process)
 
+    @override
     async def step(self, reply: Message) -> Observation:
-        """See `EnvironmentHost`."""
         value = await self._call(Step(self._instance, reply))
         self._replies.append(reply.copy())
         return Observation(**value)
 
-    async def read_columns(self, columns: Sequence[str]) -> dict[str, Json]:
-        """See `EnvironmentHost`."""
-        saved: dict[str, Json] = await self._call(ReadColumns(self._instance, list(columns)))
-        return saved
+    @override
+    async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
+        values: dict[str, Json] = await self._call(ReadAttributes(self._instance, list(names)))
+        return values
 
+    @override
     async def close(self) -> None:
-        """See `EnvironmentHost`. The worker hears of it with its next call."""
         self._worker.load -= 1
         if self._home is not None:
-            self._home.released.append(self._instance)
+            self._home.released.append(self._instance)  # the worker is told with its next call
 
     async def _call(self, call: Call) -> Json:
         async with self._worker.process(self._task.environment) as process:
@@ -330,7 +332,7 @@ _NAMES: dict[type, str] = {
     Load: "loading",
     Open: "reset of the environment",
     Step: "step of the environment",
-    ReadColumns: "reading columns of the environment",
+    ReadAttributes: "reading attributes of the environment",
     Score: "the reward function",
     ScoreNamed: "the reward functions",
 }

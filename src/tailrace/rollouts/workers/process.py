@@ -24,7 +24,8 @@ from tailrace.environments import (
     Observation,
     load_environment,
 )
-from tailrace.environments.protocol import read_columns
+from tailrace.environments.callables import settled
+from tailrace.environments.protocol import read_attributes
 from tailrace.errors import EnvironmentFailed
 from tailrace.records import Json
 from tailrace.rollouts.workers.messages import (
@@ -35,7 +36,7 @@ from tailrace.rollouts.workers.messages import (
     Hello,
     Load,
     Open,
-    ReadColumns,
+    ReadAttributes,
     Request,
     Score,
     ScoreNamed,
@@ -44,7 +45,7 @@ from tailrace.rollouts.workers.messages import (
     observation_to_json,
     pack,
     request_decoder,
-    reward_to_json,
+    result_to_json,
 )
 
 
@@ -75,11 +76,11 @@ class RolloutWorker:
                 return observation_to_json(self._reopen(call))
             case Step(instance, reply):
                 return observation_to_json(self._observe(self._open[instance].step(reply)))
-            case ReadColumns(instance, columns):
-                return read_columns(self._open[instance], columns)
+            case ReadAttributes(instance, names):
+                return read_attributes(self._open[instance], names)
             case Score(task, messages):
                 reward = self._spec(task.environment).reward
-                return reward_to_json(self._settled(reward(task.task(), messages) if reward else None))
+                return result_to_json(self._settled(reward(task.task(), messages) if reward else None))
             case ScoreNamed(task, conversations, names):
                 rewards, tasks = self._spec(task.environment).rewards, [task.task()] * len(conversations)
                 return {name: self._settled(rewards[name].call(tasks, conversations)) for name in names}
@@ -109,11 +110,7 @@ class RolloutWorker:
         return observation
 
     def _settled(self, result: Any) -> Any:
-        return self._coroutines.run(_awaited(result)) if inspect.isawaitable(result) else result
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
+        return self._coroutines.run(settled(result)) if inspect.isawaitable(result) else result
 
 
 def failure(error: Exception) -> Answer:

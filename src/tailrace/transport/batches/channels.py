@@ -18,11 +18,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from typing_extensions import override
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.records import Batch, PlannedBatch
 from tailrace.tracing.phases import phase
-from tailrace.transport.batches.queue import not_received, require_capacity, require_ranks
+from tailrace.transport.batches.queue import BatchReceiver, BatchSender, not_received, require_capacity, require_ranks
 from tailrace.transport.batches.stores import (
     BatchRef,
     BatchSource,
@@ -44,7 +45,7 @@ class BatchAcknowledged(msgspec.Struct, frozen=True):
     sequence: int
 
 
-class ChannelBatchSender:
+class ChannelBatchSender(BatchSender):
     """The scheduler's end. Make it on a running event loop, before the receivers."""
 
     def __init__(
@@ -78,8 +79,9 @@ class ChannelBatchSender:
         ]
         self._offering = asyncio.create_task(self._offer_adopted(), name="batches of an earlier sender")
 
+    @override
     async def send(self, batch: PlannedBatch) -> None:
-        """See `BatchSender.send`; waits for every receiver to connect, too.
+        """Waits for every receiver to connect, too.
 
         Bytes are written in a thread. A send that is cancelled while they are goes out all the same.
         """
@@ -92,8 +94,9 @@ class ChannelBatchSender:
             self._writing = asyncio.create_task(self._write_and_send(batch))
             await asyncio.shield(self._writing)
 
+    @override
     async def close(self) -> None:
-        """See `BatchSender.close`. What a receiver has opened stays readable to it."""
+        """What a receiver has opened stays readable to it."""
         await asyncio.gather(*(channel.close() for channel in self._channels))
         await asyncio.gather(self._offering, *([self._writing] if self._writing else []), return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown)
@@ -152,7 +155,7 @@ class ChannelBatchSender:
             self._thread.submit(self._store.release, sequence)
 
 
-class ChannelBatchReceiver:
+class ChannelBatchReceiver(BatchReceiver):
     """The end of one rank. Make it on a running event loop. Received arrays are read-only views."""
 
     def __init__(self, address: str, source: BatchSource, *, rank: int = 0, num_ranks: int = 1) -> None:
@@ -171,8 +174,9 @@ class ChannelBatchReceiver:
             peer="batch queue's sender",
         )
 
+    @override
     async def receive(self) -> Batch:
-        """See `BatchReceiver.receive`. What was accepted before the sender ended still comes."""
+        """What was accepted before the sender ended still comes."""
         async with self._turn:
             await wait_until(self._changed, lambda: bool(self._waiting or self._channel.failure))
             if not self._waiting:
@@ -187,15 +191,15 @@ class ChannelBatchReceiver:
             self._received[ref.step] = ref
             return batch
 
+    @override
     async def acknowledge(self, step: int) -> None:
-        """See `BatchReceiver.acknowledge`."""
         ref = self._received.pop(step, None)
         if ref is None:
             raise not_received(step)
         self._channel.send(encode(BatchAcknowledged(step, ref.sequence)))
 
+    @override
     async def close(self) -> None:
-        """See `BatchReceiver.close`."""
         await self._channel.close()
         async with self._turn:
             self._waiting.clear()

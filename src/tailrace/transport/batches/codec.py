@@ -34,8 +34,7 @@ _PLAN = {
 }
 _PAYLOADS = {"payload_chunks": "I32", "payload_refs": "U8"}
 """The table of payloads: its chunks, row after row, and the references (msgpack)."""
-_STATE = {"scheduler_state": "U8"}
-_SHORT = {**_PLAN, **_PAYLOADS, **_STATE}
+_SHORT = {**_PLAN, **_PAYLOADS}
 """All that is small, and always checked against its checksum."""
 
 
@@ -46,7 +45,6 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
         **part.plan_columns(),
         "payload_chunks": table.chunks.reshape(-1),
         "payload_refs": np.frombuffer(msgspec.msgpack.encode(table.payloads), np.uint8),
-        "scheduler_state": np.frombuffer(part.scheduler_state, np.uint8),
     }
     num_tokens = part.num_tokens
     tensors = {name: TensorBuffers(dtype, short[name].shape, [short[name].data]) for name, dtype in _SHORT.items()}
@@ -69,12 +67,10 @@ def read_batch(path: Path | str, segment: Segment) -> Batch:
         raise CorruptData(f"the batch in {path} is damaged: plan_xxh3 differs")
     told = _read_metadata(path, segment)
     _require_consistent(path, told, columns)
-    state = columns.pop("scheduler_state").tobytes()
     payloads = _read_payloads(path, columns)
     return Batch(
         summary=told.summary,
         environments=told.environments,
-        scheduler_state=state,
         payloads=payloads,
         rank=told.rank,
         num_ranks=told.num_ranks,

@@ -15,6 +15,8 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
+from typing_extensions import override
+
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import Batch, PlannedBatch
 from tailrace.tracing.phases import phase
@@ -59,7 +61,7 @@ class BatchReceiver(Protocol):
         ...
 
 
-class MemoryBatchQueue:
+class MemoryBatchQueue(BatchSender):
     """A batch queue within one event loop: the sender's end, and `receiver(rank)` for each of the others."""
 
     def __init__(self, capacity: int = 2, *, num_ranks: int = 1) -> None:
@@ -71,8 +73,8 @@ class MemoryBatchQueue:
         self._closed = False
         self._receivers = [_MemoryReceiver(self, rank) for rank in range(num_ranks)]
 
+    @override
     async def send(self, batch: PlannedBatch) -> None:
-        """See `BatchSender.send`."""
         require_ranks(batch, self._num_ranks)
         await wait_until(self._changed, lambda: self._closed or len(self._unacknowledged) < self._capacity)
         self._require_open()
@@ -86,8 +88,8 @@ class MemoryBatchQueue:
         """The end of one rank."""
         return self._receivers[rank]
 
+    @override
     async def close(self) -> None:
-        """See `BatchSender.close`."""
         self._closed = True
         self._changed.set()
 
@@ -109,15 +111,15 @@ class MemoryBatchQueue:
             raise PeerGone("the batch queue is closed")
 
 
-class _MemoryReceiver:
+class _MemoryReceiver(BatchReceiver):
     def __init__(self, queue: MemoryBatchQueue, rank: int) -> None:
         self.waiting: deque[tuple[int, PlannedBatch]] = deque()
         self._queue, self._rank = queue, rank
         self._received: dict[int, int] = {}  # number of the batch by step
         self._turn = asyncio.Lock()
 
+    @override
     async def receive(self) -> Batch:
-        """See `BatchReceiver.receive`."""
         async with self._turn:
             number, planned = await self._queue.wait_for(self.waiting)
             batch = await asyncio.to_thread(self._assemble, planned)
@@ -129,15 +131,15 @@ class _MemoryReceiver:
         with phase("write_batch", num_bytes=planned.num_bytes):
             return planned.assembled(self._rank)
 
+    @override
     async def acknowledge(self, step: int) -> None:
-        """See `BatchReceiver.acknowledge`."""
         number = self._received.pop(step, None)
         if number is None:
             raise not_received(step)
         self._queue.acknowledge(number, self._rank)
 
+    @override
     async def close(self) -> None:
-        """See `BatchReceiver.close`."""
         await self._queue.close()
 
 

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from tailrace.errors import CorruptData, NoRoom
 from tailrace.records import Batch, PlannedBatch
@@ -79,7 +80,7 @@ class BatchSource(Protocol):
         ...
 
 
-class SharedMemoryStore:
+class SharedMemoryStore(BatchStore):
     """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy.
 
     What finds no room there goes to files in the folder `spill`, if there is one; that is told once.
@@ -90,17 +91,18 @@ class SharedMemoryStore:
         self._pool = _Pool(lambda number: SegmentFile(folder / f"{_BATCH}{os.getpid()}-{number}.safetensors"))
         self._num_spilled = 0
 
+    @override
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
-        """See `BatchStore.write`."""
         segments = list(enumerate(self._pool.take(sequence, batch.num_ranks)))
         return [Piece(self._write(segment, batch.part(rank), sequence)) for rank, segment in segments]
 
+    @override
     def release(self, sequence: int) -> None:
-        """See `BatchStore.release`."""
         self._pool.release(sequence)
 
+    @override
     def close(self) -> None:
-        """See `BatchStore.close`. What a receiver has mapped stays readable to it."""
+        """What a receiver has mapped stays readable to it."""
         for segment in self._pool.close():
             segment.path.unlink(missing_ok=True)
         if self._spill is not None:
@@ -125,7 +127,7 @@ class SharedMemoryStore:
         return SegmentFile(folder / f"{_SPILLED}{os.getpid()}-{self._num_spilled}.safetensors")
 
 
-class ValueStore:
+class ValueStore(BatchStore):
     """Recycled memory of this process, whose content is sent along."""
 
     def __init__(self, *, checksum_bodies: bool = True) -> None:
@@ -133,17 +135,18 @@ class ValueStore:
         self._pool = _Pool(lambda number: SegmentFile.nameless(f"batch {number}"))
         self._mappings: dict[SegmentFile, mmap.mmap] = {}
 
+    @override
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
-        """See `BatchStore.write`."""
         segments = enumerate(self._pool.take(sequence, batch.num_ranks))
         return [self._write(segment, batch.part(rank), sequence) for rank, segment in segments]
 
+    @override
     def release(self, sequence: int) -> None:
-        """See `BatchStore.release`."""
         self._pool.release(sequence)
 
+    @override
     def close(self) -> None:
-        """See `BatchStore.close`. What is on its way stays readable until it is sent."""
+        """What is on its way stays readable until it is sent."""
         self._mappings.clear()
         self._pool.close()
 
@@ -158,7 +161,7 @@ class ValueStore:
         return mapping
 
 
-class FileStore:
+class FileStore(BatchStore):
     """Fresh files, one folder for each batch, which is there with all its ranks' parts or not at all.
 
     What was accepted is on the disk. With `keep` it outlives both processes: what an earlier sender left there and
@@ -172,8 +175,9 @@ class FileStore:
         self.adopted = self._adopt() if keep else []
         self._remove([_HALF_WRITTEN] if keep else [_HALF_WRITTEN, _BATCH])
 
+    @override
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
-        """See `BatchStore.write`. On the disk when it returns."""
+        """On the disk when it returns."""
         name = f"{_BATCH}{sequence:08d}"
         folder = self._folder / f"{_HALF_WRITTEN}{sequence:08d}"
         folder.mkdir()
@@ -183,13 +187,14 @@ class FileStore:
         _flush_folder(self._folder)
         return pieces
 
+    @override
     def release(self, sequence: int) -> None:
-        """See `BatchStore.release`."""
         for name in (_BATCH, _HALF_WRITTEN):
             shutil.rmtree(self._folder / f"{name}{sequence:08d}", ignore_errors=True)
 
+    @override
     def close(self) -> None:
-        """See `BatchStore.close`; with `keep`, what nobody acknowledged stays."""
+        """With `keep`, what nobody acknowledged stays."""
         if not self._keep:
             self._remove([_HALF_WRITTEN, _BATCH])
             _remove_if_empty(self._folder)
@@ -225,7 +230,7 @@ class FileStore:
         return adopted
 
 
-class FileSource:
+class FileSource(BatchSource):
     """One rank's parts, mapped from files below a folder."""
 
     def __init__(
@@ -236,15 +241,15 @@ class FileSource:
         self._recycled, self._require_checksums = recycled, require_checksums
         self._mappings: dict[str, mmap.mmap] = {}
 
+    @override
     def open(self, ref: BatchRef, body: memoryview | None) -> Batch:
-        """See `BatchSource.open`."""
         if body is not None or not _PLACE.fullmatch(ref.segment):
             raise CorruptData(f"a batch reference names a file outside its folder: {ref.segment!r}")
         path = (self._spill if ref.segment.startswith(_SPILLED) else self._folder) / ref.segment
         return _read_part(path, self._map(path) if self._recycled else map_segment(path), ref, self._require_checksums)
 
+    @override
     def close(self) -> None:
-        """See `BatchSource.close`."""
         self._mappings.clear()
 
     def _map(self, path: Path) -> mmap.mmap:
@@ -255,19 +260,19 @@ class FileSource:
         return mapping
 
 
-class ValueSource:
+class ValueSource(BatchSource):
     """One rank's parts, as they were received."""
 
+    @override
     def open(self, ref: BatchRef, body: memoryview | None) -> Batch:
-        """See `BatchSource.open`."""
         if body is None:
             raise CorruptData(f"the batch of step {ref.step} came without its bytes")
         if np.frombuffer(body, np.uint8).ctypes.data % _ALIGNED_BYTES:  # a small one, in the middle of a buffer
             body = memoryview(bytes(body))
         return _read_part(f"the message of step {ref.step}", body, ref, required=False)
 
-    def close(self) -> None:
-        """See `BatchSource.close`."""
+    @override
+    def close(self) -> None: ...
 
 
 _ALIGNED_BYTES = 8

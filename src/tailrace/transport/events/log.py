@@ -1,7 +1,7 @@
-"""The run's one log of events: what its processes tell each other, in one order that all of them see.
+"""The run's one log of events: its processes append to it, and all of them read it in one order.
 
 Whoever follows it first gets what was logged before, then every new event as it comes, woken by its append. A log
-belongs to one epoch (one start of the run): events of another are refused, and skipped where a file still holds them.
+belongs to one epoch (one start of the run): events of another are refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from typing_extensions import override
 
 from tailrace.errors import CorruptData, TransportError
 from tailrace.records import Event, StepTrained
@@ -45,6 +46,8 @@ class EventLog(Protocol):
         ...
 
 
+_READ_BACK_BYTES = 1 << 16
+
 RECENT = 32
 """Events back to which a step's metrics stay in memory."""
 
@@ -61,7 +64,7 @@ def remember(events: list[Event], event: Event) -> None:
             events[-RECENT - 1] = msgspec.structs.replace(old, metrics={})
 
 
-class MemoryEventLog:
+class MemoryEventLog(EventLog):
     """An event log within one process."""
 
     def __init__(self, epoch: str) -> None:
@@ -80,14 +83,14 @@ class MemoryEventLog:
         """Whether it takes no event any more."""
         return self._closed
 
+    @override
     async def append(self, event: Event) -> None:
-        """See `EventLog.append`."""
         self._require_acceptable(event)
         remember(self._events, event)
         self._changed.set()
 
+    @override
     async def follow(self, after: int = 0) -> AsyncIterator[Event]:
-        """See `EventLog.follow`."""
         position = after
         while events := await self.read(position):
             for event in events:
@@ -99,8 +102,8 @@ class MemoryEventLog:
         await wait_until(self._changed, lambda: self._closed or len(self._events) > after)
         return self._events[after:]
 
+    @override
     async def close(self) -> None:
-        """See `EventLog.close`."""
         self._closed = True
         self._changed.set()
 
@@ -118,28 +121,25 @@ class FileEventLog(MemoryEventLog):
 
     The thread is its own: tools and agents of users may fill those of the event loop for minutes.
 
-    One process owns it (the orchestrator). Opening a file that an earlier start of the run left keeps its lines; a last
-    line torn by a crash is cut off. Raises `CorruptData` for any other line that is no event.
+    One process owns it (the orchestrator). Lines that an earlier start of the run left are kept and not read: they are
+    of another epoch, and a damaged one must not stop a resumed run. A last line torn by a crash is cut off.
     """
 
     def __init__(self, path: Path, epoch: str) -> None:
         super().__init__(epoch)
         self._path = path
-        content = path.read_bytes() if path.exists() else b""
-        whole = _whole_lines(content)
-        self._events.extend(event for event in _decode_lines(path, whole) if event.epoch == epoch)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if len(whole) < len(content):
-            os.ftruncate(self._file, len(whole))
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        _cut_torn_line(self._file)
         self._writing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-events")
 
+    @override
     async def append(self, event: Event) -> None:
-        """See `EventLog.append`. The line is in the file before any follower sees the event, cancelled or not."""
+        """The line is in the file before any follower sees the event, cancelled or not."""
         await asyncio.shield(asyncio.ensure_future(self._write_and_tell(event)))
 
+    @override
     async def close(self) -> None:
-        """See `EventLog.close`."""
         async with self._writing:
             if not self._closed:
                 os.close(self._file)
@@ -169,22 +169,28 @@ def read_events(path: Path) -> list[Event]:
 
     Raises `CorruptData` for any other line that is no event. A metric that was not finite is NaN.
     """
-    return _decode_lines(path, _whole_lines(path.read_bytes()))
-
-
-def _whole_lines(content: bytes) -> bytes:
-    """What ends in a newline: all but a torn last line."""
-    return content[: content.rfind(b"\n") + 1]
-
-
-def _decode_lines(path: Path, content: bytes) -> list[Event]:
+    content = path.read_bytes()
     events: list[Event] = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             events.append(_decode_event(line))
         except msgspec.DecodeError as error:
             raise CorruptData(f"{path}, line {number} is not an event: {error}") from error
     return events
+
+
+def _cut_torn_line(file: int) -> None:
+    """Truncate what follows the last newline."""
+    size = end = os.fstat(file).st_size
+    while end:
+        start = max(0, end - _READ_BACK_BYTES)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(file, end)
 
 
 def _decode_event(line: bytes) -> Event:

@@ -6,7 +6,7 @@
       FollowLog                 ─────►      log.follow
                                 ◄─────    EventLogged(event) for every event, and LogEnded
 
-A client keeps what it was told, so that each of its followers can start where it likes. What waits in a socket for a
+A client keeps what it received, so that each of its followers can start where it likes. What waits in a socket for a
 slow client is never more than the log itself, which the server holds anyway.
 """
 
@@ -21,11 +21,12 @@ from typing import TypeAlias
 import msgspec
 import zmq
 import zmq.asyncio
+from typing_extensions import override
 
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import Event
 from tailrace.transport.channels import CLOSE_LINGER_MS, Channel, decode, encode, wait_until
-from tailrace.transport.events.log import MemoryEventLog, remember
+from tailrace.transport.events.log import EventLog, MemoryEventLog, remember
 
 _logger = logging.getLogger(__name__)
 
@@ -69,7 +70,10 @@ _Answer: TypeAlias = EventAccepted | EventRefused | EventLogged | LogEnded
 
 
 class EventLogServer:
-    """Gives other processes the log that this one owns. Make it on a running event loop; it binds `address`."""
+    """Gives other processes the log that this one owns. Make it on a running event loop; it binds `address`.
+
+    Any role may append and follow, the trainer's ranks among them, so one socket serves many clients.
+    """
 
     def __init__(self, log: MemoryEventLog, address: str) -> None:
         self._log = log
@@ -127,7 +131,7 @@ class EventLogServer:
         await self._socket.send_multipart([client, encode(answer)])
 
 
-class EventLogClient:
+class EventLogClient(EventLog):
     """Another process's event log. Make it on a running event loop; it connects to `address`."""
 
     def __init__(self, address: str, epoch: str) -> None:
@@ -143,8 +147,9 @@ class EventLogClient:
             address, bind=False, on_message=self._on_answer, changed=self._changed, peer="event log's server"
         )
 
+    @override
     async def append(self, event: Event) -> None:
-        """See `EventLog.append`. An append that is cancelled may be logged all the same."""
+        """An append that is cancelled may be logged all the same."""
         request = AppendEvent(next(self._ids), event)
         self._waiting.add(request.id)
         try:
@@ -158,8 +163,9 @@ class EventLogClient:
         if answer is None:
             raise self._gone()
 
+    @override
     async def follow(self, after: int = 0) -> AsyncIterator[Event]:
-        """See `EventLog.follow`. Closing this client ends it, too."""
+        """Closing this client ends it, too."""
         if not self._is_following and not self._ended:
             self._is_following = True
             self._channel.send(encode(FollowLog()))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TransportError
 from tailrace.records import PayloadChunk, PayloadRef
 from tailrace.transport.payloads.put_queue import PutQueue
-from tailrace.transport.payloads.store import PayloadStore, Refusals
+from tailrace.transport.payloads.store import PayloadStore, ThrottledWarning
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class PayloadAccounts:
         self._owners: dict[str, str] = {}  # of every payload that is held, by its URI
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._recorded_bytes = self._released_bytes = 0
-        self._refusals = Refusals()
+        self._not_kept = ThrottledWarning()
         self._puts = PutQueue(store)
         self._is_closed = False
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payload-releases")
@@ -63,7 +63,7 @@ class PayloadAccounts:
             self._recorded_bytes += ref.num_bytes
 
     async def put(self, owner: str, array: NDArray[np.generic]) -> PayloadRef | None:
-        """Leave what arrived here in the store, in a thread, for `owner`. None without room for it, which is told."""
+        """Leave what arrived here in the store, in a thread, for `owner`. None without room for it, which is logged."""
         if self._is_closed:
             return None
         putting = self._puts.put(array)
@@ -71,7 +71,7 @@ class PayloadAccounts:
         try:
             return await asyncio.shield(putting)  # so that it is recorded even if nobody waits any more
         except TransportError as error:
-            self._refusals.tell(error)
+            self._not_kept.warn(error)
             return None
 
     def drop(self, chunks: Iterable[PayloadChunk]) -> None:
@@ -94,7 +94,7 @@ class PayloadAccounts:
         self._release(refs)
 
     def writer_ended(self, writer: str) -> None:
-        """The process that put under this name is gone; what nobody was told of is released, and the rest in time."""
+        """The process that put under this name is gone; what no message named is released, and the rest in time."""
         held = [ref for refs in self._held.values() for ref in refs.values()]
         self._tell(lambda: self._store.abandon(writer, held))
 
@@ -108,7 +108,7 @@ class PayloadAccounts:
         )
 
     async def close(self) -> None:
-        """Release everything, and wait until the store was told. Closing twice does nothing."""
+        """Release everything, and wait until the store has done so. Closing twice does nothing."""
         self._is_closed = True
         await self._puts.close()
         await asyncio.sleep(0)  # so that the last of them are recorded
@@ -133,9 +133,9 @@ class PayloadAccounts:
         self._releases.submit(what).add_done_callback(_log_failure)
 
 
-def _log_failure(told: Future[None]) -> None:
+def _log_failure(done: Future[None]) -> None:
     """What could not be released stays until the run's end; nothing waits for it."""
-    error = told.exception()
+    error = done.exception()
     if isinstance(error, TransportError | OSError):
         _logger.warning("payloads could not be released, and stay until the end of the run: %s", error)
     elif error is not None:

@@ -47,16 +47,16 @@ class PutQueue:
         return future
 
     async def close(self) -> None:
-        """Wait for all that waits to be put, and until whoever waits on this loop was told. Twice does nothing."""
+        """Wait for all that waits to be put, and until every future of this loop is resolved. Twice does nothing."""
         await asyncio.to_thread(self._thread.shutdown)
         if own := [future for future in tuple(self._untold) if future.get_loop() is asyncio.get_running_loop()]:
             await asyncio.wait(own)
 
     def _work(self) -> None:
         while taken := self._take():
-            told = [(future, self._try(array)) for array, future in taken]
-            for loop in {future.get_loop() for future, _ in told}:
-                _wake(loop, [pair for pair in told if pair[0].get_loop() is loop])
+            results = [(future, self._try(array)) for array, future in taken]
+            for loop in {future.get_loop() for future, _ in results}:
+                _wake(loop, [pair for pair in results if pair[0].get_loop() is loop])
 
     def _take(self) -> list[tuple[NDArray[np.generic], _Put]]:
         with self._lock:
@@ -67,23 +67,23 @@ class PutQueue:
     def _try(self, array: NDArray[np.generic]) -> PayloadRef | Exception:
         try:
             return self._store.put(array)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for it
+        except Exception as error:  # noqa: BLE001 - raised where the future is awaited
             return error
 
 
-def _wake(loop: asyncio.AbstractEventLoop, told: list[tuple[_Put, PayloadRef | Exception]]) -> None:
+def _wake(loop: asyncio.AbstractEventLoop, results: list[tuple[_Put, PayloadRef | Exception]]) -> None:
     try:
-        loop.call_soon_threadsafe(_tell, loop, deque(told))
+        loop.call_soon_threadsafe(_resolve_next, loop, deque(results))
     except RuntimeError:  # the loop is closed, and with it whoever would hear
         if not loop.is_closed():
             raise
 
 
-def _tell(loop: asyncio.AbstractEventLoop, told: deque[tuple[_Put, PayloadRef | Exception]]) -> None:
+def _resolve_next(loop: asyncio.AbstractEventLoop, results: deque[tuple[_Put, PayloadRef | Exception]]) -> None:
     """One in each turn of the loop: whoever waited goes on in it, and all of them at once would hold it for long."""
-    future, result = told.popleft()
-    if told:
-        loop.call_soon(_tell, loop, told)
+    future, result = results.popleft()
+    if results:
+        loop.call_soon(_resolve_next, loop, results)
     if future.done():
         return
     if isinstance(result, Exception):

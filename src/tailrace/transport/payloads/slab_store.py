@@ -19,19 +19,20 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from tailrace.errors import CorruptData, TransportError
+from tailrace.errors import CorruptData, NoRoom, TransportError
 from tailrace.records import PayloadRef
 from tailrace.transport.payloads.slabs import (
     SLAB_SUFFIX,
     MappedSlab,
     OwnedSlab,
-    Place,
+    PayloadAddress,
     slab_bytes_for,
     tally_of,
     write_tally,
 )
-from tailrace.transport.payloads.store import PayloadStoreStatistics
+from tailrace.transport.payloads.store import PayloadStore, PayloadStoreStatistics
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ SHARED_MEMORY, FOLDER = "shm", "folder"
 """Stores, as references name them."""
 
 
-class SlabPayloadStore:
+class SlabPayloadStore(PayloadStore):
     """One process's end of a store in `folder`. See `PayloadStore`.
 
     `writer` names this end where it puts: no other end of the folder has that name, nor ever had it. `max_bytes` bounds
@@ -67,69 +68,70 @@ class SlabPayloadStore:
         self._tallies = _Tallies(folder)
         self._putting, self._opening, self._releasing = threading.Lock(), threading.Lock(), threading.Lock()
 
+    @override
     def put(self, array: NDArray[np.generic]) -> PayloadRef:
-        """See `PayloadStore.put`."""
         contiguous = np.ascontiguousarray(array)
         with self._putting:
             try:
-                place = self._append(contiguous, array.shape)
+                address = self._append(contiguous, array.shape)
             except OSError as error:
                 raise TransportError(f"a payload cannot be written to {self._folder}: {error.strerror}") from error
             self._written_bytes += contiguous.nbytes
-        return PayloadRef(place.uri(), str(array.dtype), array.shape)
+        return PayloadRef(address.uri(), str(array.dtype), array.shape)
 
+    @override
     def withdraw(self, ref: PayloadRef) -> None:
-        """See `PayloadStore.withdraw`."""
-        place = self._place(ref)
+        address = self._address(ref)
         with self._putting:
-            self._pool.withdraw(place)
+            self._pool.withdraw(address)
 
+    @override
     def open(self, ref: PayloadRef) -> NDArray[np.generic]:
-        """See `PayloadStore.open`."""
-        place = self._place(ref)
+        address = self._address(ref)
         with self._opening:
-            slab = self._mapped.get(place.slab)
-            if slab is None or (self._is_remote and slab.generation != place.generation):
-                slab = self._map(place.slab)
-        return slab.array(ref, place)
+            slab = self._mapped.get(address.slab)
+            if slab is None or (self._is_remote and slab.generation != address.generation):
+                slab = self._map(address.slab)
+        return slab.array(ref, address)
 
+    @override
     def release(self, refs: Iterable[PayloadRef]) -> None:
-        """See `PayloadStore.release`."""
-        counts = Counter((place.slab, place.generation) for place in map(self._place, refs))
+        counts = Counter((address.slab, address.generation) for address in map(self._address, refs))
         with self._releasing:
             for (slab, generation), count in counts.items():
                 self._tallies.add(slab, generation, count)
 
+    @override
     def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
-        """See `PayloadStore.abandon`."""
-        counts = Counter(self._place(ref).slab for ref in held)
+        counts = Counter(self._address(ref).slab for ref in held)
         with self._releasing:
             for path in self._folder.glob(f"{writer}-*{SLAB_SUFFIX}"):
                 self._tallies.abandon(path.name, counts[path.name])
 
+    @override
     def statistics(self) -> PayloadStoreStatistics:
-        """See `PayloadStore.statistics`."""
         with self._putting:
             return PayloadStoreStatistics(written_bytes=self._written_bytes, capacity_bytes=self._pool.num_bytes)
 
+    @override
     def close(self) -> None:
-        """See `PayloadStore.close`. What was put stays, for whoever holds it: the files go with their folder."""
+        """What was put stays, for whoever holds it: the files go with their folder."""
         with self._putting, self._opening:
             self._pool.close()
             self._mapped.clear()
 
-    def _append(self, contiguous: NDArray[np.generic], shape: tuple[int, ...]) -> Place:
+    def _append(self, contiguous: NDArray[np.generic], shape: tuple[int, ...]) -> PayloadAddress:
         slab = self._pool.with_room(contiguous.nbytes)
         generation, offset = slab.append(contiguous, shape)
         if self._is_remote:
             slab.flush()
-        return Place(self._name, slab.path.name, generation, offset)
+        return PayloadAddress(self._name, slab.path.name, generation, offset)
 
-    def _place(self, ref: PayloadRef) -> Place:
-        place = Place.of(ref)
-        if place.store != self._name:
+    def _address(self, ref: PayloadRef) -> PayloadAddress:
+        address = PayloadAddress.of(ref)
+        if address.store != self._name:
             raise CorruptData(f"{ref.uri} is of another store than {self._folder}")
-        return place
+        return address
 
     def _map(self, slab: str) -> MappedSlab:
         """A fresh mapping. Those of files that are gone are let go of: their memory would stay with them."""
@@ -139,7 +141,11 @@ class SlabPayloadStore:
 
 
 class _Pool:
-    """The slabs of one writer: one in use, the others sealed, oldest first."""
+    """The slabs of one writer: one in use, the others sealed, oldest first.
+
+    No pool of files that are lent, as batches have: many payloads share a slab, and the process that releases them is
+    another one.
+    """
 
     def __init__(self, folder: Path, writer: str, slab_bytes: int, max_bytes: int | None, *, is_mapped: bool) -> None:
         self._folder, self._writer, self._slab_bytes, self._max_bytes = folder, writer, slab_bytes, max_bytes
@@ -154,7 +160,7 @@ class _Pool:
         return sum(slab.size for slab in self._slabs)
 
     def with_room(self, num_bytes: int) -> OwnedSlab:
-        """The slab in use, or an old one that starts over, or a new one. Raises `TransportError` where none can be."""
+        """The slab in use, or an old one that starts over, or a new one. Raises `NoRoom` where none can be."""
         if self._is_closed or not self._writer:
             raise TransportError(f"the payload store in {self._folder} is not one to put into")
         if self._slabs and self._slabs[-1].room >= num_bytes:
@@ -169,10 +175,10 @@ class _Pool:
         self._slabs.append(slab)
         return slab
 
-    def withdraw(self, place: Place) -> None:
+    def withdraw(self, address: PayloadAddress) -> None:
         """A payload of it will never be released by anybody else."""
         for slab in self._slabs:
-            if (slab.path.name, slab.generation) == (place.slab, place.generation):
+            if (slab.path.name, slab.generation) == (address.slab, address.generation):
                 slab.withdrawn += 1
 
     def close(self) -> None:
@@ -187,7 +193,7 @@ class _Pool:
                 self._slabs.remove(slab)
                 slab.remove()
         if self._max_bytes is not None and self.num_bytes + size > self._max_bytes:
-            raise TransportError(
+            raise NoRoom(
                 f"the payloads in {self._folder} would take {self.num_bytes + size:,} bytes, and {self._max_bytes:,} "
                 "are allowed"
             )
@@ -230,60 +236,61 @@ class _Tallies:
         tally_of(path).unlink(missing_ok=True)
 
 
-class OverflowingPayloadStore:
-    """Shared memory for as long as there is room, then a folder; which one it was, a reference tells."""
+class OverflowingPayloadStore(PayloadStore):
+    """Shared memory for as long as there is room, then a folder; a reference names which."""
 
     def __init__(self, memory: SlabPayloadStore, folder: SlabPayloadStore) -> None:
         self._memory, self._folder = memory, folder
         self._has_overflowed = False
 
+    @override
     def put(self, array: NDArray[np.generic]) -> PayloadRef:
-        """See `PayloadStore.put`. Shared memory is tried anew every time: what is released makes room."""
+        """Shared memory is tried anew every time: what is released makes room."""
         try:
             return self._memory.put(array)
-        except TransportError as error:
+        except NoRoom as error:
             if not self._has_overflowed:
                 _logger.warning("%s; until there is room payloads go to a folder, which is slower", error)
             self._has_overflowed = True
             return self._folder.put(array)
 
+    @override
     def withdraw(self, ref: PayloadRef) -> None:
-        """See `PayloadStore.withdraw`."""
         self._store_of(ref).withdraw(ref)
 
+    @override
     def open(self, ref: PayloadRef) -> NDArray[np.generic]:
-        """See `PayloadStore.open`."""
         return self._store_of(ref).open(ref)
 
+    @override
     def release(self, refs: Iterable[PayloadRef]) -> None:
-        """See `PayloadStore.release`."""
-        for store, own in self._shared_out(refs).items():
+        for store, own in self._by_store(refs).items():
             store.release(own)
 
+    @override
     def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
-        """See `PayloadStore.abandon`."""
-        shared_out = self._shared_out(held)
+        by_store = self._by_store(held)
         for store in (self._memory, self._folder):
-            store.abandon(writer, shared_out.get(store, ()))
+            store.abandon(writer, by_store.get(store, ()))
 
+    @override
     def statistics(self) -> PayloadStoreStatistics:
-        """See `PayloadStore.statistics`."""
         ours = [store.statistics() for store in (self._memory, self._folder)]
         return PayloadStoreStatistics(
             written_bytes=sum(one.written_bytes for one in ours), capacity_bytes=sum(one.capacity_bytes for one in ours)
         )
 
+    @override
     def close(self) -> None:
-        """See `PayloadStore.close`."""
         self._memory.close()
         self._folder.close()
 
     def _store_of(self, ref: PayloadRef) -> SlabPayloadStore:
-        """Whichever it names; the second one tells what names neither."""
+        """The one it names; the folder's refuses what names neither."""
         return self._memory if ref.uri.startswith(f"{SHARED_MEMORY}:") else self._folder
 
-    def _shared_out(self, refs: Iterable[PayloadRef]) -> dict[SlabPayloadStore, list[PayloadRef]]:
-        shared_out: dict[SlabPayloadStore, list[PayloadRef]] = {}
+    def _by_store(self, refs: Iterable[PayloadRef]) -> dict[SlabPayloadStore, list[PayloadRef]]:
+        by_store: dict[SlabPayloadStore, list[PayloadRef]] = {}
         for ref in refs:
-            shared_out.setdefault(self._store_of(ref), []).append(ref)
-        return shared_out
+            by_store.setdefault(self._store_of(ref), []).append(ref)
+        return by_store

@@ -10,7 +10,6 @@ entry's header repeats generation, size and kind, so a reference that is out of 
 
 from __future__ import annotations
 
-import errno
 import math
 import mmap
 import os
@@ -23,8 +22,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tailrace.errors import CorruptData, PayloadLost, TransportError
+from tailrace.errors import CorruptData, NoRoom, PayloadLost
 from tailrace.records import PayloadRef
+from tailrace.transport.room import reserve_room
 
 ALIGNMENT_BYTES = 64
 MAGIC = int.from_bytes(b"TRslab01", "little")
@@ -38,11 +38,11 @@ _DTYPES = frozenset({"bool", "uint8", "uint16", "uint32", "int8", "int16", "int3
 _SIZE_STEP_BYTES = 1 << 16
 
 
-class Place(msgspec.Struct, frozen=True):
+class PayloadAddress(msgspec.Struct, frozen=True):
     """What a reference's URI says: `store:slab@generation+offset`.
 
-    >>> Place.of(PayloadRef("memory:a-1.slab@3+64", "uint8", (2,)))
-    Place(store='memory', slab='a-1.slab', generation=3, offset=64)
+    >>> PayloadAddress.of(PayloadRef("memory:a-1.slab@3+64", "uint8", (2,)))
+    PayloadAddress(store='memory', slab='a-1.slab', generation=3, offset=64)
     """
 
     store: str
@@ -52,7 +52,7 @@ class Place(msgspec.Struct, frozen=True):
     """Of the entry's header."""
 
     @classmethod
-    def of(cls, ref: PayloadRef) -> Place:
+    def of(cls, ref: PayloadRef) -> PayloadAddress:
         """Where a reference points to. Raises `CorruptData` for one that points nowhere."""
         match = _URI.fullmatch(ref.uri)
         if match is None or match[2].startswith("."):
@@ -67,21 +67,21 @@ class Place(msgspec.Struct, frozen=True):
 class OwnedSlab:
     """A slab as its owner has it. In shared memory it stays mapped: a recycled page is then written at a copy's cost.
 
-    Raises `TransportError` when the folder has no room for it.
+    Raises `NoRoom` when the folder has none for it.
     """
 
     def __init__(self, path: Path, size: int, *, is_mapped: bool) -> None:
         self.path, self.size = path, size
         self.generation = self.payloads = self._end = 0
         self.withdrawn = 0
-        """Payloads that nobody was ever told of."""
+        """Payloads of which no reference was ever sent."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._view: NDArray[np.uint8] | None = None
         try:
-            _reserve(self._file, path, self.size)
+            reserve_room(self._file, path.parent, size, advice="or set transport.payload_folder")
             if is_mapped:
                 self._view = np.frombuffer(mmap.mmap(self._file, self.size), np.uint8)
-        except TransportError:
+        except (NoRoom, OSError):
             self.remove()
             raise
         self.start_over()
@@ -164,16 +164,16 @@ class MappedSlab:
         _, generation = _HEADER.unpack_from(self._mapping, 0)
         return int(generation)
 
-    def array(self, ref: PayloadRef, place: Place) -> NDArray[np.generic]:
+    def array(self, ref: PayloadRef, address: PayloadAddress) -> NDArray[np.generic]:
         """The payload, read-only. Raises `PayloadLost` for one of another generation, `CorruptData` for none at all."""
         num_bytes = checked_bytes(ref)
-        start = place.offset + ALIGNMENT_BYTES
-        if place.offset < ALIGNMENT_BYTES or place.offset % ALIGNMENT_BYTES or start + num_bytes > self.size:
+        start = address.offset + ALIGNMENT_BYTES
+        if address.offset < ALIGNMENT_BYTES or address.offset % ALIGNMENT_BYTES or start + num_bytes > self.size:
             raise CorruptData(f"{ref.uri} lies outside of its file of {self.size:,} bytes")
-        generation, size, kind = _ENTRY.unpack_from(self._mapping, place.offset)
-        if self.generation != place.generation:
+        generation, size, kind = _ENTRY.unpack_from(self._mapping, address.offset)
+        if self.generation != address.generation:
             raise PayloadLost(f"{ref.uri} was released: its file was written anew")
-        if (generation, size, kind) != (place.generation, num_bytes, kind_of(ref.dtype, ref.shape)):
+        if (generation, size, kind) != (address.generation, num_bytes, kind_of(ref.dtype, ref.shape)):
             raise CorruptData(f"{ref.uri} is not {ref.dtype}{list(ref.shape)}, or nothing begins there")
         count = num_bytes // np.dtype(ref.dtype).itemsize
         return np.frombuffer(self._mapping, ref.dtype, count, start).reshape(ref.shape)
@@ -225,20 +225,3 @@ def write_tally(path: Path, generation: int, released: int) -> None:
 
 def _checksum(generation: int, released: int) -> int:
     return xxhash.xxh3_64_intdigest(generation.to_bytes(8, "little") + released.to_bytes(8, "little"))
-
-
-def _reserve(file: int, path: Path, size: int) -> None:
-    """Have the room before writing: a write into a full tmpfs through a mapping would be a signal, not an error."""
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, size)
-        else:
-            os.ftruncate(file, size)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
-            raise
-        stat = os.statvfs(path.parent)
-        raise TransportError(
-            f"{path.parent} has no room for {size:,} bytes of payloads ({stat.f_bavail * stat.f_frsize:,} are free); "
-            "enlarge it (docker: --shm-size), or set transport.payload_folder"
-        ) from error

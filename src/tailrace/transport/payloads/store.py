@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tailrace.errors import CorruptData, PayloadLost, TransportError
 from tailrace.records import PayloadRef
@@ -54,7 +55,7 @@ class PayloadStore(Protocol):
         ...
 
     def withdraw(self, ref: PayloadRef) -> None:
-        """Take back what was put here and what nobody else was told of."""
+        """Take back what was put here and no reference was sent of."""
         ...
 
     def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
@@ -73,20 +74,20 @@ class PayloadStore(Protocol):
         ...
 
 
-class Refusals:
-    """Payloads that found no room. That costs no completion: it goes on without them, and a warning says so."""
+class ThrottledWarning:
+    """Counts payloads that found no room, and logs the 1st, 2nd, 4th, 8th ... The completion goes on without them."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def tell(self, error: TransportError) -> None:
-        """One more; the 1st, 2nd, 4th, 8th ... is logged."""
+    def warn(self, error: TransportError) -> None:
+        """One more was not kept."""
         self._count += 1
         if self._count & (self._count - 1) == 0:
             _logger.warning("%d payloads were not kept: %s", self._count, error)
 
 
-class MemoryPayloadStore:
+class MemoryPayloadStore(PayloadStore):
     """A store within one process. It keeps the very array that was put, which nobody may write to any more.
 
     >>> store = MemoryPayloadStore()
@@ -105,8 +106,8 @@ class MemoryPayloadStore:
         self._written_bytes = 0
         self._lock = threading.Lock()
 
+    @override
     def put(self, array: NDArray[np.generic]) -> PayloadRef:
-        """See `PayloadStore.put`."""
         kept = array.view()
         kept.flags.writeable = False
         with self._lock:
@@ -115,8 +116,8 @@ class MemoryPayloadStore:
             self._written_bytes += kept.nbytes
         return PayloadRef(uri, str(kept.dtype), kept.shape)
 
+    @override
     def open(self, ref: PayloadRef) -> NDArray[np.generic]:
-        """See `PayloadStore.open`."""
         with self._lock:
             array = self._arrays.get(ref.uri)
         if array is None:
@@ -130,26 +131,27 @@ class MemoryPayloadStore:
         with self._lock:
             return ref.uri in self._arrays
 
+    @override
     def release(self, refs: Iterable[PayloadRef]) -> None:
-        """See `PayloadStore.release`."""
         with self._lock:
             for ref in refs:
                 self._arrays.pop(ref.uri, None)
 
+    @override
     def withdraw(self, ref: PayloadRef) -> None:
-        """See `PayloadStore.withdraw`."""
         self.release([ref])
 
+    @override
     def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
-        """See `PayloadStore.abandon`: a process that is gone has taken its memory along."""
+        """A process that is gone has taken its memory along."""
 
+    @override
     def statistics(self) -> PayloadStoreStatistics:
-        """See `PayloadStore.statistics`."""
         with self._lock:
             held = sum(array.nbytes for array in self._arrays.values())
             return PayloadStoreStatistics(written_bytes=self._written_bytes, capacity_bytes=held)
 
+    @override
     def close(self) -> None:
-        """See `PayloadStore.close`."""
         with self._lock:
             self._arrays.clear()

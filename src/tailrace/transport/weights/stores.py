@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from tailrace.errors import CorruptData, TransportError
 from tailrace.records import ModelStateDictRef
 from tailrace.transport.segments import Segment, SegmentFile, TensorBuffers, map_segment, read_segment
@@ -64,15 +66,15 @@ class ModelStateDictStore(Protocol):
         ...
 
 
-class MemoryModelStateDictStore:
+class MemoryModelStateDictStore(ModelStateDictStore):
     """A store within one process, which keeps a copy of the newest state dict. Safe across threads."""
 
     def __init__(self) -> None:
         self._newest: ModelStateDict | None = None
         self._lock = threading.Lock()
 
+    @override
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> ModelStateDictRef:
-        """See `ModelStateDictStore.publish`."""
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         with self._lock:
             self._newest = ModelStateDict(copies, version)
@@ -80,21 +82,21 @@ class MemoryModelStateDictStore:
         return ModelStateDictRef(version=version, uri="memory:newest", num_bytes=num_bytes)
 
     @contextmanager
+    @override
     def open(self, ref: ModelStateDictRef) -> Iterator[ModelStateDict]:
-        """See `ModelStateDictStore.open`."""
         with self._lock:
             newest = self._newest
         if newest is None or newest.version < ref.version:
             raise TransportError(f"no model state dict of version {ref.version} in this store ({ref.uri})")
         yield newest
 
+    @override
     def close(self) -> None:
-        """See `ModelStateDictStore.close`."""
         with self._lock:
             self._newest = None
 
 
-class SharedMemoryModelStateDictStore:
+class SharedMemoryModelStateDictStore(ModelStateDictStore):
     """A store across processes of one host: each state dict is one file of `folder`, and files are recycled.
 
     A reader holds a shared lock on the file it has open, so a file is overwritten only when nobody reads it, and the
@@ -107,8 +109,9 @@ class SharedMemoryModelStateDictStore:
         self._slots: list[SegmentFile] = []  # the newest content last
         self._sequences = itertools.count(1)
 
+    @override
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> ModelStateDictRef:
-        """See `ModelStateDictStore.publish`. Waits for no reader."""
+        """Waits for no reader."""
         buffers = {name: _buffers(name, tensor) for name, tensor in tensors.items()}
         slot = self._take_free_slot()
         try:
@@ -124,8 +127,9 @@ class SharedMemoryModelStateDictStore:
         return ModelStateDictRef(version=version, uri=slot.path.name, num_bytes=num_bytes)
 
     @contextmanager
+    @override
     def open(self, ref: ModelStateDictRef) -> Iterator[ModelStateDict]:
-        """See `ModelStateDictStore.open`. Waits while the very file is being written (milliseconds)."""
+        """Waits while the very file is being written (milliseconds)."""
         with self._reading(ref, private=True) as (path, segment):
             yield ModelStateDict(
                 {name: _tensor(path, segment, name) for name in segment.tensors}, _version(path, segment, ref)
@@ -142,8 +146,9 @@ class SharedMemoryModelStateDictStore:
             with memoryview(segment.mapping) as content:
                 yield ModelStateDictRef(version=version, uri=ref.uri, num_bytes=len(content)), content
 
+    @override
     def close(self) -> None:
-        """See `ModelStateDictStore.close`. Weights that a reader has open stay readable to it."""
+        """Weights that a reader has open stay readable to it."""
         for slot in self._slots:
             slot.close()
             slot.path.unlink(missing_ok=True)

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from tailrace.errors import GenerationError, RequestRefused, SettingsError
 from tailrace.generation.decisions import KvCache
 from tailrace.generation.engines.native import find_kernels
-from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
 from tailrace.generation.engines.torch.attention import Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
@@ -33,7 +32,7 @@ from tailrace.generation.engines.torch.slots import (
     place,
     prefill_shares,
 )
-from tailrace.generation.engines.torch.weights import install_model_state_dict
+from tailrace.generation.engines.torch.weights import PreparedModelStateDict
 from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import load_causal_lm
@@ -175,14 +174,12 @@ class TorchEngine:
         return chunks
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Engine.prepare`: read ahead, so that the copy meets no page that is not there."""
-        prefetch_tensors(tensors)
-        return tensors
+        """See `Engine.prepare`: packs, and reads ahead what is only copied."""
+        return self._model.prepare(tensors)
 
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights; running requests and cached sessions go on over their old cache."""
-        install_model_state_dict(self._model.model, tensors)
-        self._model.weights_changed()
+        self._model.install(tensors if isinstance(tensors, PreparedModelStateDict) else self._model.prepare(tensors))
         self._reuse = replace(self._reuse, version=version)
 
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tailrace.generation.engines.native import Kernels, find_kernels
 from tailrace.generation.engines.native.layers import LayerParts, known_layers
 from tailrace.generation.engines.torch.attention import SlotStep, prefill
-from tailrace.generation.engines.torch.packed_linear import JoinedLinear, Product
+from tailrace.generation.engines.torch.packed_linear import JoinedLinear
 
 
 class FusedLayers:
@@ -40,21 +40,9 @@ class FusedLayers:
         return len(self._layers)
 
     @property
-    def linears(self) -> set[nn.Linear]:
-        """Layers whose products the fused ones take over."""
-        parts = [layer.parts for layer in self._layers]
-        return {linear for part in parts for linear in (*part.projections, part.output, *part.gate_up, part.down)}
-
-    @property
-    def products(self) -> list[Product]:
-        """Of all layers, those that are packed."""
-        return [made for layer in self._layers for joined in layer.joined for made in joined.products]
-
-    def repack(self) -> None:
-        """Lay out the present weights."""
-        for layer in self._layers:
-            for joined in layer.joined:
-                joined.repack()
+    def joined(self) -> list[JoinedLinear]:
+        """The products of all layers."""
+        return [joined for layer in self._layers for joined in layer.joined]
 
     def restore(self) -> None:
         """Give the layers their own forward back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
 from tailrace.generation.engines.torch.fused_layer import FusedLayers
 from tailrace.generation.engines.torch.lanes import Lane
 from tailrace.generation.engines.torch.packed_linear import PackedLinears, write_programs
+from tailrace.generation.engines.torch.weights import ModelWeights, PreparedModelStateDict
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 16
@@ -45,19 +47,23 @@ class SlotModel:
         self._require_supported()
         self.layers = self._replace_attention()
         self._fused = self._fuse_layers() if native_kernels else None
-        self._linears = PackedLinears(model, leave=self._fused.linears if self._fused else ())
-        write_programs([*self._linears.products, *(self._fused.products if self._fused else ())])
+        fused = self._fused.joined if self._fused else []
+        self._linears = PackedLinears(model, leave={module for joined in fused for module in joined.modules})
+        write_programs([*fused, *self._linears.joined])
+        self._weights = ModelWeights(model, [*fused, *self._linears.joined])
 
     @property
     def reads_exactly(self) -> bool:
         """Whether a running row's attention reads its own context alone, so that neighbours' lengths don't matter."""
         return self._fused is not None
 
-    def weights_changed(self) -> None:
-        """To be called when the model's weights were written."""
-        self._linears.repack()
-        if self._fused:
-            self._fused.repack()
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedModelStateDict:
+        """Check and pack `tensors`, in any thread. Raises `ModelError` for what cannot be this model's."""
+        return self._weights.prepare(tensors)
+
+    def install(self, prepared: PreparedModelStateDict) -> None:
+        """Compute with these weights from now on; `prepared` keeps what the old ones lay in."""
+        self._weights.install(prepared)
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, keep: int) -> torch.Tensor:
         """Logits of the last `keep` of the packed tokens `[num_tokens]`: `[keep, vocabulary]`."""

@@ -6,7 +6,8 @@ than over plain weights. The price is a second copy of the matrices. Only on a C
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,109 +19,87 @@ _PROBE_ROWS = 32
 _USUAL_ROWS = 64
 
 
-class Product(NamedTuple):
-    """What one kind of program computes."""
+class Packed(NamedTuple):
+    """Weights in the layout that a product wants."""
 
     matrix: Tensor
     """[outputs, inputs]"""
     bias: Tensor | None
+    """[outputs]"""
 
     @property
     def kind(self) -> tuple[torch.Size, torch.dtype, bool]:
-        """Products of a model that have it in common share their programs."""
+        """Products that have it in common share their programs."""
         return self.matrix.shape, self.matrix.dtype, self.bias is None
 
 
 @torch.inference_mode()
-def write_programs(products: Iterable[Product]) -> None:
+def write_programs(linears: Iterable[JoinedLinear]) -> None:
     """Have oneDNN write its programs for the numbers of rows that any engine meets, before there is work."""
-    for matrix, bias in {made.kind: made for made in products}.values():
+    for matrix, bias in {packed.kind: packed for linear in linears if (packed := linear.packed)}.values():
         for count in sorted({filled_rows(count) for count in range(1, _USUAL_ROWS + 1)}):
             product(torch.zeros(count, matrix.shape[1], dtype=matrix.dtype), matrix, bias)
-
-
-class PackedLinears:
-    """The packed copies of a model's linear layers, whose `forward` they replace.
-
-    `repack` brings them up to date with the plain weights; without it they are those of the time of construction.
-    """
-
-    def __init__(self, model: nn.Module, *, leave: Collection[nn.Linear] = ()) -> None:
-        self._rounded = _Rounded()
-        linears = [module for module in model.modules() if type(module) is nn.Linear and module not in leave]
-        self._packed = [_Packed(module, self._rounded) for module in linears if _qualifies(module)]
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    @property
-    def products(self) -> Sequence[Product]:
-        """Of all layers."""
-        return [packed.product for packed in self._packed]
-
-    def repack(self) -> None:
-        """Lay out the present weights."""
-        for packed in self._packed:
-            packed.repack()
-
-    def forget_inputs(self) -> None:
-        """Let go of what the last forward pass left behind."""
-        self._rounded.clear()
 
 
 class JoinedLinear:
     """Linear layers that share their input, as one product: [rows, sum of outputs]. Packed where that gains."""
 
     def __init__(self, modules: Sequence[nn.Linear]) -> None:
-        self._modules = modules
+        self.modules = modules
         self._packs = gains_packed(modules[0].weight.dtype)
-        self.repack()
+        self._dtype = modules[0].weight.dtype
+        self._now = self.pack(lambda parameter: parameter)
 
     @torch.inference_mode()
-    def repack(self) -> None:
-        """Lay out the present weights."""
-        weight = torch.cat([module.weight for module in self._modules])
-        self._weight = _pack(weight) if self._packs else weight
-        self._bias = None
-        if any(module.bias is not None for module in self._modules):
-            self._bias = torch.cat([_bias_of(module) for module in self._modules]).to(weight.dtype)
+    def pack(self, new: Callable[[Tensor], Tensor]) -> Packed:
+        """Lay out the `new` values of the layers' parameters. In any thread; `exchange` takes the result."""
+        weights = [new(module.weight).detach().to(self._dtype) for module in self.modules]
+        matrix, bias = weights[0] if len(weights) == 1 and self._packs else torch.cat(weights), None
+        if any(module.bias is not None for module in self.modules):
+            bias = torch.cat([self._bias_of(module, new) for module in self.modules])
+        return Packed(_pack(matrix) if self._packs else matrix, bias)
+
+    def exchange(self, packed: Packed) -> Packed:
+        """Compute with these weights from now on; returns those of before."""
+        before, self._now = self._now, packed
+        return before
 
     @property
-    def products(self) -> Sequence[Product]:
-        """Its own, where it is packed."""
-        return [Product(self._weight, self._bias)] if self._packs else []
+    def packed(self) -> Packed | None:
+        """What oneDNN computes with; None where it does not."""
+        return self._now if self._packs else None
 
     def __call__(self, rows: Tensor) -> Tensor:
         """`rows` [rows, inputs] are of the weights' dtype."""
         if self._packs:
-            return product(rows, self._weight, self._bias)
-        return nn.functional.linear(rows, self._weight, self._bias)
+            return product(rows, *self._now)
+        return nn.functional.linear(rows, *self._now)
+
+    def _bias_of(self, module: nn.Linear, new: Callable[[Tensor], Tensor]) -> Tensor:
+        bias: Tensor | None = module.bias
+        if bias is None:
+            return torch.zeros(module.out_features, dtype=self._dtype)
+        return new(bias).detach().to(self._dtype)
 
 
-def _bias_of(module: nn.Linear) -> Tensor:
-    bias: Tensor | None = module.bias
-    return module.weight.new_zeros(module.out_features) if bias is None else bias
+class PackedLinears:
+    """The packed copies of a model's linear layers, whose `forward` they replace."""
 
+    def __init__(self, model: nn.Module, *, leave: Collection[nn.Linear] = ()) -> None:
+        self._rounded = _Rounded()
+        linears = [module for module in model.modules() if type(module) is nn.Linear and module not in leave]
+        self.joined = [JoinedLinear([module]) for module in linears if _qualifies(module)]
+        for joined in self.joined:
+            (module,) = joined.modules
+            module.forward = partial(self._forward, joined, module.weight.dtype)  # type: ignore[method-assign]
 
-class _Packed:
-    """One layer. It keeps its shape of input, in its weight's dtype."""
+    def forget_inputs(self) -> None:
+        """Let go of what the last forward pass left behind."""
+        self._rounded.clear()
 
-    def __init__(self, module: nn.Linear, rounded: _Rounded) -> None:
-        self._module, self._rounded = module, rounded
-        self._weight = torch.empty(0)
-        self.repack()
-        module.forward = self.forward  # type: ignore[method-assign, assignment]
-
-    def repack(self) -> None:
-        self._weight = _pack(self._module.weight)
-
-    @property
-    def product(self) -> Product:
-        return Product(self._weight, self._module.bias)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        rows = self._rounded.to(inputs, self._module.weight.dtype)
-        return product(rows, self._weight, self._module.bias)
+    def _forward(self, joined: JoinedLinear, dtype: torch.dtype, inputs: Tensor) -> Tensor:
+        rows = self._rounded.to(inputs, dtype).flatten(0, -2)
+        return joined(rows).view(*inputs.shape[:-1], -1)
 
 
 class _Rounded:
@@ -148,8 +127,10 @@ def _qualifies(module: nn.Linear) -> bool:
     with torch.inference_mode():
         weight = module.weight
         probe = torch.randn(_PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-        expected = nn.functional.linear(probe, weight, module.bias).float()
-        found = product(probe, _pack(weight), module.bias).float()
+        own_bias: Tensor | None = module.bias
+        bias = None if own_bias is None else own_bias.to(weight.dtype)
+        expected = nn.functional.linear(probe, weight, bias).float()
+        found = product(probe, _pack(weight), bias).float()
         tolerance = (1e-5 if weight.dtype is torch.float32 else 2e-2) * float(expected.abs().max())
         return bool(torch.allclose(found, expected, rtol=0, atol=tolerance))
 

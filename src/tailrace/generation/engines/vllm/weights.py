@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tailrace.errors import EngineFailed, ModelError
+from tailrace.errors import EngineFailed
 from tailrace.generation.engines.prefetch import prefetch_tensors
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
+from tailrace.models.state_dicts import StateDictLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,13 +27,10 @@ class WeightInstaller:
 
     def __init__(self, core: InprocClient, config: PretrainedConfig, *, in_process: bool) -> None:
         self._core = core
-        self._config = config
         self._in_process = in_process
         """Whether the only worker lives in this process, and can be handed tensors."""
-        self._shapes: dict[str, torch.Size] = {}
-        self._alias: dict[str, str] = {}
+        self._layout = _layout(config)
         self._packer = weight_packer(core) if in_process else None
-        self._describe()
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Do what needs no stop of the engine, in any thread, one at a time; what `install` is to be given.
@@ -42,7 +40,7 @@ class WeightInstaller:
         if self._packer is None:
             prefetch_tensors(tensors)
             return tensors
-        return self._packer.pack(self._checked(tensors))
+        return self._packer.pack(self._layout.checked(tensors))
 
     def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy `tensors` into vLLM's own. Raises `ModelError` for what cannot be this model's; then nothing changed.
@@ -52,7 +50,7 @@ class WeightInstaller:
         """
         if self._packer is not None and not isinstance(tensors, PackedModelStateDict):
             tensors = self.prepare(tensors)
-        named = tensors if isinstance(tensors, PackedModelStateDict) else self._checked(tensors)
+        named = tensors if isinstance(tensors, PackedModelStateDict) else self._layout.checked(tensors)
         try:
             if self._packer is not None and isinstance(named, PackedModelStateDict):
                 self._packer.exchange(named)
@@ -64,35 +62,6 @@ class WeightInstaller:
         except Exception as error:
             raise EngineFailed(f"vLLM failed while it took over a model state dict: {error}") from error
 
-    def _checked(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One tensor per weight, under the name that the model's own files have."""
-        unknown = sorted(set(tensors) - set(self._shapes))
-        if unknown:
-            raise ModelError(f"the model state dict names weights that the model lacks: {_some(unknown)}")
-        for name, tensor in tensors.items():
-            if tensor.shape != self._shapes[name]:
-                raise ModelError(
-                    f"weight {name} has shape {list(tensor.shape)} in the model state dict and "
-                    f"{list(self._shapes[name])} in the model"
-                )
-        named = {self._alias[name]: tensor for name, tensor in tensors.items()}
-        missing = sorted(set(self._alias.values()) - set(named))
-        if missing:
-            raise ModelError(f"the model state dict lacks weights of the model: {_some(missing)}")
-        return named
-
-    def _describe(self) -> None:
-        """Names, shapes and ties, as transformers lays the model out, without memory for a single weight."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self._config)
-        model.tie_weights()
-        first: dict[int, str] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            self._shapes[name] = tensor.shape
-            self._alias[name] = first.setdefault(id(tensor), name)
-
     def _reload_from_file(self, named: Mapping[str, torch.Tensor]) -> None:
         """Workers are other processes: they read the weights from shared memory, each its own part."""
         from safetensors.torch import save_file
@@ -102,6 +71,16 @@ class WeightInstaller:
             contiguous = {name: tensor.contiguous() for name, tensor in named.items()}
             save_file(contiguous, Path(folder) / "model.safetensors", metadata={"format": "pt"})
             self._core.collective_rpc(_reload, kwargs={"weights_path": folder})
+
+
+def _layout(config: PretrainedConfig) -> StateDictLayout:
+    """As transformers lays the model out, without memory for a single weight."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return StateDictLayout(model)
 
 
 def _forget_derived(worker: Worker) -> None:
@@ -128,7 +107,3 @@ def _reload(worker: Worker, **source: object) -> None:
     for module in modules:
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")

@@ -8,7 +8,6 @@ of a group; after RULER (OpenPipe's ART, https://art.openpipe.ai/fundamentals/ru
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
@@ -87,10 +86,8 @@ def read_scores(answer: str, ids: Sequence[str]) -> dict[str, float]:
 
 def valid_score(value: object, candidate: str) -> float:
     """The score as a number. Raises `JudgeFailed` unless it is one in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise JudgeFailed(f"its score of {candidate} is {value!r:.100}; it must be a number from 0 to 1")
-    if not 0 <= value <= 1:
-        raise JudgeFailed(f"its score of {candidate} is {value}; it must be from 0 to 1")
     return float(value)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from tailrace.environments import JudgeFormat, JudgeSettings
+from tailrace.environments import AgentResult, JudgeFormat, JudgeSettings
 from tailrace.environments.judge import RUBRIC
 from tailrace.errors import ChatFailed, JudgeFailed
-from tailrace.records import Group, Message, Reward, Rollout
+from tailrace.records import Group, Message, Rollout
 from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 from tailrace.rollouts.scoring.judge.ranking import ScoresById, valid_score
 
@@ -54,17 +54,15 @@ class RelativeJudge:
         self._settings = settings or JudgeSettings()
         self._form = form or ScoresById()
 
-    async def __call__(self, group: Group) -> Group:
-        """Score a group. Raises `JudgeFailed` when no call brought valid scores."""
+    async def __call__(self, group: Group) -> list[AgentResult]:
+        """One result per rollout. Raises `JudgeFailed` when no call brought valid scores."""
         spent = JudgeUsage()
         try:
             scores = await self._ask(group, spent)
         finally:
             self.usage.add(spent)
             group.metrics.update(spent.metrics())
-        for rollout, score in zip(group.rollouts, scores, strict=True):
-            rollout.reward = self._reward(rollout, score)
-        return group
+        return [self._result(rollout, score) for rollout, score in zip(group.rollouts, scores, strict=True)]
 
     async def close(self) -> None:
         """Let the chat's connections go."""
@@ -111,12 +109,8 @@ class RelativeJudge:
             raise JudgeFailed(f"{len(scores)} scores for {len(group.rollouts)} rollouts")
         return [valid_score(score, r.rollout_id) for score, r in zip(scores, group.rollouts, strict=True)]
 
-    def _reward(self, rollout: Rollout, score: float) -> Reward:
-        own, value = rollout.reward, self._settings.weight * score
+    def _result(self, rollout: Rollout, score: float) -> AgentResult:
+        own, reward = rollout.reward, self._settings.weight * score
         if own is None:
-            return Reward(value, components={"judge": score})
-        return replace(
-            own,
-            value=value + self._settings.own_weight * own.value,
-            components={**own.components, "judge": score, "own": own.value},
-        )
+            return AgentResult(reward, {"judge": score})
+        return AgentResult(reward + self._settings.own_weight * own.value, {"judge": score, "own": own.value})

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, SettingsError, TransportError
-from tailrace.rollouts.blame import leaves_of
+from tailrace.rollouts.attribution import leaves_of
 
 OnError: TypeAlias = Literal["raise", "drop", "keep_unscored"]
 

@@ -2,7 +2,7 @@
 
     tasks ──► group_size × play(rollout) ──► reward(rollout) ──► score_group(group) ──► stream_groups, gather_groups
 
-What runs here and how it fails is in `groups`; a training run goes the same way.
+Scoring and failures are `scoring.Scorer`, as in a training run.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from tailrace.environments import ScoreGroup
+from tailrace.environments import AgentResult, ScoreGroup
+from tailrace.environments.results import as_agent_result
 from tailrace.errors import ErrorBudgetSpent
 from tailrace.records import Group, GroupId, Json, Reward, Rollout, RolloutId, SamplingParams, Task, TaskId
-from tailrace.rollouts.blame import leaves_of
-from tailrace.rollouts.budgets import RAISE, ErrorBudget, ErrorTally
-from tailrace.rollouts.group_progress import GroupBars, GroupCounts
-from tailrace.rollouts.groups import GroupScorer
-from tailrace.rollouts.scoring.rewards import require_reward
+from tailrace.rollouts.attribution import leaves_of
+from tailrace.rollouts.error_budget import RAISE, ErrorBudget, ErrorTally
+from tailrace.rollouts.gathering.progress import GroupBars, GroupCounts
+from tailrace.rollouts.scoring import Scorer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Play: TypeAlias = Callable[[Rollout], Awaitable[float | Reward | None]]
+Play: TypeAlias = Callable[[Rollout], Awaitable[AgentResult | Reward | float | None]]
 """One attempt at `rollout.task`: fills the rollout, and returns its reward, or None where something else scores it."""
-RolloutReward: TypeAlias = Callable[[Rollout], Awaitable[float | Reward]]
+RolloutReward: TypeAlias = Callable[[Rollout], Awaitable[AgentResult | Reward | float]]
 """Scores one rollout that has ended, in place of what `play` returned."""
 
 _SAMPLING = SamplingParams()
@@ -122,7 +122,7 @@ async def stream_groups(
         group_size=group_size,
         concurrency=rollout_concurrency,
         attempts=ErrorTally(rollout_errors, "rollouts", "rollout_errors"),
-        scorer=GroupScorer(concurrency=score_concurrency, errors=score_errors),
+        scorer=Scorer(concurrency=score_concurrency, errors=score_errors),
         counts=counts,
     )
     total = len(tasks) if isinstance(tasks, Sized) else None
@@ -149,7 +149,7 @@ class _Gathering:
     group_size: int
     concurrency: int | None
     attempts: ErrorTally
-    scorer: GroupScorer
+    scorer: Scorer
     counts: GroupCounts
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class _Gathering:
                 return
             group = Group(group_id, task, members, index=index)
             try:
-                scored = await self.scorer.score(group, self.score_group)
+                scored = await self.scorer.score_group(group, [] if self.score_group is None else [self.score_group])
             except Exception as error:
                 if not self.scorer.has_counted(error):
                     raise
@@ -236,17 +236,14 @@ class _Gathering:
             counts.rollouts_s += rollout.ended_s - rollout.started_s
             return await self._rewarded(rollout, returned)
 
-    async def _rewarded(self, rollout: Rollout, returned: float | Reward | None) -> Rollout | None:
+    async def _rewarded(self, rollout: Rollout, returned: AgentResult | Reward | float | None) -> Rollout | None:
         if self.reward is None and returned is None:
             return rollout
-        what = f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id}"
-
-        async def score() -> Reward:
-            value = returned if self.reward is None else await self.reward(rollout)
-            return require_reward(value, what)
-
         try:
-            await self.scorer.reward(rollout, score)
+            if self.reward is None:
+                await self.scorer.score_rollout(rollout, as_agent_result(returned))
+            else:
+                await self.scorer.score_rollout(rollout, AgentResult(), self._call_reward)
         except Exception as error:
             if not self.scorer.has_counted(error):
                 raise
@@ -254,6 +251,10 @@ class _Gathering:
             return None
         self.counts.rewards_failed += rollout.reward is None
         return rollout
+
+    async def _call_reward(self, rollout: Rollout, reported: AgentResult) -> AgentResult:
+        assert self.reward is not None
+        return as_agent_result(await self.reward(rollout))
 
 
 def _as_task(task: Task | Mapping[str, Json], index: int) -> Task:

@@ -6,7 +6,7 @@ import pytest
 
 from tailrace.errors import RolloutTimeout
 from tailrace.records import Task, TaskId
-from tailrace.rollouts.blame import within
+from tailrace.rollouts.deadline import rollout_deadline
 
 TASK = Task(TaskId("sums/train/7"), "sums", 7, {})
 PAST, FAR_S = 0.0, 3600.0
@@ -18,7 +18,7 @@ async def wait_for_ever() -> None:
 
 async def test_a_deadline_names_the_task_and_the_line_that_waited() -> None:
     told = r"sums/train/7: not finished after 5 s .*waiting in wait_for_ever"
-    with pytest.raises(RolloutTimeout, match=told), within(5.0, TASK, ends_s=PAST):
+    with pytest.raises(RolloutTimeout, match=told), rollout_deadline(5.0, TASK, ends_s=PAST):
         await wait_for_ever()
     runner = asyncio.current_task()
     assert runner is not None
@@ -27,15 +27,15 @@ async def test_a_deadline_names_the_task_and_the_line_that_waited() -> None:
 
 
 async def test_what_ends_in_time_is_left_alone() -> None:
-    with within(FAR_S, TASK):
+    with rollout_deadline(FAR_S, TASK):
         await asyncio.sleep(0)
-    with pytest.raises(TimeoutError, match="their socket"), within(FAR_S, TASK):
+    with pytest.raises(TimeoutError, match="their socket"), rollout_deadline(FAR_S, TASK):
         raise TimeoutError("their socket")
 
 
 async def test_a_cancellation_by_somebody_else_is_not_taken_for_the_deadline() -> None:
     async def attempt() -> None:
-        with within(5.0, TASK, ends_s=PAST):
+        with rollout_deadline(5.0, TASK, ends_s=PAST):
             try:
                 await wait_for_ever()
             except asyncio.CancelledError:
@@ -48,6 +48,6 @@ async def test_a_cancellation_by_somebody_else_is_not_taken_for_the_deadline() -
 
 
 async def test_of_two_deadlines_the_outer_one_is_told_where_it_passes_first() -> None:
-    outer = within(2.0, TASK, ends_s=PAST)
-    with pytest.raises(RolloutTimeout, match="after 2 s"), outer, within(FAR_S, TASK):
+    outer = rollout_deadline(2.0, TASK, ends_s=PAST)
+    with pytest.raises(RolloutTimeout, match="after 2 s"), outer, rollout_deadline(FAR_S, TASK):
         await wait_for_ever()

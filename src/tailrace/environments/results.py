@@ -1,0 +1,72 @@
+"""What a rollout earned, as agents, reward functions and judges report it.
+
+The forms that users' code may return become an `AgentResult` in `as_agent_result`, and `finite_number` is the one check
+of a number. An exception never becomes a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import cast
+
+from tailrace.errors import InvalidReward
+from tailrace.records import Json, Reward
+
+
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """What an agent reports of its rollout. A number is short for one with nothing but a reward."""
+
+    reward: float | None = None
+    """None where something else scores the rollout: a reward function, `score_group` or a judge."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Become the components of the rollout's reward, or metrics of the rollout while it has none."""
+    info: dict[str, Json] = field(default_factory=dict)
+    """Anything JSON-friendly to save beside the rollout."""
+
+    def over(self, earlier: AgentResult) -> AgentResult:
+        """This result, with the metrics and info of an earlier one where it has none of that name.
+
+        >>> AgentResult(1.0, {"judge": 1.0}).over(AgentResult(0.2, {"turns": 3.0}))
+        AgentResult(reward=1.0, metrics={'turns': 3.0, 'judge': 1.0}, info={})
+        """
+        return AgentResult(self.reward, {**earlier.metrics, **self.metrics}, {**earlier.info, **self.info})
+
+    def with_info_keys(self, keys: Sequence[str] | None) -> AgentResult:
+        """This result with only these keys of its info; None keeps all."""
+        if keys is None:
+            return self
+        return replace(self, info={key: self.info[key] for key in keys if key in self.info})
+
+
+def as_agent_result(returned: object) -> AgentResult:
+    """Whatever an agent, reward function or `play` returned. Its numbers are checked where the reward is set.
+
+    >>> as_agent_result(0.5), as_agent_result(None).reward, as_agent_result(Reward(1.0)).reward
+    (AgentResult(reward=0.5, metrics={}, info={}), None, 1.0)
+    """
+    if isinstance(returned, AgentResult):
+        return returned
+    if isinstance(returned, Reward):
+        return AgentResult(returned.value, returned.components, returned.columns)
+    return AgentResult(cast(float | None, returned))
+
+
+def finite_number(value: object, what: str) -> float:
+    """`value` as a float. Raises `InvalidReward` unless it is a finite number (a bool counts as 0 or 1).
+
+    >>> finite_number(True, "the reward")
+    1.0
+    """
+    if type(value) is float and math.isfinite(value):  # nearly always
+        return value
+    number = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+    if not isinstance(number, Real):
+        raise InvalidReward(f"{what} is {value!r:.200} ({type(value).__name__}); it must be a number")
+    result = float(number)
+    if not math.isfinite(result):
+        raise InvalidReward(f"{what} is {result}; it must be finite")
+    return result

@@ -1,0 +1,72 @@
+"""Whose failure an error is: every error of users' code names its task."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NoReturn
+
+from tailrace.errors import (
+    EngineFailed,
+    EnvironmentFailed,
+    ErrorBudgetSpent,
+    RequestRefused,
+    RolloutError,
+    SettingsError,
+    TransportError,
+)
+from tailrace.records import Task
+
+_OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefused)
+"""Errors that already say what was lost; the first of them tell of more than one rollout."""
+
+
+class attribute_errors:
+    """Turn what users' code raises into `failure` naming the task; let our own errors pass."""
+
+    __slots__ = ("_failure", "_task")
+
+    def __init__(self, task: Task, failure: type[RolloutError] = EnvironmentFailed) -> None:
+        self._task, self._failure = task, failure
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(error, RolloutError):
+            if self._task.task_id in str(error):
+                return
+            named = type(error)(f"task {self._task.task_id}: {error}")
+            named.reason = error.reason
+            raise named from error
+        if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
+            self._attribute(error)
+
+    def _attribute(self, error: Exception) -> NoReturn:
+        if isinstance(error, ExceptionGroup) and (ours := _first_of_ours(error)) is not None:
+            raise ours from error
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+            cause = cause.exceptions[0]
+        where = "".join(traceback.format_exception(error)).rstrip()
+        raise self._failure(f"task {self._task.task_id}: {type(cause).__name__}: {cause}\n{where}") from error
+
+
+def _first_of_ours(group: ExceptionGroup[Exception]) -> Exception | None:
+    """The gravest of our own errors among those that an agent's parallel turns raised."""
+    raised = list(leaves_of(group))
+    return next((error for kind in _OURS for error in raised if isinstance(error, kind)), None)
+
+
+def leaves_of(error: Exception) -> Iterator[Exception]:
+    """The errors in nested groups of errors, in order."""
+    if isinstance(error, ExceptionGroup):
+        for part in error.exceptions:
+            yield from leaves_of(part)
+    else:
+        yield error

@@ -1,0 +1,46 @@
+"""An environment as rollouts are run in it: its spec, with the settings that concern it resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tailrace.environments import EnvironmentSettings, EnvironmentSpec
+from tailrace.records import SamplingParams
+from tailrace.rollouts.settings import RolloutSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEnvironment:
+    """An environment's spec, and how its rollouts are run."""
+
+    spec: EnvironmentSpec
+    settings: EnvironmentSettings | None
+    """What it was loaded from, and can be loaded from again in a worker process; None: it came as a spec."""
+    group_size: int
+    weight: float
+    """Share among the tasks that are trained on, relative."""
+    sampling: SamplingParams
+    """Of training rollouts."""
+    max_turns: int
+    timeout_s: float
+    """For one rollout, its reward included."""
+    score_timeout_s: float
+    """For the score of one group, from when it has its turn."""
+
+    @classmethod
+    def of(
+        cls, spec: EnvironmentSpec, rollouts: RolloutSettings, settings: EnvironmentSettings | None = None
+    ) -> LoadedEnvironment:
+        """The environment's own settings where they say something, else those of the section `rollouts`."""
+        own = settings or EnvironmentSettings(name=spec.name)
+        timeout_s = own.timeout_s or rollouts.timeout_s
+        return cls(
+            spec=spec,
+            settings=settings,
+            group_size=own.group_size or rollouts.group_size,
+            weight=own.weight,
+            sampling=rollouts.training_sampling(temperature=own.temperature, max_tokens=own.max_tokens),
+            max_turns=own.max_turns or rollouts.max_turns,
+            timeout_s=timeout_s,
+            score_timeout_s=rollouts.reward_timeout_s or timeout_s,
+        )

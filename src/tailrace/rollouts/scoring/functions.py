@@ -1,0 +1,86 @@
+"""Results by an environment's reward functions: of one function, or the weighted sum of several in TRL's form.
+
+Coroutines run on the event loop. Synchronous functions run in worker processes, which are killed when a call takes too
+long (a checker that holds the interpreter lock for seconds stalls nothing but its own process), unless trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward
+from tailrace.environments.callables import is_async, settled
+from tailrace.environments.named_rewards import checked_values, weighted_sum
+from tailrace.environments.results import as_agent_result
+from tailrace.errors import InvalidReward
+from tailrace.records import Group, Message, Rollout, Task
+from tailrace.rollouts.workers.pool import WorkerPool
+
+
+class RewardFunctions:
+    """Calls the reward functions of environments, for one rollout or for all of a group together."""
+
+    def __init__(self, workers: WorkerPool) -> None:
+        self._workers = workers
+
+    async def score_rollout(self, rollout: Rollout, reported: AgentResult, spec: EnvironmentSpec) -> AgentResult:
+        """What the functions for single rollouts say, in place of the reward that was `reported`.
+
+        Raises what a function raises, `RolloutTimeout` where its worker had to be killed, and `InvalidReward`.
+        """
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        if spec.reward is not None:
+            result = as_agent_result(await self._call(rollout, spec))
+        else:
+            alone = {name: reward for name, reward in spec.rewards.items() if not reward.together}
+            (result,) = await self._weighted(rollout.task, [rollout.messages], alone, spec)
+        rollout.metrics["score_s"] = clock() - since
+        if result.reward is None and spec.rewards and not spec.scores_groups:
+            raise InvalidReward(
+                f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id} is missing: none of "
+                f"{', '.join(spec.rewards)} applies to it"
+            )
+        return result.over(reported).with_info_keys(spec.info_keys)
+
+    async def score_group(self, group: Group, spec: EnvironmentSpec) -> list[AgentResult]:
+        """What the functions for whole groups add to each rollout's own reward. Raises as `score_rollout` does."""
+        together = {name: reward for name, reward in spec.rewards.items() if reward.together}
+        added = await self._weighted(group.task, [rollout.messages for rollout in group.rollouts], together, spec)
+        return [
+            result
+            if result.reward is None or rollout.reward is None
+            else replace(result, reward=rollout.reward.value + result.reward)
+            for rollout, result in zip(group.rollouts, added, strict=True)
+        ]
+
+    async def _call(self, rollout: Rollout, spec: EnvironmentSpec) -> object:
+        assert spec.reward is not None
+        if spec.trusted or is_async(spec.reward):
+            return await settled(spec.reward(rollout.task, rollout.messages))
+        return await self._workers.reward(rollout.task, rollout.messages)
+
+    async def _weighted(
+        self,
+        task: Task,
+        conversations: Sequence[list[Message]],
+        rewards: Mapping[str, NamedReward],
+        spec: EnvironmentSpec,
+    ) -> list[AgentResult]:
+        """One sum per conversation. All functions at once: the asynchronous ones here, the others in a worker."""
+        apart = [name for name, reward in rewards.items() if not (spec.trusted or is_async(reward.function))]
+        async with asyncio.TaskGroup() as scoring:
+            here = {
+                name: scoring.create_task(settled(reward.call([task] * len(conversations), conversations)))
+                for name, reward in rewards.items()
+                if name not in apart
+            }
+            there = scoring.create_task(self._workers.named_rewards(task, conversations, apart)) if apart else None
+        returned = {name: call.result() for name, call in here.items()} | dict(there.result() if there else {})
+        values = {name: checked_values(returned[name], len(conversations), name) for name in rewards}
+        return [
+            weighted_sum({name: values[name][place] for name in rewards}, rewards)
+            for place in range(len(conversations))
+        ]

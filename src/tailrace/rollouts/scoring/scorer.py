@@ -1,0 +1,210 @@
+"""The one way from rollouts to scored groups, shared by runs and by `gather_groups`.
+
+    rollout ends ──► `Scorer.score_rollout`: its own reward ──┐
+    rollout ends ──► its own reward ──────────────────────────┼──► `Scorer.score_group`: judge or score_group, in turn
+    rollout fails ── the rollouts' error budget               ┘         └── fails: the scores' error budget
+
+A group waits for its own rollouts and for a place among `concurrency` scores, for nothing else. What is handed on is
+what came in: rollouts in submission order, with their metadata, metrics and tokens; only rewards are new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, TypeAlias, TypeGuard
+
+from tailrace.environments import AgentResult, ScoreGroup
+from tailrace.environments.results import as_agent_result, finite_number
+from tailrace.errors import InvalidReward, ScoringFailed
+from tailrace.records import Group, Reward, Rollout
+from tailrace.rollouts.error_budget import RAISE, ErrorBudget, ErrorTally
+
+ScoreRollout: TypeAlias = Callable[[Rollout, AgentResult], Awaitable[AgentResult]]
+"""Scores a rollout that ended, in place of what its agent reported."""
+WithDeadline: TypeAlias = Callable[[Coroutine[Any, Any, object]], Awaitable[object]]
+"""Runs the scoring of one group within a deadline."""
+
+
+class Scorer:
+    """Scores rollouts when they end and groups when they are complete. Nothing else sets a reward.
+
+    Failed rewards and failed groups are counted apart, so that a working reward does not hide a judge that is down.
+    """
+
+    def __init__(self, *, concurrency: int | None = None, errors: ErrorBudget = RAISE) -> None:
+        """At most `concurrency` groups are scored at once; None: as many as there are."""
+        self._rewards = ErrorTally(errors, "rewards", "score_errors")
+        self._groups = ErrorTally(errors, "groups' scores", "score_errors")
+        self._keeps_unscored = errors.on_error == "keep_unscored"
+        self._places: AbstractAsyncContextManager[object] = (
+            nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
+        )
+
+    def has_counted(self, error: Exception) -> bool:
+        """Whether this very error was counted here just now."""
+        return error in self._rewards or error in self._groups
+
+    def end(self) -> None:
+        """Nothing more will be scored. Raises `ErrorBudgetSpent` where too large a share failed."""
+        self._rewards.end()
+        self._groups.end()
+
+    async def score_rollout(
+        self,
+        rollout: Rollout,
+        reported: AgentResult,
+        score: ScoreRollout | None = None,
+        *,
+        is_group_scored: bool = False,
+    ) -> None:
+        """Set the reward of a rollout that has just ended: what was `reported`, or what `score` says in its place.
+
+        Without a reward it stays unscored where its group will be scored, or where the error budget keeps what is
+        unscored; metrics and info are then kept beside the rollout.
+
+        Raises:
+            InvalidReward: The reward is missing or no finite number.
+            ErrorBudgetSpent: This failure is one too many. What `score` raises is raised as it is otherwise.
+        """
+        self._rewards.started += 1
+        try:
+            result = reported if score is None else await score(rollout, reported)
+            reward = None if is_group_scored and result.reward is None else _checked(result, rollout)
+        except Exception as error:
+            self._rewards.fail(error)
+            if not self._keeps_unscored:
+                raise
+            result, reward = reported, None
+        if reward is None:
+            _leave_unscored(rollout, result)
+        else:
+            rollout.reward = reward
+
+    async def score_group(
+        self, group: Group, stages: Sequence[ScoreGroup] = (), *, deadline: WithDeadline | None = None
+    ) -> list[Group]:
+        """A complete group as the `stages`, one after another, rescored, split or (an empty list) discarded it.
+
+        Without stages the rollouts' own rewards stand. An empty group is discarded at once. `deadline` is asked to run
+        the stages once there is a place among `concurrency`.
+
+        Raises:
+            ScoringFailed: A stage returned something else than groups of this group's rollouts, or results for them.
+            InvalidReward: A rollout is left without a finite reward.
+            ErrorBudgetSpent: This failure is one too many. What a stage raises is raised as it is otherwise.
+        """
+        members = list(group.rollouts)
+        if not members:
+            return []
+        own = [rollout.reward for rollout in members]
+        self._groups.started += 1
+        try:
+            groups = await self._staged(group, stages, members, deadline) if stages else [group]
+            self._check(groups)
+        except Exception as error:
+            group.rollouts = members
+            for rollout, reward in zip(members, own, strict=True):
+                rollout.reward = reward
+            self._groups.fail(error)
+            if not self._keeps_unscored:
+                raise
+            for rollout in members:
+                _leave_unscored(rollout, as_agent_result(rollout.reward))
+            return [group]
+        return groups
+
+    async def _staged(
+        self, group: Group, stages: Sequence[ScoreGroup], members: Sequence[Rollout], deadline: WithDeadline | None
+    ) -> list[Group]:
+        clock = asyncio.get_running_loop().time
+        async with self._places:
+            since = clock()
+            work = _run_stages(group, stages, members)
+            returned = await (work if deadline is None else deadline(work))
+            group.metrics["score_group_s"] = clock() - since
+        return _adopted(returned, group, members)
+
+    def _check(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            for rollout in group.rollouts:
+                if rollout.reward is not None:
+                    rollout.reward = _checked(as_agent_result(rollout.reward), rollout)
+                elif not self._keeps_unscored:
+                    raise InvalidReward(
+                        f"{_of(rollout)} is missing; return it from the agent, its observations or `reward`"
+                    )
+
+
+def _checked(result: AgentResult, rollout: Rollout) -> Reward:
+    what = _of(rollout)
+    metrics = {name: finite_number(part, f"{what}, component {name!r},") for name, part in result.metrics.items()}
+    return Reward(finite_number(result.reward, what), components=metrics, columns=dict(result.info))
+
+
+def _of(rollout: Rollout) -> str:
+    return f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id}"
+
+
+def _leave_unscored(rollout: Rollout, result: AgentResult) -> None:
+    """Without a reward; what came with it is kept beside the rollout."""
+    rollout.metrics = {**result.metrics, **rollout.metrics}
+    rollout.metadata = {**result.info, **rollout.metadata}
+    rollout.reward = None
+
+
+async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Sequence[Rollout]) -> object:
+    """Run them in order; each sees the rewards that those before it set. What the last returned, or the group."""
+    for stage in stages:
+        returned: object = await stage(group)
+        if not _are_results(returned):
+            return returned
+        if len(returned) != len(members):
+            raise ScoringFailed(
+                f"task {group.task.task_id}: score_group returned {len(returned)} results for {len(members)} rollouts"
+            )
+        for rollout, result in zip(members, returned, strict=True):
+            if result.reward is not None:
+                merged = result.over(as_agent_result(rollout.reward))
+                rollout.reward = Reward(result.reward, merged.metrics, merged.info)
+    return group
+
+
+def _are_results(returned: object) -> TypeGuard[Sequence[AgentResult]]:
+    return isinstance(returned, list | tuple) and bool(returned) and isinstance(returned[0], AgentResult)
+
+
+def _adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[Group]:
+    """What `score_group` returned, as groups that know where they come from, their rollouts in submission order."""
+    groups = [part for part in _as_groups(returned, group) if part.rollouts]
+    places = {rollout.rollout_id: place for place, rollout in enumerate(members)}
+    seen: set[str] = set()
+    for number, part in enumerate(groups):
+        for rollout in part.rollouts:
+            if rollout.rollout_id not in places or rollout.rollout_id in seen:
+                what = "twice" if rollout.rollout_id in seen else "which is not of this group"
+                raise ScoringFailed(
+                    f"task {group.task.task_id}: score_group returned rollout {rollout.rollout_id} {what}"
+                )
+            seen.add(rollout.rollout_id)
+        part.rollouts = sorted(part.rollouts, key=lambda rollout: places[rollout.rollout_id])
+        if part is not group:
+            part.index = group.index
+            part.metadata = {**group.metadata, **part.metadata}
+            own = {} if part.metrics is group.metrics else part.metrics
+            part.metrics = {**group.metrics, **own} if number == 0 else own  # sums: told once
+    return groups
+
+
+def _as_groups(returned: object, group: Group) -> Sequence[Group]:
+    if returned is None:
+        return []
+    groups = [returned] if isinstance(returned, Group) else returned
+    if not isinstance(groups, list | tuple) or not all(isinstance(part, Group) for part in groups):
+        held = f" of {type(groups[0]).__name__}" if isinstance(groups, list | tuple) and groups else ""
+        raise ScoringFailed(
+            f"task {group.task.task_id}: score_group returned a {type(returned).__name__}{held}; "
+            "it returns a Group, a list of them, one AgentResult per rollout, or None"
+        )
+    return groups

@@ -1,0 +1,87 @@
+"""The scheduler's state at each step, so that a run resumed from a checkpoint goes on with the very next tasks.
+
+    scheduler/step_000012.json    the orchestrator writes it before it sends the batch of step 12
+    checkpoints/step_000012/      the trainer writes it once that batch is trained; its step names the state
+
+A state is durable before the trainer can have its step, so every checkpoint finds its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tailrace.errors import CheckpointError
+
+_STEP = re.compile(r"^step_(\d{6,})$")
+
+
+class SchedulerStates:
+    """States by step, in a folder beside the checkpoints that name them. Every method touches a disk."""
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        self._folder, self._checkpoints = folder, checkpoints
+
+    def path(self, step: int) -> Path:
+        """The file of one step."""
+        return self._folder / f"step_{step:06d}.json"
+
+    def write(self, step: int, state: bytes, *, trained_step: int) -> None:
+        """Keep the state of `step` durably, and delete those that no checkpoint names and none can name any more.
+
+        `trained_step` is the last one known to be trained: no checkpoint of an earlier one is still to come.
+
+        Raises `CheckpointError`.
+        """
+        path = self.path(step)
+        temporary = path.with_suffix(".writing")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(state)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync(self._folder)
+            self._prune(trained_step, step)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {path} ({error.strerror}), without which no checkpoint of step {step} can be resumed: "
+                "free some space, then --resume"
+            ) from error
+
+    def read(self, step: int) -> bytes:
+        """What was written at `step`; empty at step 0, where every run begins. Raises `CheckpointError`."""
+        if step == 0:
+            return b""
+        try:
+            return self.path(step).read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be resumed without {self.path(step)} ({error.strerror}): "
+                "put it back where the checkpoint was copied from"
+            ) from error
+
+    def _prune(self, first: int, last: int) -> None:
+        """Keep the states of `first` to `last` and those of checkpoints; later ones are of a run that was resumed."""
+        kept = {*range(first, last + 1), *_steps(self._checkpoints, "")}
+        for step in set(_steps(self._folder, ".json")) - kept:
+            self.path(step).unlink(missing_ok=True)
+
+
+def _steps(folder: Path, suffix: str) -> Iterator[int]:
+    """Steps that files or folders with this suffix are of."""
+    names = os.listdir(folder) if folder.is_dir() else []
+    for name in names:
+        if name.endswith(suffix) and (match := _STEP.match(name.removesuffix(suffix))):
+            yield int(match.group(1))
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,59 @@
+"""A model's weights as they are after a step, on their way to the generators.
+
+    on a GPU   parameters ── side stream, beside the next forward and backward ──→ pinned memory ──→ store
+    on a CPU   parameters, as they are ──→ store; the next step waits for that
+
+Weights change in the optimizer's step alone. So the GPU needs no second set of them: the next update, and nothing
+else, waits for the copy to pinned memory, and the store is written by another thread than the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The weights of one version. They are the next snapshot's memory, too: give them to the store before that."""
+
+    weights: Mapping[str, Tensor]
+    """On the CPU, complete after `wait`."""
+    version: int
+    copied: torch.cuda.Event | None = None
+    """Recorded behind the copy from a GPU; None where the weights are the trainer's own."""
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the trainer may take its next step before the store has the weights."""
+        return self.copied is not None
+
+    def wait(self) -> Mapping[str, Tensor]:
+        """The weights, once all of them are there. Blocks."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.weights
+
+
+class HostCopies:
+    """Copies a GPU model's weights to pinned memory, beside what the GPU computes. Allocates at the first copy."""
+
+    def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._pinned: dict[str, Tensor] = {}
+        optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream(device).wait_event(self._copied))
+
+    def take(self, weights: Iterable[tuple[str, Tensor, torch.dtype]], version: int) -> Snapshot:
+        """Queue the copy of weights, each converted on the GPU; returns at once."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for name, weight, dtype in weights:
+                if name not in self._pinned:
+                    self._pinned[name] = torch.empty(weight.shape, dtype=dtype, pin_memory=True)
+                self._pinned[name].copy_(weight.to(dtype), non_blocking=True)
+            self._copied.record()
+        return Snapshot(self._pinned, version, self._copied)
