@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from tailrace.batching import Packing, SampledGroup, compute_advantages, sample_group
-from tailrace.batching.batches import form_batch_in_slices
+from tailrace.batching.batches import form_batch
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.resources import RunResources
 from tailrace.records import Group, PlannedBatch
@@ -136,10 +136,10 @@ def form(groups: Sequence[Group], step: int) -> tuple[PlannedBatch, list[float]]
     slices_s = []
     for group in groups:
         began_s = time.perf_counter()
-        sampled.append(sample_group(group, judged_version=0, max_staleness=0))
+        sampled.append(sample_group(group, oldest_version=0))
         slices_s.append(time.perf_counter() - began_s)
     row_tokens = max(sample.num_tokens for group in sampled for sample in group.samples)
-    forming = form_batch_in_slices(sampled, step=step, judged_version=0, packing=Packing(row_tokens, RANKS))
+    forming = form_batch(sampled, step=step, trainer_version=0, packing=Packing(row_tokens, RANKS))
     while True:
         began_s = time.perf_counter()
         try:

@@ -4,8 +4,9 @@
     python benchmarks/fault_search.py --seed 1234                   # replays one, event for event
 
 Replicas die and come back, environments fail, hang and dawdle, judges fail, hang, discard and split groups, steps are
-skipped, the trainer restarts, generation is paused, the whole run is killed and resumed; every policy of the scheduler
-is drawn. The laws that must hold are those of `tailrace.simulation.faults`. Ends with status 1 where one does not.
+skipped, the trainer restarts, replicas hand their requests back, the whole run is killed and resumed; every policy of
+the scheduler is drawn. The laws that must hold are those of `tailrace.simulation.faults`. Ends with status 1 where one
+does not.
 """
 
 from __future__ import annotations

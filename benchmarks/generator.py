@@ -48,7 +48,7 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
-from tailrace.records import Int32Array, SamplingParams
+from tailrace.records import GenerationRequest, Int32Array, SamplingParams
 
 CONCURRENCY = (1, 8, 32, 64)
 SLOTS = 64
@@ -158,11 +158,13 @@ async def run_tailrace(generator: Generator, asked: Sequence[Asked], run: str) -
     done = await asyncio.gather(
         *(
             generator.generate(
-                one.prompt_token_ids,
-                sampling=SamplingParams(max_tokens=one.max_tokens),
-                request_id=f"{run}/{index}",
-                session_id=f"{run}/{index}",
-                group_id=run,
+                GenerationRequest(
+                    request_id=f"{run}/{index}",
+                    session_id=f"{run}/{index}",
+                    group_id=run,
+                    prompt_token_ids=one.prompt_token_ids,
+                    sampling=SamplingParams(max_tokens=one.max_tokens),
+                )
             )
             for index, one in enumerate(asked)
         )

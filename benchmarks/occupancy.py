@@ -26,7 +26,7 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.engines.torch import TorchEngine
-from tailrace.records import SamplingParams
+from tailrace.records import GenerationRequest, SamplingParams
 
 SLOTS, SESSIONS, TURNS = 32, 64, 5
 TOKENS = (40, 80)
@@ -105,11 +105,13 @@ async def run_case(name: str) -> Row:
         lengths, context = random.Random(index), np.arange(1, 9, dtype=np.int32)
         for turn in range(TURNS):
             completion = await generator(
-                context,
-                sampling=SamplingParams(max_tokens=lengths.randint(*TOKENS)),
-                request_id=f"{index}/{turn}",
-                session_id=f"{index}",
-                group_id=f"{index}",
+                GenerationRequest(
+                    request_id=f"{index}/{turn}",
+                    session_id=f"{index}",
+                    group_id=f"{index}",
+                    prompt_token_ids=context,
+                    sampling=SamplingParams(max_tokens=lengths.randint(*TOKENS)),
+                )
             )
             context = np.concatenate([context, completion.token_ids, np.asarray([7, 8, 9], np.int32)])
             await asyncio.sleep(think_s)

@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.batching import Packing, compute_advantages, form_batch, plan_rows, sample_group
+from tailrace.batching import Packing, RowPlan, compute_advantages, form_batch, plan_rows, sample_group
+from tailrace.batching.slices import drained
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.records import (
     Branch,
@@ -90,8 +91,8 @@ def pack(distribution: str, ranks: int, options: kit.Options) -> Row:
         store = SharedMemoryStore(Path(folder))
         rates = [pack_all(steps, packing, store, round_) for round_ in range(3 if options.quick else 20)]
         store.close()
-    plans = [plan_rows(of_step(lengths, first), packing) for first in step_starts()]
-    plain = [plan_rows(of_step(lengths, first), Packing(ROW_TOKENS, ranks, num_shapes=1)) for first in step_starts()]
+    plans = [planned_rows(of_step(lengths, first), packing) for first in step_starts()]
+    plain = [planned_rows(of_step(lengths, first), Packing(ROW_TOKENS, ranks, num_shapes=1)) for first in step_starts()]
     ffd = [first_fit_decreasing(of_step(lengths, first)) for first in step_starts()]
     tokens_per_cpu_s = max(rates[1:])  # the first round writes into fresh memory
     padding = float(np.mean([plan.padding for plan in plans]))
@@ -113,7 +114,7 @@ def pack(distribution: str, ranks: int, options: kit.Options) -> Row:
 def plan(distribution: str, ranks: int, options: kit.Options) -> Row:
     """One large plan."""
     lengths, packing = draw_lengths(distribution, 8192), Packing(ROW_TOKENS, ranks)
-    planned, plain = plan_rows(lengths, packing), plan_rows(lengths, Packing(ROW_TOKENS, ranks, num_shapes=1))
+    planned, plain = planned_rows(lengths, packing), planned_rows(lengths, Packing(ROW_TOKENS, ranks, num_shapes=1))
     plan_s = min(timed_plan(lengths, packing) for _ in range(3 if options.quick else 20))
     return Row(
         "plan",
@@ -134,8 +135,8 @@ def pack_all(steps: Sequence[list[Group]], packing: Packing, store: SharedMemory
     """Tokens per CPU-second from scored groups to written batches."""
     began_s, tokens = time.process_time(), 0
     for number, groups in enumerate(steps):
-        sampled = [sample_group(group, judged_version=0, max_staleness=0) for group in groups]
-        batch = form_batch(sampled, step=number + 1, judged_version=0, packing=packing).batch
+        sampled = [sample_group(group, oldest_version=0) for group in groups]
+        batch = drained(form_batch(sampled, step=number + 1, trainer_version=0, packing=packing)).batch
         sequence = round_ * len(steps) + number + 1
         store.write(batch, sequence)
         if sequence > IN_FLIGHT:
@@ -144,10 +145,14 @@ def pack_all(steps: Sequence[list[Group]], packing: Packing, store: SharedMemory
     return tokens / (time.process_time() - began_s)
 
 
+def planned_rows(lengths: NDArray[np.int32], packing: Packing) -> RowPlan:
+    return drained(plan_rows(lengths, packing))
+
+
 def timed_plan(lengths: NDArray[np.int32], packing: Packing) -> float:
     """CPU seconds."""
     began_s = time.process_time()
-    plan_rows(lengths, packing)
+    planned_rows(lengths, packing)
     return time.process_time() - began_s
 
 

@@ -30,18 +30,18 @@ from kit import parse_options, progress, report
 from tailrace.batching import FormedBatch
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory
+from tailrace.lifecycle.memory import reserve_memory
 from tailrace.models.loading import tokenizer_folder
 from tailrace.records import (
     Completion,
     FinishReason,
+    GenerationRequest,
     Group,
-    Int32Array,
+    OnChunk,
     Outcome,
     PlannedBatch,
     Rollout,
     RolloutId,
-    SamplingParams,
     StepSkipped,
     StepTrained,
     Task,
@@ -85,16 +85,7 @@ class InstantGenerate:
         self.full = asyncio.Event()
         self._enough = asyncio.Event()
 
-    async def __call__(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         if len(self._waiting) >= self._in_flight:
@@ -221,7 +212,7 @@ async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: 
     batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     observer, beat = Silent(), Beat()
     max_staleness = -(-2 * in_flight // batch_size)
-    reserve_memory(in_flight * RESERVED_BYTES_PER_ROLLOUT)
+    reserve_memory(in_flight)
     rollouts = RolloutSettings(max_tokens=COMPLETION_TOKENS)
     loaded = {environment.name: LoadedEnvironment.of(environment, rollouts)}
     async with Rollouter(rollouts, loaded, renderer=renderer, generate=generate) as rollouter:

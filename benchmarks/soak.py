@@ -155,8 +155,7 @@ async def trim() -> TrimRow:
     """Pieces of 100 kB, of which every 50th stays, so that nothing can be given back without being asked for."""
     import numpy as np
 
-    from tailrace.lifecycle.memory import reserve_memory
-    from tailrace.lifecycle.trimming import glibc_heap
+    from tailrace.cpu.memory import glibc_heap, reserve_memory
     from tailrace.replay.loop_load import LagSampler, LoopTraffic
 
     heap = glibc_heap()

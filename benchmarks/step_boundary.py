@@ -44,13 +44,11 @@ import psutil
 from step_peers import TOP_K, Peer, Trained, experts_of, generator, read_floor_s, refs_of, trainer
 
 from tailrace.batching import FormedBatch, Packing, compute_advantages, sample_group
-from tailrace.batching.batches import form_batch_in_slices
+from tailrace.batching.batches import form_batch
 from tailrace.batching.slices import in_turns
 from tailrace.generation.rpc.messages import (
     CompletionReply,
     Frames,
-    pack_completion,
-    unpack_completion,
     unpack_payloads,
     unpack_reply,
 )
@@ -291,9 +289,7 @@ class Orchestrator:
         completion = Completion(
             self._tokens[place], self._logprobs, self._versions, FinishReason.STOP, routed_experts=chunks
         )
-        header, arrays = pack_completion(completion)
-        header = msgspec.structs.replace(header, payload_frames=len(frames))
-        return encode(CompletionReply(call_id=place, completion=header)), [*arrays, *frames]
+        return encode(CompletionReply(call_id=place, completion=completion, payload_frames=len(frames))), frames
 
     async def _arrive_all(self, rollouts: Sequence[Rollout], messages: Sequence[tuple[bytes, Frames]]) -> None:
         """One after the other, as a socket is read; each goes on in its rollout's own task."""
@@ -306,9 +302,9 @@ class Orchestrator:
         """What `GeneratorClient` and a rollout's policy do with a completion."""
         reply, frames = unpack_reply(message[0]), message[1]
         assert isinstance(reply, CompletionReply)
-        completion = unpack_completion(reply.completion, frames)
-        if reply.completion.payload_frames:
-            ((chunk, array),) = unpack_payloads(reply.completion, frames)
+        completion = reply.completion
+        if reply.payload_frames:
+            ((chunk, array),) = unpack_payloads(reply, frames)
             ref = await self._accounts.put(rollout.rollout_id, array)
             completion = replace(completion, routed_experts=(msgspec.structs.replace(chunk, ref=ref),))
         else:
@@ -322,11 +318,11 @@ class Orchestrator:
             sampled = []
             for group in self._groups:
                 compute_advantages(group, "grpo")
-                sampled.append(sample_group(group, judged_version=0, max_staleness=4))
+                sampled.append(sample_group(group, oldest_version=-4))
                 await asyncio.sleep(0)
         with timed(step, "form_batch"):
             packing = Packing(ROW_TOKENS, num_ranks=RANKS)
-            return await in_turns(form_batch_in_slices(sampled, step=number + 1, judged_version=0, packing=packing))
+            return await in_turns(form_batch(sampled, step=number + 1, trainer_version=0, packing=packing))
 
 
 def make_groups(case: Case, number: int) -> list[Group]:

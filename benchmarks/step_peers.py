@@ -134,7 +134,7 @@ class _Reader:
                 tensor = torch.from_numpy(experts)
                 self.checksum += int(tensor[0].sum()) + int(tensor[-2].sum())
             started_s = time.perf_counter()
-            MicroBatch.of(row, batch.summary.judged_version, routed_experts=experts)
+            MicroBatch.of(row, batch.summary.trainer_version, routed_experts=experts)
             self.prepare_s += time.perf_counter() - started_s
 
 

@@ -44,7 +44,7 @@ from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
-from tailrace.records import Completion, SamplingParams
+from tailrace.records import Completion, GenerationRequest, SamplingParams
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 TARGET_STALL_RATIO = 3.0
@@ -259,11 +259,13 @@ async def busy(generator: Generator):
         while True:
             turn += 1
             await generator(
-                np.arange(1, 17, dtype=np.int32),
-                sampling=SamplingParams(max_tokens=200),
-                request_id=f"{name}/{turn}",
-                session_id=f"{name}/{turn}",
-                group_id=f"{name}/{turn}",
+                GenerationRequest(
+                    request_id=f"{name}/{turn}",
+                    session_id=f"{name}/{turn}",
+                    group_id=f"{name}/{turn}",
+                    prompt_token_ids=np.arange(1, 17, dtype=np.int32),
+                    sampling=SamplingParams(max_tokens=200),
+                )
             )
 
     tasks = [asyncio.create_task(session(f"s{i}")) for i in range(REQUESTS)]

@@ -15,6 +15,7 @@ from tailrace.batching import (
     group_advantages,
     sample_group,
 )
+from tailrace.batching.slices import drained
 from tailrace.records import Branch, Completion, FinishReason, Group, GroupId, Rollout, RolloutId, Task, TaskId
 from tests.scheduling.world import make_rollout
 
@@ -56,7 +57,7 @@ def test_only_groups_of_equal_rewards_are_filtered() -> None:
 
 
 def test_stale_tokens_stay_as_context_and_lose_their_loss() -> None:
-    sampled = sample_group(group_of([0.0, 1.0], versions=[2, 5]), judged_version=6, max_staleness=2)
+    sampled = sample_group(group_of([0.0, 1.0], versions=[2, 5]), oldest_version=4)
     assert [(rollout.rollout_id, reason) for rollout, reason in sampled.filtered] == [("g.0", "stale")]
     assert sampled.masked_tokens == 0  # a rollout that is stale throughout is wasted, not masked
     assert [sample.num_tokens for sample in sampled.samples] == [5]
@@ -73,7 +74,7 @@ def test_masked_are_the_stale_tokens_of_rollouts_that_are_trained_on() -> None:
             finish_reason=FinishReason.STOP,
         )
     )
-    sampled = sample_group(group, judged_version=6, max_staleness=2)
+    sampled = sample_group(group, oldest_version=4)
     assert sampled.masked_tokens == 3
     assert [int(sample.loss_mask.sum()) for sample in sampled.samples] == [3, 3]
 
@@ -88,8 +89,8 @@ def test_what_was_sampled_over_older_caches_is_found_in_its_row() -> None:
         rollout.branches[0] = Branch()
         rollout.branches[0].extend_context(first.token_ids[:2])
         rollout.branches[0].extend_completion(completion)
-    sampled = sample_group(group, judged_version=0, max_staleness=0)
-    batch = form_batch([sampled], step=1, judged_version=0, packing=Packing(40)).batch.assembled()
+    sampled = sample_group(group, oldest_version=0)
+    batch = drained(form_batch([sampled], step=1, trainer_version=0, packing=Packing(40))).batch.assembled()
     row = batch.row(0)
     ends = np.cumsum(row.sample_lengths)
     found = {
@@ -102,8 +103,8 @@ def test_what_was_sampled_over_older_caches_is_found_in_its_row() -> None:
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=20))
 def test_a_batchs_rows_are_its_samples_side_by_side(tokens: list[int]) -> None:
     group = group_of([float(number) for number in range(len(tokens))], tokens=tokens)
-    sampled: SampledGroup = sample_group(group, judged_version=1, max_staleness=1)
-    batch = form_batch([sampled], step=2, judged_version=1, packing=Packing(40)).batch.assembled()
+    sampled: SampledGroup = sample_group(group, oldest_version=0)
+    batch = drained(form_batch([sampled], step=2, trainer_version=1, packing=Packing(40))).batch.assembled()
     assert batch.summary.loss_tokens == batch.loss_mask.sum() == sum(tokens)
     assert batch.summary.num_tokens == len(batch.token_ids) == sum(tokens) + 2 * len(tokens)
     seen = []
@@ -120,8 +121,8 @@ def test_a_batchs_rows_are_its_samples_side_by_side(tokens: list[int]) -> None:
 
 def test_a_batch_is_formed_of_views_and_counts_what_bears_loss() -> None:
     group = group_of([0.0, 1.0, 0.5], tokens=[4, 9, 2], versions=[0, 2, 3])
-    sampled = sample_group(group, judged_version=4, max_staleness=2)
-    batch = form_batch([sampled], step=5, judged_version=4, packing=Packing(16, num_ranks=2)).batch
+    sampled = sample_group(group, oldest_version=2)
+    batch = drained(form_batch([sampled], step=5, trainer_version=4, packing=Packing(16, num_ranks=2))).batch
     for piece, sample in zip(batch.pieces("token_ids"), batch.samples, strict=True):
         assert np.shares_memory(piece, sample.branch.token_ids)
     summary, parts = batch.summary, [batch.assembled(rank) for rank in range(2)]
@@ -135,12 +136,12 @@ def test_advantages_per_token_need_one_for_each_token() -> None:
     group = group_of([0.0, 1.0])
     group.advantages = [np.ones(5, np.float32), np.ones(4, np.float32)]
     with pytest.raises(ValueError, match="has 5 tokens"):
-        sample_group(group, judged_version=0, max_staleness=0)
+        sample_group(group, oldest_version=0)
 
 
 def test_advantages_per_token_and_per_sample_lie_in_one_batch() -> None:
     group = group_of([0.0, 1.0])
     group.advantages = [np.arange(5, dtype=np.float32), 7.0]
-    sampled = sample_group(group, judged_version=0, max_staleness=0)
-    row = form_batch([sampled], step=1, judged_version=0, packing=Packing(40)).batch.assembled().row(0)
+    sampled = sample_group(group, oldest_version=0)
+    row = drained(form_batch([sampled], step=1, trainer_version=0, packing=Packing(40))).batch.assembled().row(0)
     assert sorted(row.advantages.tolist()) == [0, 1, 2, 3, 4, 7, 7, 7, 7, 7]

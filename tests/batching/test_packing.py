@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.batching import Packing, RowPlan, plan_rows
+from tailrace.batching.slices import drained
+from tailrace.records import Int32Array
 
 LENGTHS = st.lists(st.integers(0, 100), max_size=80)
 PACKINGS = st.builds(
@@ -17,6 +19,10 @@ PACKINGS = st.builds(
     num_shapes=st.integers(1, 16),
     attention_tokens=st.integers(10, 1000),
 )
+
+
+def planned(lengths: list[int] | Int32Array, packing: Packing) -> RowPlan:
+    return drained(plan_rows(lengths, packing))
 
 
 def rows_of(plan: RowPlan) -> list[list[int]]:
@@ -32,7 +38,7 @@ def row_costs(plan: RowPlan, lengths: list[int], packing: Packing) -> list[float
 
 @given(LENGTHS, PACKINGS)
 def test_every_sample_lies_in_exactly_one_row_and_no_row_overflows(lengths: list[int], packing: Packing) -> None:
-    plan = plan_rows(lengths, packing)
+    plan = planned(lengths, packing)
     assert sorted(plan.order.tolist()) == list(range(len(lengths)))
     for row, shape in zip(rows_of(plan), plan.row_shapes.tolist(), strict=True):
         assert sum(lengths[sample] for sample in row) <= shape <= packing.row_tokens
@@ -40,7 +46,7 @@ def test_every_sample_lies_in_exactly_one_row_and_no_row_overflows(lengths: list
 
 @given(LENGTHS, PACKINGS)
 def test_every_rank_has_as_many_rows_as_every_other(lengths: list[int], packing: Packing) -> None:
-    plan = plan_rows(lengths, packing)
+    plan = planned(lengths, packing)
     assert len(plan.rank_offsets) == packing.num_ranks + 1
     assert (plan.rank_offsets[0], plan.rank_offsets[-1]) == (0, plan.num_rows)
     assert len(set(np.diff(plan.rank_offsets).tolist())) == 1
@@ -48,7 +54,7 @@ def test_every_rank_has_as_many_rows_as_every_other(lengths: list[int], packing:
 
 @given(LENGTHS, PACKINGS)
 def test_no_two_ranks_differ_by_more_than_the_costliest_row(lengths: list[int], packing: Packing) -> None:
-    plan = plan_rows(lengths, packing)
+    plan = planned(lengths, packing)
     costs = row_costs(plan, lengths, packing)
     per_rank = [
         sum(costs[first:last]) for first, last in zip(plan.rank_offsets[:-1], plan.rank_offsets[1:], strict=True)
@@ -59,27 +65,27 @@ def test_no_two_ranks_differ_by_more_than_the_costliest_row(lengths: list[int], 
 
 @given(LENGTHS, PACKINGS)
 def test_ranks_meet_rows_of_falling_cost_at_the_same_place(lengths: list[int], packing: Packing) -> None:
-    plan = plan_rows(lengths, packing)
+    plan = planned(lengths, packing)
     costs = np.array(row_costs(plan, lengths, packing)).reshape(packing.num_ranks, -1)
     assert np.all(np.diff(costs, axis=1) <= 1e-9)
 
 
 @given(LENGTHS, PACKINGS)
 def test_a_row_is_left_empty_only_where_no_row_has_two_samples(lengths: list[int], packing: Packing) -> None:
-    rows = rows_of(plan_rows(lengths, packing))
+    rows = rows_of(planned(lengths, packing))
     assert all(rows) or max(map(len, rows)) <= 1
 
 
 @given(LENGTHS, PACKINGS)
 def test_the_same_lengths_are_planned_the_same_way(lengths: list[int], packing: Packing) -> None:
-    one, other = plan_rows(lengths, packing), plan_rows(np.array(lengths, np.int32), packing)
+    one, other = planned(lengths, packing), planned(np.array(lengths, np.int32), packing)
     assert rows_of(one) == rows_of(other)
     assert one.padding == other.padding
 
 
 @given(st.lists(st.integers(1, 100), min_size=2, max_size=60), st.integers(100, 300))
 def test_at_most_one_row_is_half_empty(lengths: list[int], row_tokens: int) -> None:
-    plan = plan_rows(lengths, Packing(row_tokens))
+    plan = planned(lengths, Packing(row_tokens))
     fill = [sum(lengths[sample] for sample in row) for row in rows_of(plan)]
     assert sum(2 * tokens <= row_tokens for tokens in fill) <= 1
 
@@ -87,7 +93,7 @@ def test_at_most_one_row_is_half_empty(lengths: list[int], row_tokens: int) -> N
 @given(LENGTHS, PACKINGS)
 def test_shapes_of_several_lengths_pad_no_more_than_one_length(lengths: list[int], packing: Packing) -> None:
     one_shape = Packing(packing.row_tokens, packing.num_ranks, 1, packing.attention_tokens)
-    plan, plain = plan_rows(lengths, packing), plan_rows(lengths, one_shape)
+    plan, plain = planned(lengths, packing), planned(lengths, one_shape)
     assert plan.padding <= plain.padding + 1e-9
     assert len(set(plan.row_shapes.tolist())) <= packing.num_shapes
     tokens = int(plan.row_shapes.sum())
@@ -114,19 +120,19 @@ def test_as_few_rows_as_first_fit_decreasing_on_lengths_that_occur(seed: int) ->
         random.integers(200, 8001, 64),
         np.clip(random.lognormal(np.log(1500), 0.9, 64), 200, 8000).astype(int),
     ):
-        assert plan_rows(lengths.tolist(), Packing(8192)).num_rows <= first_fit_decreasing(lengths.tolist(), 8192)
+        assert planned(lengths.tolist(), Packing(8192)).num_rows <= first_fit_decreasing(lengths.tolist(), 8192)
 
 
 def test_long_samples_weigh_more_than_their_tokens() -> None:
     """All rows are full; those of longer samples cost more, so the costliest goes with one of the cheapest."""
-    plan = plan_rows([64, 32, 32, *[16] * 8], Packing(64, num_ranks=2, attention_tokens=64))
+    plan = planned([64, 32, 32, *[16] * 8], Packing(64, num_ranks=2, attention_tokens=64))
     assert row_costs(plan, [64, 32, 32, *[16] * 8], Packing(64, attention_tokens=64)) == [128, 80, 96, 80]
     assert plan.rank_costs.tolist() == [208, 176]
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit a row of 8"):
-        plan_rows([9], Packing(8))
+        planned([9], Packing(8))
 
 
 @pytest.mark.parametrize("field", ["row_tokens", "num_ranks", "num_shapes", "attention_tokens"])

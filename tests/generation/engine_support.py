@@ -113,17 +113,28 @@ def request(
     *,
     session: str | None = None,
     group: str | None = None,
+    owner: str | None = "rollout",
     prefix: Completion | None = None,
-    **sampling: object,
+    sampling: SamplingParams | None = None,
+    **sampled: object,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
         session_id=session or name,
         group_id=group or name,
         prompt_token_ids=np.asarray(list(prompt), np.int32),
-        sampling=SamplingParams(**sampling),
+        sampling=sampling or SamplingParams(**sampled),
+        owner=owner,
         prefix=prefix,
     )
+
+
+def assert_told(chunks: list[Completion], completion: Completion) -> None:
+    """The chunks are the completion: every token once, in order, with its log-probability and version."""
+    for column in ("token_ids", "logprobs", "policy_versions"):
+        told = [value for chunk in chunks for value in getattr(chunk, column).tolist()]
+        assert told == getattr(completion, column).tolist()
+    assert all(chunk.num_tokens for chunk in chunks)
 
 
 class Driver:

@@ -27,7 +27,6 @@ POLICIES = st.builds(
 INBOXES = st.builds(
     InboxState,
     closing=st.booleans(),
-    paused=st.booleans(),
     staged_version=st.none() | st.integers(0, 9),
     arrivals=st.integers(0, 3),
     aborts=st.integers(0, 3),
@@ -64,13 +63,6 @@ def test_a_hot_swap_under_reset_prefix_leaves_running_requests_their_cache() -> 
     assert decide(staged, EngineState(), policy) == Reset()
 
 
-def test_a_pause_starts_nothing_and_still_loads_closes_and_flushes() -> None:
-    paused, policy = InboxState(paused=True, arrivals=4), WeightPolicy()
-    assert decide(paused, EngineState(), policy) == Wait()
-    assert decide(paused, EngineState(has_work=True), policy) == Step(admit=False)
-    assert decide(InboxState(paused=True, staged_version=1), EngineState(), policy) == Load(1)
-
-
 @given(INBOXES, ENGINES, POLICIES)
 def test_the_loop_waits_only_when_nobody_waits_for_it(inbox: InboxState, engine: EngineState, policy) -> None:
     if isinstance(decide(inbox, engine, policy), Wait):
@@ -78,7 +70,7 @@ def test_the_loop_waits_only_when_nobody_waits_for_it(inbox: InboxState, engine:
         assert inbox.staged_version is None
         assert not engine.has_work
         assert not inbox.aborts
-        assert inbox.paused or not inbox.arrivals
+        assert not inbox.arrivals
 
 
 @given(INBOXES, ENGINES, POLICIES)

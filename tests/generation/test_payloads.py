@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from tailrace.errors import CorruptData, TransportError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import GeneratorClient
-from tailrace.generation.rpc.messages import CompletionHeader, unpack_completion, unpack_payloads
+from tailrace.generation.rpc.messages import CompletionReply, unpack_payloads, unpack_reply
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.records import (
     Branch,
@@ -26,14 +27,13 @@ from tailrace.records import (
     PayloadChunk,
     PayloadRef,
     PayloadTableBuilder,
-    SamplingParams,
 )
-from tailrace.transport.channels import create_socket_folder, ipc_address
+from tailrace.transport.channels import create_socket_folder, encode, ipc_address
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
-from tests.generation.engine_support import make_engine
+from tests.generation.engine_support import make_engine, request
 from tests.support.expert_models import expert_model, plain_routing
 
 PROMPT = [3, 5, 7, 9, 11]
@@ -45,15 +45,25 @@ def model() -> PreTrainedModel:
 
 
 async def ask(
-    generate: Generate, branch: Branch, max_tokens: int = 20, *, name: str = "r", prefix: Completion | None = None
+    generate: Generate,
+    branch: Branch,
+    max_tokens: int = 20,
+    *,
+    name: str = "r",
+    prefix: Completion | None = None,
+    owner: str | None = "rollout",
 ) -> Completion:
     return await generate(
-        branch.token_ids,
-        sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
-        request_id=name,
-        session_id="rollout/0",
-        group_id="g",
-        prefix=prefix,
+        request(
+            name,
+            branch.token_ids,
+            session="branch",
+            group="g",
+            owner=owner,
+            prefix=prefix,
+            temperature=0,
+            max_tokens=max_tokens,
+        )
     )
 
 
@@ -95,24 +105,15 @@ async def test_a_branch_of_two_turns_knows_the_experts_of_all_that_was_forwarded
         assert_recorded(branch, model, store.open)
 
 
-async def test_a_completion_that_was_paused_keeps_what_its_parts_recorded(model: PreTrainedModel) -> None:
+async def test_a_completion_that_was_interrupted_keeps_what_its_parts_recorded(model: PreTrainedModel) -> None:
     store = MemoryPayloadStore()
     async with generating(model, store, chunk_tokens=1) as generator:
         branch, begun = started(PROMPT), asyncio.Event()
-        asking = asyncio.create_task(
-            generator.generate(
-                branch.token_ids,
-                sampling=SamplingParams(temperature=0, max_tokens=60),
-                request_id="r",
-                session_id="rollout/0",
-                group_id="g",
-                on_chunk=lambda _: begun.set(),
-            )
-        )
+        whole = request("r", branch.token_ids, session="branch", group="g", temperature=0, max_tokens=60)
+        asking = asyncio.create_task(generator.generate(whole, lambda _: begun.set()))
         await begun.wait()
-        await generator.pause()
-        await generator.resume()
-        branch.extend_completion(await asking)
+        await generator.interrupt(["r"])
+        branch.extend_completion(await generator.generate(replace(whole, prefix=await asking)))
         assert_recorded(branch, model, store.open)
 
 
@@ -188,6 +189,20 @@ async def test_over_a_socket_a_reference_travels_or_the_bytes(
     await accounts.close()
 
 
+@pytest.mark.parametrize("by_value", [False, True])
+async def test_of_a_request_without_an_owner_nothing_is_recorded(
+    tmp_path: Path, model: PreTrainedModel, by_value: bool
+) -> None:
+    puts = MemoryPayloadStore() if by_value else SlabPayloadStore(tmp_path, writer="generator")
+    accounts = PayloadAccounts(SlabPayloadStore(tmp_path, writer="orchestrator"))
+    async with served(model, puts, accounts, by_value=by_value) as client:
+        judged = await ask(client, started(PROMPT), owner=None)
+        assert (judged.num_tokens, judged.routed_experts) == (20, ())
+        assert accounts.figures.recorded_bytes == 0
+        assert puts.statistics().capacity_bytes == 0
+    await accounts.close()
+
+
 async def test_what_comes_for_a_request_that_was_cancelled_is_released(tmp_path: Path, model: PreTrainedModel) -> None:
     accounts = PayloadAccounts(SlabPayloadStore(tmp_path))
     async with served(model, SlabPayloadStore(tmp_path, writer="generator"), accounts, by_value=False) as client:
@@ -201,6 +216,12 @@ async def test_what_comes_for_a_request_that_was_cancelled_is_released(tmp_path:
         assert accounts.figures.held_bytes == 0
         assert accounts.figures.recorded_bytes > 0
     await accounts.close()
+
+
+def reply_of(chunks: tuple[PayloadChunk, ...], announced: int = 0) -> CompletionReply:
+    nothing = np.empty(0, np.int32)
+    completion = Completion(nothing, np.empty(0, np.float32), nothing, FinishReason.STOP, routed_experts=chunks)
+    return CompletionReply(call_id=1, completion=completion, payload_frames=announced)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +240,8 @@ def test_payloads_that_are_not_what_was_announced_are_corrupt(
     ref: PayloadRef | None, announced: int, frames: list[bytes]
 ) -> None:
     chunks = (PayloadChunk(0, 2, ref),)
-    header = CompletionHeader(FinishReason.STOP, {}, routed_experts=chunks, payload_frames=announced)
     with pytest.raises(CorruptData):
-        unpack_payloads(header, frames)
+        unpack_payloads(reply_of(chunks, announced), frames)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +257,8 @@ def test_payloads_that_are_not_what_was_announced_are_corrupt(
     ],
 )
 def test_a_chunk_beyond_its_payload_is_corrupt(chunk: PayloadChunk) -> None:
-    header = CompletionHeader(FinishReason.STOP, {}, routed_experts=(chunk,))
     with pytest.raises(CorruptData):
-        unpack_completion(header, [b"", b"", b""])
+        unpack_reply(encode(reply_of((chunk,))))
 
 
 async def test_a_generator_of_another_host_cannot_name_payloads_of_ours(tmp_path: Path, model: PreTrainedModel) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.lifecycle.trimming import MemoryTrimmer, TrimPolicy, glibc_heap
+from tailrace.cpu.memory import glibc_heap
+from tailrace.lifecycle.trimming import MemoryTrimmer, TrimPolicy
 
 MEGABYTE = 1_000_000
 

@@ -17,7 +17,7 @@ def a_summary(rollouts: list[Rollout], *, masked_tokens: int = 0) -> BatchSummar
     sampled = sum(rollout.num_completion_tokens for rollout in rollouts)
     return BatchSummary(
         step=1,
-        judged_version=1,
+        trainer_version=1,
         num_samples=len(rollouts),
         num_rollouts=len(rollouts),
         num_tokens=sum(rollout.num_tokens for rollout in rollouts),

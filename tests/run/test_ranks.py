@@ -17,7 +17,7 @@ import pytest
 from tailrace.errors import EngineFailed, SettingsError
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.settings import GeneratorSettings
-from tailrace.records import Completion, SamplingParams
+from tailrace.records import Completion, GenerationRequest, SamplingParams
 from tailrace.reporting.summary import read_summary
 from tailrace.run.ranks import Rank, torchrun_rank
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
@@ -62,11 +62,13 @@ async def client_of(
 
 async def ask(client: GeneratorClient, name: str, **sampling: object) -> Completion:
     return await client.generate(
-        np.array([1, 2, 3], np.int32),
-        sampling=SamplingParams(**sampling),
-        request_id=name,
-        session_id=name,
-        group_id=name,
+        GenerationRequest(
+            request_id=name,
+            session_id=name,
+            group_id=name,
+            prompt_token_ids=np.array([1, 2, 3], np.int32),
+            sampling=SamplingParams(**sampling),
+        )
     )
 
 

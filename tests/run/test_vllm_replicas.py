@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from tailrace.errors import EngineFailed
 from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.generation.rpc.client import GeneratorClient
-from tailrace.records import Completion, FinishReason, SamplingParams
+from tailrace.records import Completion, FinishReason, GenerationRequest, OnChunk, SamplingParams
 from tailrace.reporting.summary import read_summary
 from tailrace.run.orchestrator import RUN_ENDED
 from tests.generation.engine_kinds import contract_model, require_vllm_installed
@@ -34,9 +33,9 @@ class Counting(GeneratorClient):
 
     completed_tokens = 0
 
-    async def generate(self, *args: Any, prefix: Completion | None = None, **options: Any) -> Completion:
-        done = await super().generate(*args, prefix=prefix, **options)
-        self.completed_tokens += done.num_tokens - (prefix.num_tokens if prefix else 0)
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        done = await super().generate(request, on_chunk)
+        self.completed_tokens += done.num_tokens - request.prefix_tokens
         return done
 
 
@@ -62,11 +61,13 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
             done: list[Completion] = []
             while not (done and uses[0].done()):
                 completion = await router(
-                    np.array([1, 2, number], np.int32),
-                    sampling=SamplingParams(temperature=0, max_tokens=LENGTHS[number]),
-                    request_id=f"r{number}.{len(done)}",
-                    session_id=f"s{number}",
-                    group_id=f"g{number}",
+                    GenerationRequest(
+                        request_id=f"r{number}.{len(done)}",
+                        session_id=f"s{number}",
+                        group_id=f"g{number}",
+                        prompt_token_ids=np.array([1, 2, number], np.int32),
+                        sampling=SamplingParams(temperature=0, max_tokens=LENGTHS[number]),
+                    )
                 )
                 done.append(completion)
             return done

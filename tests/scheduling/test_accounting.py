@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.batching.slices import drained
 from tailrace.environments.rows import LazyRows, Row
 from tailrace.errors import AccountingError, DataError
 from tailrace.records import Outcome, RolloutId, TerminalState
-from tailrace.scheduling import Ledger, StalenessBudget, TaskSource, TaskStream
+from tailrace.scheduling import Ledger, TaskSource, TaskStream
+from tailrace.scheduling.ledger import Accounts
 from tailrace.scheduling.tasks import ENCODED_AT_ONCE
-from tests.scheduling.world import environment
+from tests.scheduling.world import Recorder, environment
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from([None, *TerminalState]))))
@@ -44,12 +46,14 @@ def test_a_rollout_ends_exactly_once() -> None:
         ledger.end(RolloutId("a"), Outcome.trained(3))
 
 
-def test_a_budget_slot_is_given_back_exactly_once() -> None:
-    budget = StalenessBudget(2)
-    budget.acquire(["a"])
-    budget.release("a")
-    with pytest.raises(AccountingError, match="does not hold"):
-        budget.release("a")
+def test_a_slot_of_the_budget_is_given_back_exactly_once() -> None:
+    accounts = Accounts(2, Recorder())
+    accounts.admit(RolloutId("a"))
+    assert accounts.budget_free == 1
+    accounts.lose(RolloutId("a"), Outcome.cancelled("stale"))
+    with pytest.raises(AccountingError, match="not in flight"):
+        accounts.lose(RolloutId("a"), Outcome.cancelled("stale"))
+    assert accounts.budget_free == 2
 
 
 def test_each_epoch_walks_every_task_once_in_its_own_order() -> None:
@@ -76,8 +80,11 @@ def test_a_resumed_stream_goes_on_where_it_was(drawn: int, outstanding: set[int]
     stream = fresh()
     keys = [stream.draw() or pytest.fail("endless") for _ in range(drawn)]
     again = [key for number, key in enumerate(keys) if number in outstanding]
+    for number, key in enumerate(keys):
+        if number not in outstanding:
+            stream.end(key, trained=True)
     resumed = fresh()
-    resumed.restore(stream.state(again))
+    resumed.restore(drained(stream.state()))
     for expected in [*again, *(stream.draw() or pytest.fail("endless") for _ in range(10))]:
         assert resumed.draw() == expected
 
@@ -86,7 +93,9 @@ def test_a_state_encoded_in_slices_is_that_of_the_first_one_whatever_is_drawn_be
     rows = 4 * ENCODED_AT_ONCE
     stream, resumed = (TaskStream([TaskSource(environment(rows=rows))], seed=3) for _ in range(2))
     keys = [stream.draw() or pytest.fail("endless") for _ in range(3 * ENCODED_AT_ONCE)]
-    encoding, drawn_meanwhile, state = stream.state_in_slices(keys[5:]), [], b""
+    for key in keys[:5]:
+        stream.end(key, trained=True)
+    encoding, drawn_meanwhile, state = stream.state(), [], b""
     while not state:
         try:
             next(encoding)
@@ -112,7 +121,7 @@ def test_a_resumed_mix_keeps_its_shares(drawn: int, outstanding: int) -> None:
     for key in keys[: len(keys) - outstanding]:
         stream.end(key, trained=key.index % 3 > 0)
     resumed = fresh()
-    resumed.restore(stream.state(again))
+    resumed.restore(drained(stream.state()))
     assert [resumed.draw() for _ in range(len(again) + 20)] == [*again, *(stream.draw() for _ in range(20))]
 
 
@@ -146,6 +155,6 @@ async def test_rows_that_must_be_generated_are_made_off_the_loop_one_at_a_time()
 
 
 def test_a_checkpoint_of_other_environments_is_refused() -> None:
-    state = TaskStream([TaskSource(environment("a"))], seed=0).state([])
+    state = drained(TaskStream([TaskSource(environment("a"))], seed=0).state())
     with pytest.raises(DataError, match="same environments"):
         TaskStream([TaskSource(environment("b"))], seed=0).restore(state)

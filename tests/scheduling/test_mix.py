@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tailrace.errors import TrainingError
 from tailrace.records import GroupId, PlannedBatch, Rollout, RolloutId, Task, TerminalState
 from tailrace.scheduling import EnvironmentMix, SchedulingSettings, StreamScheduler, TaskSource, TaskStream
-from tailrace.scheduling.mix import BARREN_AFTER, MAX_TASKS_PER_TRAINED, MixState
+from tailrace.scheduling.mix import MAX_TASKS_PER_TRAINED, UNTRAINABLE_AFTER, MixState
 from tests.scheduling.world import FAILURES, Recorder, ScriptedRunner, World, environment, make_rollout
 
 
@@ -92,14 +92,14 @@ def test_an_environment_that_never_trains_gets_its_weights_share_of_the_tasks_an
         flow.run(2000)
     later = flow.drawn - before
     assert later["hopeless"] / later.total() == pytest.approx(0.25, abs=0.01)
-    assert flow.mix.figures["hopeless"].barren_tasks > 400
+    assert flow.mix.figures["hopeless"].untrainable_tasks > 400
     assert [record.message for record in caplog.records] == [
-        f"nothing of the last {BARREN_AFTER} tasks of environment 'hopeless' could be trained on: it gets no more than "
-        "its weight's share of the tasks handed out, until something can"
+        f"nothing of the last {UNTRAINABLE_AFTER} tasks of environment 'hopeless' could be trained on: it gets no "
+        "more than its weight's share of the tasks handed out, until something can"
     ]
 
 
-def test_an_environment_that_recovers_does_not_make_up_for_its_barren_time() -> None:
+def test_an_environment_that_recovers_does_not_make_up_for_its_untrainable_time() -> None:
     flow = Flow({"late": 1, "good": 1}, {"late": 0, "good": 1}, {"late": 1, "good": 1})
     flow.run(2000)
     flow.yields["late"] = 1
@@ -222,7 +222,7 @@ async def test_an_environment_without_anything_trainable_leaves_the_others_their
     assert set(trained_groups(world)) == {"good"}
     filtered = world.scheduler.ledger.reasons(TerminalState.FILTERED)["zero_spread"]
     assert filtered < 1.5 * world.scheduler.ledger.total(TerminalState.TRAINED)
-    assert tasks.environments["hopeless"].barren_tasks > 0
+    assert tasks.environments["hopeless"].untrainable_tasks > 0
 
 
 async def test_a_run_of_nothing_but_hopeless_environments_ends_with_the_reason() -> None:

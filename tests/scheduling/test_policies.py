@@ -9,7 +9,8 @@ import pytest
 
 from tailrace.errors import SettingsError
 from tailrace.generation.holding import HoldingGenerate
-from tailrace.records import Completion, FinishReason, Int32Array, SamplingParams, TerminalState
+from tailrace.records import Completion, FinishReason, GenerationRequest, OnChunk, SamplingParams, TerminalState
+from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.simulation import SimulatedRun, simulate
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import make_world
@@ -88,6 +89,11 @@ def test_nobody_resumes_without_generators_that_hold() -> None:
     run_in_virtual_time(make())
 
 
+def _sampled(count: int, reason: FinishReason) -> Completion:
+    tokens = np.arange(count, dtype=np.int32)
+    return Completion(tokens, np.zeros(count, np.float32), tokens, reason)
+
+
 class Interruptible:
     """A token a second, and what was sampled handed back when asked."""
 
@@ -95,25 +101,16 @@ class Interruptible:
         self.interrupted: dict[str, asyncio.Event] = {}
         self.prefixes: list[int] = []
 
-    async def __call__(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
-        event = self.interrupted[request_id] = asyncio.Event()
-        count = prefix.num_tokens if prefix else 0
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        event = self.interrupted[request.request_id] = asyncio.Event()
+        count, most = request.prefix_tokens, request.sampling.max_tokens
         self.prefixes.append(count)
-        while count < sampling.max_tokens and not event.is_set():
+        while count < most and not event.is_set():
             await asyncio.sleep(1)
+            if on_chunk is not None:
+                on_chunk(_sampled(1, FinishReason.RUNNING))
             count += 1
-        reason = FinishReason.LENGTH if count == sampling.max_tokens else FinishReason.ABORTED
-        tokens = np.arange(count, dtype=np.int32)
-        return Completion(tokens, np.zeros(count, np.float32), tokens, reason)
+        return _sampled(count, FinishReason.LENGTH if count == most else FinishReason.ABORTED)
 
     async def interrupt(self, request_ids: object) -> int:
         for request_id in request_ids:  # type: ignore[attr-defined]
@@ -123,15 +120,20 @@ class Interruptible:
 
 def test_what_a_cancelled_request_had_when_it_was_set_aside_is_told() -> None:
     async def main() -> None:
-        engine, cut = Interruptible(), list[tuple[str, int]]()
-        holding = HoldingGenerate(engine, engine.interrupt, lambda *told: cut.append(told))
+        engine, cancelled = Interruptible(), list[tuple[str, int]]()
+        holding = HoldingGenerate(engine, engine.interrupt)
+        recorded = RecordedGenerate(
+            holding, lambda *_: None, lambda request, tokens: cancelled.append((request.request_id, tokens))
+        )
         waiting = asyncio.create_task(
-            holding(
-                np.zeros(1, np.int32),
-                sampling=SamplingParams(max_tokens=10),
-                request_id="a",
-                session_id="a",
-                group_id="held",
+            recorded(
+                GenerationRequest(
+                    request_id="a",
+                    session_id="a",
+                    group_id="held",
+                    prompt_token_ids=np.zeros(1, np.int32),
+                    sampling=SamplingParams(max_tokens=10),
+                )
             )
         )
         await asyncio.sleep(4.5)
@@ -139,7 +141,7 @@ def test_what_a_cancelled_request_had_when_it_was_set_aside_is_told() -> None:
         await asyncio.sleep(100)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        assert cut == [("a", 5)]
+        assert cancelled == [("a", 5)]
 
     run_in_virtual_time(main())
 
@@ -152,11 +154,13 @@ def test_a_held_group_waits_with_its_tokens_and_new_requests_wait_as_well() -> N
 
         async def ask(request_id: str, group_id: str) -> float:
             completion = await holding(
-                np.zeros(1, np.int32),
-                sampling=SamplingParams(max_tokens=10),
-                request_id=request_id,
-                session_id=request_id,
-                group_id=group_id,
+                GenerationRequest(
+                    request_id=request_id,
+                    session_id=request_id,
+                    group_id=group_id,
+                    prompt_token_ids=np.zeros(1, np.int32),
+                    sampling=SamplingParams(max_tokens=10),
+                )
             )
             assert completion.num_tokens == 10
             return clock()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tailrace.errors import ScoringFailed
 from tailrace.records import Group, GroupId, Rollout, RolloutId, TerminalState
-from tailrace.scheduling.scored import sort_scored
+from tailrace.scheduling.groups import sort_scored
 from tests.scheduling.world import environment, make_rollout, make_world
 
 

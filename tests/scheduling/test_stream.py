@@ -85,7 +85,7 @@ async def test_trained_tokens_are_never_older_than_the_bound(max_staleness: int)
     await world.run()
     for formed in world.recorder.formed:
         batch = formed.batch.assembled()
-        age = batch.summary.judged_version - batch.policy_versions[batch.loss_mask]
+        age = batch.summary.trainer_version - batch.policy_versions[batch.loss_mask]
         assert np.all(age <= max_staleness)
     trained, filtered = (world.scheduler.ledger.total(s) for s in (TerminalState.TRAINED, TerminalState.FILTERED))
     assert trained + filtered == 256

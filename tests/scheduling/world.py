@@ -177,7 +177,7 @@ class World:
             await asyncio.sleep(self.train_s)
             step = batch.summary.step
             self._require_bound(batch)
-            assert batch.summary.judged_version >= self.version
+            assert batch.summary.trainer_version >= self.version
             event: StepTrained | StepSkipped
             if self.skip(step):
                 event = StepSkipped(epoch="e", step=step, version=self.version, reason="not_finite")

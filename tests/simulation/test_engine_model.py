@@ -86,16 +86,6 @@ def test_a_full_cache_preempts_the_newest_request_which_loses_time_and_no_token(
     assert engine.prefilled_tokens == 5 + 5 + (5 + 6)  # six tokens each were sampled as the cache was over-full
 
 
-def test_a_paused_engine_goes_on_where_it_was() -> None:
-    engine = EngineModel(engine_settings())
-    engine.add("a", context_tokens=0, length=4, now_s=0.0)
-    engine.advance(2.5)
-    assert engine.pause(2.5) == 1
-    assert engine.next_event_s() == math.inf
-    engine.resume(100.0)
-    assert run_to_end(engine) == {"a": pytest.approx(100.0 + 2 * PREFILL_S + 2 * 1.25)}
-
-
 @dataclass
 class TokenByToken:
     """The same engine, one loop per step: what `EngineModel` must come to."""

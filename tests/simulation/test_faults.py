@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tailrace.records import TerminalState
-from tailrace.scheduling import StalenessBudget, StreamScheduler, TaskStream
+from tailrace.records import Outcome, RolloutId, TerminalState
+from tailrace.scheduling import Ledger, StreamScheduler, TaskStream
 from tailrace.simulation.faults import check_seed, draw_scenario, run_scenario
 
 SEEDS = 300
@@ -46,16 +46,16 @@ def test_the_scenarios_meet_every_kind_of_end() -> None:
 
 
 def test_a_budget_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    released = 0
+    ended = 0
 
-    def leaky(budget: StalenessBudget, slot: str) -> None:
-        nonlocal released
-        released += 1
-        if released % 5:
-            release(budget, slot)
+    def leaky(ledger: Ledger, rollout_id: RolloutId, outcome: Outcome) -> None:
+        nonlocal ended
+        ended += 1
+        if ended % 5:
+            end(ledger, rollout_id, outcome)
 
-    release = StalenessBudget.release
-    monkeypatch.setattr(StalenessBudget, "release", leaky)
+    end = Ledger.end
+    monkeypatch.setattr(Ledger, "end", leaky)
     assert what_breaks(range(20))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tailrace.records import Completion, FinishReason, SamplingParams
+from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams
 from tailrace.simulation.fleet import ModelledFleet
 from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.replica import CHUNK_TOKENS
@@ -42,12 +42,14 @@ def with_fleet(test: Callable[[ModelledFleet], Awaitable[Any]], *, replicas: int
 
 async def ask(fleet: ModelledFleet, name: str = "a", *, prefix: Completion | None = None) -> Completion:
     return await fleet.router(
-        np.zeros(10, np.int32),
-        sampling=SamplingParams(max_tokens=1000),
-        request_id=name,
-        session_id=name,
-        group_id="task#1",
-        prefix=prefix,
+        GenerationRequest(
+            request_id=name,
+            session_id=name,
+            group_id="task#1",
+            prompt_token_ids=np.zeros(10, np.int32),
+            sampling=SamplingParams(max_tokens=1000),
+            prefix=prefix,
+        )
     )
 
 
@@ -80,15 +82,11 @@ def test_an_interrupted_completion_goes_on_to_its_own_length() -> None:
     assert whole.num_tokens == LENGTH
 
 
-def test_a_paused_fleet_samples_nothing_and_whoever_waits_waits_on() -> None:
+def test_what_replicas_hand_back_unasked_goes_on_and_nothing_is_sampled_twice() -> None:
     async def test(fleet: ModelledFleet) -> None:
         asked = asyncio.create_task(ask(fleet))
         await asyncio.sleep(50.0)
-        assert await fleet.router.pause() == 1
-        sampled = fleet.sampled_tokens
-        await asyncio.sleep(1000.0)
-        assert fleet.sampled_tokens == sampled
-        await fleet.router.resume()
+        await fleet.interrupt()
         assert (await asked).num_tokens == fleet.sampled_tokens == LENGTH
 
     with_fleet(test)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tailrace.records import Completion, FinishReason, Int32Array, SamplingParams, as_token_ids
+from tailrace.records import Completion, FinishReason, GenerationRequest, OnChunk, SamplingParams, as_token_ids
 from tailrace.rollouts import ChatTokenizer
 
 
@@ -20,16 +20,6 @@ class Sampled:
     finish_reason: FinishReason = FinishReason.STOP
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call as the engine saw it."""
-
-    prompt_token_ids: Int32Array
-    sampling: SamplingParams
-    request_id: str
-    session_id: str
-
-
 @dataclass
 class ScriptedGenerate:
     """Replies in order (text, exact tokens, or an error to raise); the last one again when the script is over."""
@@ -37,24 +27,15 @@ class ScriptedGenerate:
     tokenizer: ChatTokenizer
     replies: Sequence[str | Sampled | Exception]
     delay: Callable[[], float] = lambda: 0.0
-    calls: list[Call] = field(default_factory=list)
+    calls: list[GenerationRequest] = field(default_factory=list)
 
-    async def __call__(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         reply = self.replies[min(len(self.calls), len(self.replies) - 1)]
-        self.calls.append(Call(prompt_token_ids.copy(), sampling, request_id, session_id))
+        self.calls.append(replace(request, prompt_token_ids=request.prompt_token_ids.copy()))
         await asyncio.sleep(self.delay())
         if isinstance(reply, Exception):
             raise reply
-        return self._completion(reply, sampling)
+        return self._completion(reply, request.sampling)
 
     def _completion(self, reply: str | Sampled, sampling: SamplingParams) -> Completion:
         if isinstance(reply, str):

@@ -8,9 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tailrace.environments import EnvironmentSpec, Message, Observation, Reply, Reward, Task, ToolCall, ToolSpec
 from tailrace.errors import BudgetExceeded
 from tailrace.records import Completion, FinishReason
+
+_NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+NOTHING_SAMPLED = Completion(_NO_IDS, _NO_LOGPROBS, _NO_IDS, FinishReason.STOP)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class ScriptedPolicy:
         return Reply(
             message=message,
             finish_reason=FinishReason.STOP,
-            completion=Completion.empty(FinishReason.STOP),
+            completion=NOTHING_SAMPLED,
             tool_calls=list(said.tool_calls),
             malformed_tool_calls=said.malformed_tool_calls,
         )

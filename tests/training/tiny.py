@@ -80,7 +80,7 @@ def build_batch(
     loss_tokens = int(loss_mask.sum())
     return Batch(
         summary=BatchSummary(
-            step=step, judged_version=version, num_samples=len(lengths), num_rollouts=len(lengths),
+            step=step, trainer_version=version, num_samples=len(lengths), num_rollouts=len(lengths),
             num_tokens=num_tokens, loss_tokens=loss_tokens, masked_tokens=0, num_rows=len(rows),
             row_tokens=max(64, num_tokens), staleness_mean=0.0, staleness_max=0, padding=0.0,
         ),
@@ -94,7 +94,4 @@ def build_batch(
         temperatures=np.full(len(lengths), temperature, np.float32),
         sample_offsets=offsets,
         row_offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
-        row_shapes=np.full(len(rows), max(64, num_tokens), np.int32),
-        environment_ids=np.zeros(len(lengths), np.int32),
-        environments=("test",),
     )  # fmt: skip

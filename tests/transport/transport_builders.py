@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tailrace.batching import Packing, plan_rows
+from tailrace.batching.slices import drained
 from tailrace.records import (
     Batch,
     BatchSummary,
@@ -39,7 +40,7 @@ def plan(
     random = np.random.default_rng(step)
     samples = [make_sample(random, number, length, oldest_version) for number, length in enumerate(lengths)]
     row_tokens = row_tokens or max(1, *lengths, 0)
-    rows = plan_rows(lengths, Packing(row_tokens, num_ranks, num_shapes=1))
+    rows = drained(plan_rows(lengths, Packing(row_tokens, num_ranks, num_shapes=1)))
     return PlannedBatch(
         summary=make_summary(
             step, num_samples=len(samples), num_tokens=sum(lengths), num_rows=rows.num_rows, row_tokens=row_tokens
@@ -47,9 +48,7 @@ def plan(
         samples=[samples[number] for number in rows.order.tolist()],
         lengths=np.asarray(lengths, np.int32)[rows.order],
         row_offsets=rows.row_offsets,
-        row_shapes=rows.row_shapes,
         rank_offsets=rows.rank_offsets,
-        environments=("alphabet-sort", "arithmetic"),
     )
 
 
@@ -73,7 +72,6 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
     return TrainingSample(
         rollout_id=RolloutId(f"g.{number}"),
         group_id=GroupId("g"),
-        environment=("arithmetic", "alphabet-sort")[number % 2],
         temperature=0.5 + 0.25 * (number % 3),
         branch=branch,
         advantages=random.standard_normal(length, dtype=np.float32) if number % 2 else float(number),
@@ -84,7 +82,7 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
 def make_summary(step: int, *, num_samples: int, num_tokens: int, num_rows: int, row_tokens: int) -> BatchSummary:
     return BatchSummary(
         step=step,
-        judged_version=step - 1,
+        trainer_version=step - 1,
         num_samples=num_samples,
         num_rollouts=num_samples,
         num_tokens=num_tokens,
@@ -109,8 +107,6 @@ COLUMNS = (
     "temperatures",
     "sample_offsets",
     "row_offsets",
-    "row_shapes",
-    "environment_ids",
 )
 
 
@@ -119,7 +115,6 @@ def assert_same_batch(received: Batch, sent: PlannedBatch, rank: int = 0) -> Non
     expected = sent.assembled(rank)
     assert (received.rank, received.num_ranks) == (rank, sent.num_ranks)
     assert received.summary == expected.summary
-    assert received.environments == expected.environments
     assert received.payloads.payloads == expected.payloads.payloads
     np.testing.assert_array_equal(received.payloads.chunks, expected.payloads.chunks)
     for column in COLUMNS:

@@ -4,8 +4,8 @@ Scored groups flow in; a `PlannedBatch` flows out, with its plan of rows and ran
 computed once, here. Pure functions, O(samples): nothing here waits, sends, knows a model, or looks at a token.
 """
 
-from tailrace.batching.advantages import INCREMENTAL, AdvantageFn, compute_advantages, group_advantages
-from tailrace.batching.batches import FormedBatch, form_batch, form_batch_in_slices
+from tailrace.batching.advantages import INCREMENTAL, compute_advantages, group_advantages
+from tailrace.batching.batches import FormedBatch, form_batch
 from tailrace.batching.filters import ZERO_SPREAD, filter_reason
 from tailrace.batching.packing import Packing, RowPlan, plan_rows
 from tailrace.batching.samples import STALE, SampledGroup, sample_group
@@ -15,7 +15,6 @@ __all__ = [
     "INCREMENTAL",
     "STALE",
     "ZERO_SPREAD",
-    "AdvantageFn",
     "AdvantageName",
     "BatchingSettings",
     "FormedBatch",
@@ -25,7 +24,6 @@ __all__ = [
     "compute_advantages",
     "filter_reason",
     "form_batch",
-    "form_batch_in_slices",
     "group_advantages",
     "plan_rows",
     "sample_group",

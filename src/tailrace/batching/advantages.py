@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
 
 from tailrace.batching.settings import AdvantageName
-from tailrace.records import Float32Array, Group
-
-Advantages: TypeAlias = Sequence[float | Float32Array]
+from tailrace.records import Group
 
 INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean"})
 """Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known."""
 
 _EPSILON = 1e-6
-
-
-class AdvantageFn(Protocol):
-    """One group at a time, of any size; one advantage per rollout, or one array per rollout with one per token."""
-
-    def __call__(self, group: Group, /) -> Advantages:
-        """Compute the advantages of one scored group, in the order of its rollouts."""
-        ...
 
 
 def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[float]:

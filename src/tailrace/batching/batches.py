@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.batching.packing import Packing, RowPlan, plan_rows_in_slices
+from tailrace.batching.packing import Packing, RowPlan, plan_rows
 from tailrace.batching.samples import SampledGroup
-from tailrace.batching.slices import drained
 from tailrace.records import BatchSummary, Int32Array, PlannedBatch, TrainingSample
 from tailrace.tracing.phases import phase
 
@@ -26,32 +25,20 @@ class FormedBatch:
 
 
 def form_batch(
-    groups: Sequence[SampledGroup],
-    *,
-    step: int,
-    judged_version: int,
-    packing: Packing,
-) -> FormedBatch:
-    """Lay the samples of `groups` in rows, and the rows on ranks."""
-    return drained(form_batch_in_slices(groups, step=step, judged_version=judged_version, packing=packing))
-
-
-def form_batch_in_slices(
-    groups: Sequence[SampledGroup],
-    *,
-    step: int,
-    judged_version: int,
-    packing: Packing,
+    groups: Sequence[SampledGroup], *, step: int, trainer_version: int, packing: Packing
 ) -> Generator[None, None, FormedBatch]:
-    """See `form_batch`; yields now and then."""
+    """Lay the samples of `groups` in rows, and the rows on ranks; yields now and then.
+
+    `trainer_version` is the highest version that the trainer can have at `step`.
+    """
     samples = [sample for group in groups for sample in group.samples]
     with phase("plan_rows"):
-        measured = yield from _measure(samples, judged_version)
-        plan = yield from plan_rows_in_slices(measured.lengths, packing)
+        measured = yield from _measure(samples, trainer_version)
+        plan = yield from plan_rows(measured.lengths, packing)
     is_large = len(samples) > MEASURED_AT_ONCE
     if is_large:
         yield
-    summary = _summary(groups, plan, measured, step=step, judged_version=judged_version, packing=packing)
+    summary = _summary(groups, plan, measured, step=step, trainer_version=trainer_version, packing=packing)
     if is_large:
         yield
     batch = PlannedBatch(
@@ -59,9 +46,7 @@ def form_batch_in_slices(
         samples=[samples[index] for index in plan.order.tolist()],
         lengths=measured.lengths[plan.order],
         row_offsets=plan.row_offsets,
-        row_shapes=plan.row_shapes,
         rank_offsets=plan.rank_offsets,
-        environments=tuple(sorted({group.group.task.environment for group in groups if group.samples})),
     )
     return FormedBatch(batch, list(groups))
 
@@ -75,22 +60,22 @@ class _Measured:
     staleness_sum: int = 0
     staleness_max: int = 0
 
-    def add(self, loss_versions: dict[int, int], judged_version: int) -> None:
+    def add(self, loss_versions: dict[int, int], trainer_version: int) -> None:
         """One sample: how many of its tokens that bear loss are of which version."""
         for version, count in loss_versions.items():
-            age = judged_version - version
+            age = trainer_version - version
             self.loss_tokens += count
             self.staleness_sum += age * count
             self.staleness_max = max(self.staleness_max, age)
 
 
-def _measure(samples: Sequence[TrainingSample], judged_version: int) -> Generator[None, None, _Measured]:
+def _measure(samples: Sequence[TrainingSample], trainer_version: int) -> Generator[None, None, _Measured]:
     measured = _Measured(np.empty(len(samples), np.int32))
     for first in range(0, len(samples), MEASURED_AT_ONCE):
         some = samples[first : first + MEASURED_AT_ONCE]
         measured.lengths[first : first + len(some)] = [sample.num_tokens for sample in some]
         for sample in some:
-            measured.add(sample.loss_versions(), judged_version)
+            measured.add(sample.loss_versions(), trainer_version)
         yield
     return measured
 
@@ -101,13 +86,13 @@ def _summary(
     measured: _Measured,
     *,
     step: int,
-    judged_version: int,
+    trainer_version: int,
     packing: Packing,
 ) -> BatchSummary:
     num_tokens = int(measured.lengths.sum(dtype=np.int64))
     return BatchSummary(
         step=step,
-        judged_version=judged_version,
+        trainer_version=trainer_version,
         num_samples=len(plan.order),
         num_rollouts=sum(len(group.trained) for group in groups),
         num_tokens=num_tokens,

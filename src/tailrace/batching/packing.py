@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.batching.ranks import deal_rows
-from tailrace.batching.slices import drained
 from tailrace.records import Int32Array
 
 NumberT = TypeVar("NumberT", np.int64, np.float64)
@@ -90,24 +89,20 @@ class RowPlan:
         return float(self.rank_costs.max()) / mean - 1.0 if mean else 0.0
 
 
-def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> RowPlan:
+def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generator[None, None, RowPlan]:
     """Best-fit decreasing: longest sample first, each into the fullest row with room for it. O(samples log rows).
 
     Then rows are split until every rank gets as many as every other (a row is left empty where no row has two samples
-    to part), and dealt by cost. Raises `ValueError` for a sample longer than a row.
+    to part), and dealt by cost. Yields now and then. Raises `ValueError` for a sample longer than a row.
 
-    >>> plan = plan_rows([5, 3, 4, 2], Packing(row_tokens=7))
+    >>> from tailrace.batching.slices import drained
+    >>> plan = drained(plan_rows([5, 3, 4, 2], Packing(row_tokens=7)))
     >>> plan.order.tolist(), plan.row_offsets.tolist()
     ([0, 3, 2, 1], [0, 2, 4])
-    >>> plan = plan_rows([5, 3, 4, 2], Packing(row_tokens=16, num_ranks=2))
+    >>> plan = drained(plan_rows([5, 3, 4, 2], Packing(row_tokens=16, num_ranks=2)))
     >>> plan.order.tolist(), plan.rank_offsets.tolist(), plan.rank_costs.round(3).tolist()
     ([0, 3, 2, 1], [0, 1, 2], [7.002, 7.002])
     """
-    return drained(plan_rows_in_slices(lengths, packing))
-
-
-def plan_rows_in_slices(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generator[None, None, RowPlan]:
-    """See `plan_rows`; yields now and then."""
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > packing.row_tokens:
         raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {packing.row_tokens}")

@@ -24,18 +24,17 @@ class SampledGroup:
     """Stale tokens of the trained rollouts, which bear no loss; those of filtered rollouts are wasted, not masked."""
 
 
-def sample_group(group: Group, *, judged_version: int, max_staleness: int, drop_stale: bool = False) -> SampledGroup:
-    """Make the samples of a group for a batch that a trainer of at most `judged_version` will train on.
+def sample_group(group: Group, *, oldest_version: int, drop_stale: bool = False) -> SampledGroup:
+    """Make the samples of a group for a batch in which tokens of `oldest_version` and newer may bear loss.
 
-    Tokens older than `max_staleness` versions then stay as context and carry no loss; a rollout masked entirely, and
-    with `drop_stale` every rollout with such a token, is left out as `filtered(stale)`. All branches of a rollout go
-    together.
+    Older ones stay as context and carry no loss; a rollout masked entirely, and with `drop_stale` every rollout with
+    such a token, is left out as `filtered(stale)`. All branches of a rollout go together.
     """
     if group.advantages is None:
         raise ValueError(f"group {group.group_id} has no advantages yet")
     sampled = SampledGroup(group)
     for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
-        _sample(sampled, rollout, advantage, oldest=judged_version - max_staleness, drop_stale=drop_stale)
+        _sample(sampled, rollout, advantage, oldest=oldest_version, drop_stale=drop_stale)
     return sampled
 
 
@@ -62,7 +61,6 @@ def _sample(
         TrainingSample(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
-            environment=rollout.task.environment,
             temperature=rollout.sampling.temperature,
             branch=branch,
             advantages=advantage,

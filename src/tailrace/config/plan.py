@@ -104,7 +104,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
     scheduling, max_staleness = settings.scheduling, settings.max_staleness
     over = scheduling.over_sampling
     stops = over > 1 and scheduling.on_straggler == "resume_next_step"
-    budget = int((max_staleness + over) * batch_size)
+    budget = scheduling.staleness_budget(max_staleness)
     return Plan(
         batch_size=batch_size,
         tasks_per_batch={name: batch_size // size for name, size in by_environment.items()},

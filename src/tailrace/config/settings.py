@@ -11,7 +11,7 @@ from tailrace.environments import EnvironmentSettings
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.reporting.settings import ObservabilitySettings
 from tailrace.rollouts.settings import RolloutSettings
-from tailrace.scheduling.settings import MAX_STALENESS, EvaluationSettings, Schedule, SchedulingSettings
+from tailrace.scheduling.settings import EvaluationSettings, Schedule, SchedulingSettings
 from tailrace.training.settings import TrainerSettings
 from tailrace.transport.settings import TransportSettings
 
@@ -55,8 +55,7 @@ class RunSettings(BaseModel):
     @property
     def max_staleness(self) -> int:
         """Oldest tokens that bear loss, in policy versions."""
-        chosen = self.scheduling.max_staleness
-        return MAX_STALENESS[self.schedule] if chosen is None else chosen
+        return self.scheduling.staleness_bound(self.schedule)
 
     @property
     def max_running(self) -> int:

@@ -1,15 +1,16 @@
-"""From an engine's chunks to a completion, and what an interrupted one still has to sample."""
+"""Pieces of completions: put together, cut off, and whether anything is left to sample after one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.generation.engines.protocol import EngineLimits, SampledTokens
-from tailrace.records import Completion, FinishReason, GenerationRequest, Int32Array, SamplingParams
+from tailrace.records import Completion, FinishReason, Float32Array, GenerationRequest
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
@@ -17,85 +18,102 @@ _ADDED = ("queue_s", "decode_s", "cached_prompt_tokens", "preemptions", "mixed_c
 """Metrics that add up over the parts of an interrupted completion."""
 
 
-def assembled(
-    prefix: Completion | None, chunks: Sequence[SampledTokens], finish_reason: FinishReason, *, waited_s: float = 0.0
-) -> Completion:
-    """The chunks in one piece, after the prefix where there was one.
+def as_chunk(sampled: SampledTokens) -> Completion:
+    """What an engine sampled, as `on_chunk` is told of it."""
+    size = len(sampled.token_ids)
+    return Completion(
+        token_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        policy_versions=sampled.policy_versions,
+        finish_reason=sampled.finish_reason or FinishReason.RUNNING,
+        mixed_spans=((size - sampled.mixed_cache_tokens, size),) if sampled.mixed_cache_tokens else (),
+    )
 
-    `waited_s` passed before the engine was given the request: it is queue time. Log-probabilities that are not finite
-    are counted in `metrics["nonfinite_logprobs"]`, and stay what they are.
+
+def assembled(
+    prefix: Completion | None, sampled: Sequence[SampledTokens], finish_reason: FinishReason, *, waited_s: float = 0.0
+) -> Completion:
+    """What an engine sampled of one request, in one piece, after the prefix where there was one.
+
+    `waited_s` passed before the engine was given the request: it is queue time.
     """
-    parts: list[SampledTokens | Completion] = [*chunks] if prefix is None else [prefix, *chunks]
-    token_ids = _joined([part.token_ids for part in parts], np.int32)
-    logprobs = _joined([part.logprobs for part in parts], np.float32)
-    versions = _joined([part.policy_versions for part in parts], np.int32)
-    own = dict.fromkeys(_ADDED, 0.0) | (chunks[-1].metrics if chunks else {})
+    own = dict.fromkeys(_ADDED, 0.0) | (sampled[-1].metrics if sampled else {})
     own["queue_s"] += waited_s
-    own["mixed_cache_tokens"] += sum(chunk.mixed_cache_tokens for chunk in chunks)
-    own["nonfinite_logprobs"] += sum(count_nonfinite(chunk) for chunk in chunks)
-    own["preemptions"] += finish_reason is FinishReason.ABORTED
     if "time_to_first_token_s" in own:
         own["time_to_first_token_s"] += waited_s
+    return joined(prefix, [as_chunk(one) for one in sampled], finish_reason, own)
+
+
+def joined(
+    prefix: Completion | None,
+    chunks: Sequence[Completion],
+    finish_reason: FinishReason,
+    metrics: Mapping[str, float] | None = None,
+) -> Completion:
+    """Chunks in one piece, after the prefix where there was one. `metrics` are those of the chunks.
+
+    Log-probabilities that are not finite are counted in `metrics["nonfinite_logprobs"]`, and stay what they are.
+    """
+    parts = [*chunks] if prefix is None else [prefix, *chunks]
+    own = dict.fromkeys(_ADDED, 0.0) | dict(metrics or {})
+    own["mixed_cache_tokens"] += sum(end - start for chunk in chunks for start, end in chunk.mixed_spans)
+    own["nonfinite_logprobs"] += sum(count_nonfinite(chunk.logprobs) for chunk in chunks)
+    own["preemptions"] += finish_reason is FinishReason.ABORTED
     return Completion(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        policy_versions=versions,
+        token_ids=_concatenated([part.token_ids for part in parts], np.int32),
+        logprobs=_concatenated([part.logprobs for part in parts], np.float32),
+        policy_versions=_concatenated([part.policy_versions for part in parts], np.int32),
         finish_reason=finish_reason,
         routed_experts=() if prefix is None else prefix.routed_experts,
-        mixed_spans=_mixed_spans(prefix, chunks),
+        mixed_spans=_mixed_spans(parts),
         metrics=own if prefix is None else _together(prefix, own),
     )
 
 
-def count_nonfinite(chunk: SampledTokens) -> int:
+def tail(completion: Completion, start: int) -> Completion:
+    """Its tokens from `start` on, as a chunk."""
+    return Completion(
+        token_ids=completion.token_ids[start:],
+        logprobs=completion.logprobs[start:],
+        policy_versions=completion.policy_versions[start:],
+        finish_reason=completion.finish_reason,
+        mixed_spans=tuple((max(0, first - start), end - start) for first, end in completion.mixed_spans if end > start),
+    )
+
+
+def count_nonfinite(logprobs: Float32Array) -> int:
     """Log-probabilities that are NaN or infinite."""
-    return len(chunk.logprobs) - int(np.count_nonzero(np.isfinite(chunk.logprobs)))
+    return len(logprobs) - int(np.count_nonzero(np.isfinite(logprobs)))
 
 
-def finished_by(
-    prompt_token_ids: Int32Array, sampling: SamplingParams, saved: Completion | None, limits: EngineLimits | None = None
-) -> FinishReason | None:
-    """Why nothing is left to sample after `saved`; None where something is.
+def finished(request: GenerationRequest, limits: EngineLimits | None = None) -> Completion | None:
+    """The request's prefix as its completion, where nothing is left to sample; None where something is.
 
     A completion may be interrupted after its last token and before anybody was told that it was the last.
-
-    >>> prompt = np.arange(4, dtype=np.int32)
-    >>> saved = Completion(prompt[:3], np.zeros(3, np.float32), prompt[:3], FinishReason.ABORTED)
-    >>> finished_by(prompt, SamplingParams(max_tokens=3), saved)
-    <FinishReason.LENGTH: 'length'>
-    >>> finished_by(prompt, SamplingParams(max_tokens=9), saved)
     """
+    saved, sampling = request.prefix, request.sampling
     if saved is None or saved.num_tokens == 0:
         return None
     if int(saved.token_ids[-1]) in sampling.stop_token_ids:
-        return FinishReason.STOP
-    full = limits is not None and len(prompt_token_ids) + saved.num_tokens >= limits.max_model_tokens
-    return FinishReason.LENGTH if full or saved.num_tokens >= sampling.max_tokens else None
+        return replace(saved, finish_reason=FinishReason.STOP)
+    full = limits is not None and len(request.prompt_token_ids) + saved.num_tokens >= limits.max_model_tokens
+    if full or saved.num_tokens >= sampling.max_tokens:
+        return replace(saved, finish_reason=FinishReason.LENGTH)
+    return None
 
 
-def finished_already(request: GenerationRequest, limits: EngineLimits) -> Completion | None:
-    """The request's prefix as its completion, where nothing is left to sample."""
-    reason = finished_by(request.prompt_token_ids, request.sampling, request.prefix, limits)
-    if reason is None or request.prefix is None:
-        return None
-    return assembled(request.prefix, [], reason)
-
-
-def _mixed_spans(prefix: Completion | None, chunks: Sequence[SampledTokens]) -> tuple[tuple[int, int], ...]:
-    """Those of the prefix and of the chunks; what touches becomes one."""
-    spans, end = ([], 0) if prefix is None else ([*prefix.mixed_spans], prefix.num_tokens)
-    for chunk in chunks:
-        end += len(chunk.token_ids)
-        start = end - chunk.mixed_cache_tokens
-        if start == end:
-            continue
-        if spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        spans.append((start, end))
+def _mixed_spans(parts: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
+    """Those of all parts, counted from the first one's start; what touches becomes one."""
+    spans, offset = list[tuple[int, int]](), 0
+    for part in parts:
+        for start, end in part.mixed_spans:
+            first = spans.pop()[0] if spans and spans[-1][1] == offset + start else offset + start
+            spans.append((first, offset + end))
+        offset += part.num_tokens
     return tuple(spans)
 
 
-def _joined(arrays: list[NDArray[ScalarT]], dtype: type[ScalarT]) -> NDArray[ScalarT]:
+def _concatenated(arrays: list[NDArray[ScalarT]], dtype: type[ScalarT]) -> NDArray[ScalarT]:
     """In one piece; one array as it is, no array as an empty one."""
     if len(arrays) == 1:
         return arrays[0]

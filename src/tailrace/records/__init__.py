@@ -7,7 +7,7 @@ or imports another room of the house (but for `errors`).
 from tailrace.records.arrays import Array, BoolArray, Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import CONTEXT_VERSION, Branch, CompletionSpan
-from tailrace.records.completion import Completion, FinishReason, GenerationRequest
+from tailrace.records.completion import Completion, FinishReason
 from tailrace.records.conversation import Json, Message, Reply, ToolCall, ToolCallFunction, ToolSpec
 from tailrace.records.events import (
     CheckpointWritten,
@@ -21,14 +21,13 @@ from tailrace.records.events import (
     TrainerEnded,
     TrainerStarted,
 )
+from tailrace.records.generation import Generate, GenerationRequest, OnChunk
 from tailrace.records.ids import (
     GroupId,
     RequestId,
     RolloutId,
     SessionId,
     TaskId,
-    rollout_of,
-    rollout_of_session,
     session_of,
 )
 from tailrace.records.payload import (
@@ -41,7 +40,6 @@ from tailrace.records.payload import (
 )
 from tailrace.records.payload_table import NOBODY, PayloadTable, PayloadTableBuilder
 from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch
-from tailrace.records.protocols import Generate
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.task import Task
@@ -72,6 +70,7 @@ __all__ = [
     "Message",
     "ModelStateDictPublished",
     "ModelStateDictRef",
+    "OnChunk",
     "OpenPayload",
     "Outcome",
     "PayloadChunk",
@@ -101,8 +100,6 @@ __all__ = [
     "TrainerStarted",
     "TrainingSample",
     "as_token_ids",
-    "rollout_of",
-    "rollout_of_session",
     "session_of",
     "unrecorded",
 ]

@@ -22,7 +22,6 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
 
     rollout_id: RolloutId
     group_id: GroupId
-    environment: str
     temperature: float
     branch: Branch
     advantages: float | Float32Array
@@ -54,7 +53,7 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     """The optimizer step that will train on it; steps count from 1."""
-    judged_version: int
+    trainer_version: int
     """The policy version that the trainer will hold then; staleness was masked against it."""
     num_samples: int
     num_rollouts: int
@@ -91,9 +90,6 @@ class Batch:
     temperatures: Float32Array  # [num_samples]
     sample_offsets: Int32Array  # [num_samples + 1], into the token columns
     row_offsets: Int32Array  # [num_rows + 1], into the samples
-    row_shapes: Int32Array  # [num_rows], tokens that a row is padded to where rows are padded
-    environment_ids: Int32Array  # [num_samples], into `environments`
-    environments: tuple[str, ...]
     payloads: PayloadTable = field(default_factory=PayloadTable.empty)
     """Where the routed experts of the tokens lie."""
     rank: int = 0

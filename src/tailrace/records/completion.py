@@ -1,16 +1,12 @@
-"""What one turn sampled, and the request for it."""
+"""What one turn sampled."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from tailrace.records.arrays import Float32Array, Int32Array
-from tailrace.records.ids import GroupId, RequestId, SessionId
 from tailrace.records.payload import PayloadChunk
-from tailrace.records.sampling import SamplingParams
 
 
 class FinishReason(enum.StrEnum):
@@ -24,6 +20,8 @@ class FinishReason(enum.StrEnum):
     """Somebody asked the engine to abort it."""
     ERROR = "error"
     """The engine failed on this request alone."""
+    RUNNING = "running"
+    """It has not ended: said of a chunk that more tokens follow, never of a completion that `generate` returns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,27 +55,3 @@ class Completion:
     def num_tokens(self) -> int:
         """Tokens sampled."""
         return len(self.token_ids)
-
-    @classmethod
-    def empty(cls, finish_reason: FinishReason) -> Completion:
-        """A completion of no token: what an aborted request leaves when it never ran."""
-        return cls(
-            token_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            policy_versions=np.empty(0, np.int32),
-            finish_reason=finish_reason,
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
-    """One call of `generate`, as an engine sees it."""
-
-    request_id: RequestId
-    session_id: SessionId
-    """Requests of one session share a growing prefix, whose cache an engine may keep."""
-    group_id: GroupId
-    prompt_token_ids: Int32Array  # [num_prompt_tokens]
-    sampling: SamplingParams
-    prefix: Completion | None = None
-    """Already sampled by an earlier, interrupted request; counts against `sampling.max_tokens`, never sampled again."""

@@ -38,9 +38,7 @@ class PlannedBatch:
     samples: Sequence[TrainingSample]
     lengths: Int32Array  # [num_samples], in tokens
     row_offsets: Int32Array  # [num_rows + 1], into the samples
-    row_shapes: Int32Array  # [num_rows], tokens that a row is padded to where rows are padded
     rank_offsets: Int32Array  # [num_ranks + 1], into the rows
-    environments: tuple[str, ...]
     first_rank: int = 0
     """The rank that `rank_offsets[0]` is of."""
     all_ranks: int = 0
@@ -70,9 +68,7 @@ class PlannedBatch:
             samples=self.samples[first:last],
             lengths=self.lengths[first:last],
             row_offsets=self.row_offsets[first_row : last_row + 1] - np.int32(first),
-            row_shapes=self.row_shapes[first_row:last_row],
             rank_offsets=np.array([0, last_row - first_row], np.int32),
-            environments=self.environments,
             first_rank=self.first_rank + rank,
             all_ranks=self.num_ranks,
         )
@@ -88,13 +84,10 @@ class PlannedBatch:
         np.cumsum(self.lengths, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
             raise ValueError(f"one rank's part of a batch holds 2^31 tokens at most, not {int(offsets[-1]):,}")
-        ids = {environment: index for index, environment in enumerate(self.environments)}
         return {
             "temperatures": np.array([sample.temperature for sample in self.samples], np.float32),
-            "environment_ids": np.array([ids[sample.environment] for sample in self.samples], np.int32),
             "sample_offsets": offsets.astype(np.int32),
             "row_offsets": np.asarray(self.row_offsets, np.int32),
-            "row_shapes": np.asarray(self.row_shapes, np.int32),
             "mixed_spans": self._mixed_spans(offsets),
             **self._advantages(),
         }
@@ -115,7 +108,6 @@ class PlannedBatch:
         }
         return Batch(
             summary=part.summary,
-            environments=part.environments,
             payloads=part.payloads(),
             rank=part.first_rank,
             num_ranks=part.num_ranks,

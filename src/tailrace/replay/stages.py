@@ -15,8 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tailrace.batching import FormedBatch, Packing, SampledGroup, compute_advantages, filter_reason, sample_group
-from tailrace.batching.batches import form_batch_in_slices
+from tailrace.batching import (
+    FormedBatch,
+    Packing,
+    SampledGroup,
+    compute_advantages,
+    filter_reason,
+    form_batch,
+    sample_group,
+)
 from tailrace.batching.slices import in_turns
 from tailrace.errors import DataError
 from tailrace.records import Batch, Group, OpenPayload, Outcome
@@ -107,16 +114,16 @@ class Pipeline:
         self.sampled.clear()
         for number, group in enumerate(self.trainable, 1):
             with phase("sample"):
-                self.sampled.append(sample_group(group, judged_version=self.version, max_staleness=self.version))
+                self.sampled.append(sample_group(group, oldest_version=0))
             if number % _GROUPS_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     async def _form(self) -> None:
         with phase("form_batch"):
-            forming = form_batch_in_slices(
+            forming = form_batch(
                 self.sampled,
                 step=STEP,
-                judged_version=self.version,
+                trainer_version=self.version,
                 packing=Packing(self.settings.row_tokens, num_ranks=len(self.receivers)),
             )
             self.formed = await in_turns(forming)

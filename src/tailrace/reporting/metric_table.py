@@ -130,7 +130,7 @@ _BATCH = (
     ("batch/tokens", "tokens", _SUM, "Tokens of the step's batch, context included."),
     ("batch/loss_tokens", "tokens", _SUM, "Tokens that bear loss: the planned denominator of the loss."),
     ("batch/masked_tokens", "tokens", _SUM, "Sampled tokens that lost their loss to staleness."),
-    ("batch/padding", "1", _MEAN, "Padding share: 1 - tokens / what the rows are padded to, where a trainer pads."),
+    ("batch/padding", "1", _MEAN, "Padding share: 1 - tokens / what the rows would be padded to, by a trainer that pads."),
     ("staleness/mean", "versions", _MEAN, "Mean age of the tokens that bear loss, weighted by their number."),
     ("staleness/max", "versions", _MAX, "Age of the oldest token that bears loss."),
     ("bias/length_ratio", "1", _LAST, "Mean length of trained rollouts over that of all finished; 1 is unbiased."),

@@ -22,9 +22,11 @@ from tailrace.records import (
     Completion,
     FinishReason,
     Generate,
+    GenerationRequest,
     Int32Array,
     Message,
     Reply,
+    RequestId,
     Rollout,
     RolloutId,
     SamplingParams,
@@ -216,13 +218,7 @@ class RolloutPolicy:
         self._turns.add(task)
         try:
             with phase("generate", about={"turn": turn}):
-                completion = await self._generate(
-                    conversation.branch.token_ids,
-                    sampling=self._sampling(limit, turn),
-                    request_id=f"{self._rollout.rollout_id}/{conversation.index}/{turn}",
-                    session_id=session_of(self._rollout.rollout_id, conversation.index),
-                    group_id=self._rollout.group_id,
-                )
+                completion = await self._generate(self._request(conversation, limit, turn))
         finally:
             conversation.is_waiting = False
             self._turns.discard(task)
@@ -233,6 +229,18 @@ class RolloutPolicy:
                 f"turn {turn} of {self._rollout.rollout_id}: generation ended as {completion.finish_reason}"
             )
         return completion
+
+    def _request(self, conversation: BranchConversation, limit: int, turn: int) -> GenerationRequest:
+        rollout = self._rollout
+        session_id = session_of(rollout.rollout_id, conversation.index)
+        return GenerationRequest(
+            request_id=RequestId(f"{session_id}/{turn}"),
+            session_id=session_id,
+            group_id=rollout.group_id,
+            prompt_token_ids=conversation.branch.token_ids,
+            sampling=self._sampling(limit, turn),
+            owner=rollout.rollout_id,
+        )
 
     def _sampling(self, limit: int, turn: int) -> SamplingParams:
         """The rollout's sampling for one turn: a seed of its own, so that turns do not share one random stream."""

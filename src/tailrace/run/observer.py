@@ -15,6 +15,7 @@ from tailrace.generation.router.replica import ReplicaFigures
 from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.records import (
     Completion,
+    GenerationRequest,
     Group,
     Outcome,
     Rollout,
@@ -22,7 +23,6 @@ from tailrace.records import (
     StepSkipped,
     StepTrained,
     TerminalState,
-    rollout_of,
 )
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.evaluation_figures import evaluation_entries, evaluation_metrics, followed
@@ -150,14 +150,15 @@ class RunObserver:
         self.totals.tokens_generated += rollout.num_completion_tokens
         self._recorder.rollout_finished(rollout)
 
-    def request_cut(self, request_id: str, tokens: int) -> None:
+    def request_cancelled(self, request: GenerationRequest, tokens: int) -> None:
         """A request was cancelled with so many tokens sampled; others than those of rollouts are nobody's loss here."""
-        self._recorder.bias.cut(rollout_of(request_id), tokens)
+        if request.owner is not None and tokens:
+            self._recorder.bias.cut(request.owner, tokens)
 
     def rollout_lost(self, rollout: Rollout) -> None:
         """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it.
 
-        Comes after `request_cut` for the completion that it was waiting for.
+        Comes after `request_cancelled` for the completion that it was waiting for.
         """
         self.totals.tokens_generated += self._recorder.bias.losing(rollout)
 
@@ -265,7 +266,7 @@ class RunObserver:
             add(f"environment/{name}/trained_share", figures.trained_share)
             add(f"environment/{name}/in_flight", figures.in_flight)
             add(f"environment/{name}/trainable_share", figures.expected)
-            add(f"environment/{name}/barren_tasks", figures.barren_tasks)
+            add(f"environment/{name}/barren_tasks", figures.untrainable_tasks)
         for replica in self._replicas():
             self._metrics.update(replica.metrics())
         judged = self._judge_usage()

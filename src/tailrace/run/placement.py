@@ -18,16 +18,16 @@ from functools import partial
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engine_thread.inbox import CutListener
 from tailrace.generation.holding import Interrupt
 from tailrace.generation.router.replica import Replica, ReplicaFigures
 from tailrace.generation.router.weights import WeightDistributor
+from tailrace.lifecycle.memory import trainer_environment
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
 from tailrace.lifecycle.shutdown import Action, ShutdownStage, run_stage
 from tailrace.lifecycle.supervisor import Supervisor
-from tailrace.records import Completion, Generate, rollout_of_session
+from tailrace.records import Completion, Generate, GenerationRequest
 from tailrace.run.batches import BATCH_QUEUE_CAPACITY, batch_sender
 from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
@@ -35,7 +35,6 @@ from tailrace.run.generators import Wait, start_fleet
 from tailrace.run.payloads import ORCHESTRATOR, payload_parent
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.roles import TRAINER, RoleSettings, load_from_store, run_trainer_role
-from tailrace.training.memory import huge_pages
 from tailrace.transport.batches.queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import EventLogServer
@@ -64,8 +63,6 @@ class Placement:
     """Waits for the trainer to leave, however."""
     pids: Callable[[], Mapping[str, int]]
     """Ids of the processes that run now, by role."""
-    tell_of_cuts: Callable[[CutListener], None]
-    """From now on tells of requests that are cancelled, and of what had been sampled of them."""
     replicas: Callable[[], list[ReplicaFigures]]
     """Figures of the generators that are processes of their own."""
     payloads: PayloadAccounts
@@ -122,7 +119,6 @@ async def _inline(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
                 watch=watch,
                 trainer_left=trainer_left,
                 pids=lambda: {"run": os.getpid()},
-                tell_of_cuts=generator.tell_of_cuts,
                 replicas=list,
                 payloads=accounts,
                 kill=lambda: None,
@@ -159,7 +155,7 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                     TRAINER,
                     role.encoded(),
                     threads=settings.trainer.threads,
-                    environment=huge_pages(os.environ),
+                    environment=trainer_environment(os.environ),
                 )
             )
             stack.push_async_callback(_end, ShutdownStage.STOP_GENERATORS, fleet.close)
@@ -194,15 +190,14 @@ async def _local(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) ->
                 watch=watch,
                 trainer_left=trainer_left,
                 pids=lambda: {"orchestrator": os.getpid(), **supervisor.pids()},
-                tell_of_cuts=router.tell_of_cuts,
                 replicas=router.figures,
                 payloads=accounts,
                 kill=kill,
             )
 
 
-def _account(accounts: PayloadAccounts, session_id: str, completion: Completion) -> None:
-    accounts.record(rollout_of_session(session_id), completion.routed_experts)
+def _account(accounts: PayloadAccounts, request: GenerationRequest, completion: Completion) -> None:
+    accounts.record(request.owner, completion.routed_experts)
 
 
 async def _end(stage: ShutdownStage, action: Action) -> None:

@@ -1,38 +1,53 @@
-"""`Generate`, with every completion told to whoever counts."""
+"""`Generate`, with every completion told to whoever counts, and every request that is cancelled."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
-from tailrace.records import Completion, Generate, Int32Array, SamplingParams
+from typing_extensions import override
+
+from tailrace.records import Completion, Generate, GenerationRequest, OnChunk
 
 
-class RecordedGenerate:
-    """Calls `generate`, then `on_completion`."""
+class RecordedGenerate(Generate):
+    """Calls `generate`, then `on_completion`; or, where the caller went away before, `on_request_cancelled`."""
 
-    def __init__(self, generate: Generate, on_completion: Callable[[str, Completion], None]) -> None:
-        """`on_completion` is given the session's id too."""
-        self._generate = generate
-        self._on_completion = on_completion
-
-    async def __call__(
+    def __init__(
         self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
-        """See `Generate`."""
-        completion = await self._generate(
-            prompt_token_ids,
-            sampling=sampling,
-            request_id=request_id,
-            session_id=session_id,
-            group_id=group_id,
-            prefix=prefix,
-        )
-        self._on_completion(session_id, completion)
+        generate: Generate,
+        on_completion: Callable[[GenerationRequest, Completion], None],
+        on_request_cancelled: Callable[[GenerationRequest, int], None] | None = None,
+    ) -> None:
+        """`on_request_cancelled` is given the tokens that had been sampled by then, as far as chunks told of them."""
+        self._generate, self._on_completion = generate, on_completion
+        self._on_request_cancelled = on_request_cancelled
+
+    @override
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        if self._on_request_cancelled is None:
+            completion = await self._generate(request, on_chunk)
+        else:
+            completion = await self._counted(request, on_chunk, self._on_request_cancelled)
+        self._on_completion(request, completion)
         return completion
+
+    async def _counted(
+        self,
+        request: GenerationRequest,
+        on_chunk: OnChunk | None,
+        on_request_cancelled: Callable[[GenerationRequest, int], None],
+    ) -> Completion:
+        sampled = request.prefix_tokens
+
+        def count(chunk: Completion) -> None:
+            nonlocal sampled
+            sampled += chunk.num_tokens
+            if on_chunk is not None:
+                on_chunk(chunk)
+
+        try:
+            return await self._generate(request, count)
+        except asyncio.CancelledError:
+            on_request_cancelled(request, sampled)
+            raise

@@ -19,10 +19,10 @@ from tailrace.errors import TailraceError
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, reserve_memory, share_one_arena
+from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, heap_of_process, reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
-from tailrace.lifecycle.trimming import MemoryTrimmer, glibc_heap
-from tailrace.records import Completion, RunStatus, Task, TrainerEnded, TrainerStarted
+from tailrace.lifecycle.trimming import MemoryTrimmer
+from tailrace.records import Completion, GenerationRequest, RunStatus, Task, TrainerEnded, TrainerStarted
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
@@ -84,7 +84,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     async with contextlib.AsyncExitStack() as stack:
         if settings.placement == "local":  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
-            reserve_memory(plan.max_running * RESERVED_BYTES_PER_ROLLOUT)
+            reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
         phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
         lag = await stack.enter_async_context(watched_loop(observability, phases))
@@ -144,15 +144,13 @@ class _Training:
             placement = await stack.enter_async_context(open_placement(self._settings, self._paths, log))
             stack.push_async_callback(log.close)
             meter = ProcessMeter(placement.pids)
-            recorded = RecordedGenerate(placement.generate, self._count_completion)
-            holding = self._holding = HoldingGenerate(recorded, placement.interrupt, self._count_cut)
-            placement.tell_of_cuts(self._count_cut)
+            holding = self._holding = HoldingGenerate(placement.generate, placement.interrupt)
             rollouter = await stack.enter_async_context(
                 make_rollouter(
                     self._settings,
                     self._environments,
                     renderer=self._renderer,
-                    generate=holding,
+                    generate=RecordedGenerate(holding, self._count_completion, self._count_cancelled),
                     log_folder=self._paths.logs,
                 )
             )
@@ -167,13 +165,13 @@ class _Training:
             ended = await orchestrator.run()
         return await self._sum_up(orchestrator, ended, meter, signals)
 
-    def _count_completion(self, _session_id: str, completion: Completion) -> None:
+    def _count_completion(self, _: GenerationRequest, completion: Completion) -> None:
         if self._orchestrator and self._orchestrator.observer:
             self._orchestrator.observer.completion_sampled(completion)
 
-    def _count_cut(self, request_id: str, tokens: int) -> None:
+    def _count_cancelled(self, request: GenerationRequest, tokens: int) -> None:
         if self._orchestrator and self._orchestrator.observer:
-            self._orchestrator.observer.request_cut(request_id, tokens)
+            self._orchestrator.observer.request_cancelled(request, tokens)
 
     def _make_held_out(self) -> list[Task]:
         """What evaluations beside training run, every environment in turn; made before, since it may take a while."""
@@ -256,7 +254,7 @@ class _Training:
         """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""
         trim_mb, is_apart = self._settings.observability.trim_mb, self._settings.placement == "local"
         reserved = self._settings.max_running * RESERVED_BYTES_PER_ROLLOUT
-        heap = glibc_heap() if trim_mb and is_apart else None
+        heap = heap_of_process() if trim_mb and is_apart else None
         return MemoryTrimmer(int(trim_mb * 1e6) + reserved, self._writer.submit, heap)
 
     def _signals(self, orchestrator: Orchestrator, placement: Placement, live: LiveView) -> StopSignals:

@@ -7,8 +7,7 @@ from tailrace.records import TerminalState
 from tailrace.reporting.phase_report import phase_costs
 from tailrace.reporting.run_view import RunView
 from tailrace.run.orchestrator import Orchestrator
-from tailrace.scheduling import Verdict
-from tailrace.scheduling.statistics import SchedulerStatistics
+from tailrace.scheduling import SchedulerStatistics, Verdict
 from tailrace.tracing.lag import LoopLagMonitor
 
 _WAITING = {
@@ -58,7 +57,7 @@ def run_view(
         generation_tokens_per_s=observer.history.generation_tokens_per_s,
         training_tokens_per_s=observer.history.training_tokens_per_s,
         in_flight=statistics.in_flight,
-        in_flight_limit=(settings.max_staleness + 1) * settings.scheduling.batch_size,
+        in_flight_limit=statistics.budget_ceiling,
         ready_groups=statistics.waiting_groups,
         groups_per_batch=_groups_per_batch(settings),
         queued_batches=statistics.batches_ahead,

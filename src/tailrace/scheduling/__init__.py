@@ -7,15 +7,13 @@ rollout without a reason in the ledger, and never decides when training is over:
 """
 
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
-from tailrace.scheduling.budget import StalenessBudget
 from tailrace.scheduling.evaluation import Evaluation, EvaluationResult, Evaluator, evaluate
 from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
-from tailrace.scheduling.observer import SchedulerObserver
+from tailrace.scheduling.observer import SchedulerObserver, SchedulerStatistics
 from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
-from tailrace.scheduling.statistics import SchedulerStatistics
-from tailrace.scheduling.stream import StreamScheduler
+from tailrace.scheduling.stream import SaveState, StreamScheduler
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 
 __all__ = [
@@ -28,10 +26,10 @@ __all__ = [
     "Evaluator",
     "GroupRunner",
     "Ledger",
+    "SaveState",
     "SchedulerObserver",
     "SchedulerStatistics",
     "SchedulingSettings",
-    "StalenessBudget",
     "StreamScheduler",
     "TaskSource",
     "TaskStream",

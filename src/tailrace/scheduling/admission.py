@@ -46,7 +46,7 @@ class AdmissionState(msgspec.Struct, frozen=True, kw_only=True):
     age: int = 0
     """Versions by which a token sampled now will trail the next batch that is formed."""
     max_age: int = 0
-    fitting: int | None = None
+    trainable_capacity: int | None = None
     """Rollouts that the batches up to the one for which a token sampled now is too old can take; None: no matter."""
 
 
@@ -72,7 +72,8 @@ def may_admit(state: AdmissionState) -> Verdict:
         return Verdict.STEP_STARTED
     if state.budget_free <= 0:
         return Verdict.BUDGET_SPENT
-    if state.age > state.max_age or (state.fitting is not None and state.untaken >= state.fitting):
+    is_capacity_spent = state.trainable_capacity is not None and state.untaken >= state.trainable_capacity
+    if state.age > state.max_age or is_capacity_spent:
         return Verdict.WEIGHTS_OLD
     if state.running >= state.max_running:
         return Verdict.ENGINES_FULL

@@ -6,53 +6,46 @@ the event loop for a while.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
-from tailrace.batching import FormedBatch, Packing, SampledGroup, form_batch_in_slices, sample_group
+from tailrace.batching import FormedBatch, Packing, SampledGroup, form_batch, sample_group
 from tailrace.records import Outcome
-from tailrace.scheduling.accounts import Accounts
-from tailrace.scheduling.ready import ReadyGroup, ReadyQueue
+from tailrace.scheduling.ledger import Accounts, UntrainableStreak
+from tailrace.scheduling.outstanding import Outstanding, ReadyGroup
 from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.staleness import RESTARTED, StalePolicy
+from tailrace.scheduling.tasks import TaskStream
 from tailrace.tracing.phases import phase
-
-RESTARTED = "restarted"
 
 SAMPLED_AT_ONCE = 32
 """Rollouts in one slice."""
 
 
 class BatchFormer:
-    """Takes a batch's worth out of the ready queue."""
+    """Takes a batch's worth of what is ready."""
 
     def __init__(
         self,
-        ready: ReadyQueue,
+        tasks: TaskStream,
+        outstanding: Outstanding,
         accounts: Accounts,
+        stale: StalePolicy,
         settings: SchedulingSettings,
-        *,
-        max_staleness: int,
-        on_taken: Callable[[ReadyGroup], None],
-        on_trained: Callable[[ReadyGroup], None],
-        on_restart: Callable[[ReadyGroup], None],
-        on_barren: Callable[[ReadyGroup], None],
     ) -> None:
-        """Every group taken is told to `on_taken`, and what became of it to one of the other three."""
-        self._ready, self._accounts, self._settings = ready, accounts, settings
-        self._max_staleness = max_staleness
-        self._on_taken, self._on_trained, self._on_restart, self._on_barren = (
-            on_taken,
-            on_trained,
-            on_restart,
-            on_barren,
-        )
+        self._tasks, self._outstanding, self._accounts = tasks, outstanding, accounts
+        self._stale, self._settings = stale, settings
+        self._untrainable = UntrainableStreak(settings.max_barren_batches * settings.batch_size, accounts.ledger)
 
-    def form(self, *, step: int, judged_version: int) -> Generator[None, None, FormedBatch | None]:
-        """The batch of `step`, for a trainer of at most `judged_version`; None where nothing in it would bear loss."""
+    def form(self, *, step: int, trainer_version: int) -> Generator[None, None, FormedBatch | None]:
+        """The batch of `step`, for a trainer of at most `trainer_version`; None where nothing in it would bear loss.
+
+        Raises `TrainingError` when that is so for too long.
+        """
         sampled: list[SampledGroup] = []
         size = since_yield = 0
-        while self._ready and size < self._settings.batch_size:
-            ready = self._ready.pop()
-            taken = self._sample(ready, judged_version)
+        while self._outstanding.ready and size < self._settings.batch_size:
+            ready = self._outstanding.take()
+            taken = self._sample(ready, trainer_version)
             if taken is not None and taken.samples:
                 sampled.append(taken)
                 size += ready.size
@@ -62,25 +55,30 @@ class BatchFormer:
                 yield
         if not sampled:
             return None
-        packing = Packing(self._settings.row_tokens)
-        return (yield from form_batch_in_slices(sampled, step=step, judged_version=judged_version, packing=packing))
+        formed = yield from form_batch(
+            sampled, step=step, trainer_version=trainer_version, packing=Packing(self._settings.row_tokens)
+        )
+        self._untrainable.reset()
+        return formed
 
-    def _sample(self, ready: ReadyGroup, judged_version: int) -> SampledGroup | None:
+    def _sample(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup | None:
         """One group's samples; None where it is started again instead."""
-        on_stale = self._settings.on_stale
-        self._on_taken(ready)
+        key = ready.opened.key
         with phase("sample"):
             taken = sample_group(
                 ready.group,
-                judged_version=judged_version,
-                max_staleness=self._max_staleness,
-                drop_stale=on_stale == "drop",
+                oldest_version=self._stale.oldest_allowed(trainer_version),
+                drop_stale=self._stale.drops_rollouts,
             )
-        if on_stale == "restart" and taken.masked_tokens and ready.opened.restarts < self._settings.max_restarts:
+        # of a part: to start the task again would train on the rest twice
+        is_whole = ready.size == ready.opened.size
+        if taken.masked_tokens and is_whole and self._stale.restarts_finished(self._tasks.restarts(key)):
             self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
-            self._on_restart(ready)
+            self._tasks.restart(key)
             return None
         for rollout, reason in taken.filtered:
             self._accounts.end([rollout], Outcome.filtered(reason))
-        (self._on_trained if taken.samples else self._on_barren)(ready)
+        self._tasks.end(key, trained=bool(taken.samples))
+        if not taken.samples:
+            self._untrainable.extend(ready.size)
         return taken

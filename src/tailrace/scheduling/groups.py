@@ -1,30 +1,35 @@
-"""One group from its first rollout to its scores: places, attempts, retries, and how it is given up.
+"""One group from its first rollout to its advantages: members, attempts, retries, scoring, and how it is stopped.
 
-    place    one of the group's seats: holds a slot of the staleness budget until its rollout ends
-    attempt  one rollout in a place; after a failure the next one, up to `max_retries` more
+    task ─► members run, each over its attempts ─► scored together ─► advantages ─► filtered, or ready for a batch
+                        └─ early release: each finished rollout is ready once enough siblings have finished
 
-A group that is given up has its running attempts cancelled, which reaches whatever they wait for (agents, tools,
-rewards, requests), and ends only when all of them have ended.
+A failed attempt is followed by the next one, up to `max_retries` more. A group that is stopped has its running attempts
+cancelled, which reaches whatever they wait for (agents, tools, rewards, requests), and ends only when all of them have
+ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from tailrace.batching import ZERO_SPREAD, compute_advantages, filter_reason
 from tailrace.errors import RequestRefused, RolloutError
-from tailrace.records import Group, GroupId, Outcome, Rollout, RolloutId, Task
-from tailrace.scheduling.accounts import Accounts
-from tailrace.scheduling.release import EarlyRelease
-from tailrace.scheduling.scored import SCORE_DROPPED, UNSCORED, sort_scored
+from tailrace.records import Float32Array, Group, GroupId, Outcome, Rollout, RolloutId, Task
+from tailrace.scheduling.ledger import Accounts, UntrainableStreak
+from tailrace.scheduling.outstanding import Member, OpenGroup, Outstanding, apportion
 from tailrace.scheduling.settings import SchedulingSettings
-from tailrace.scheduling.tasks import TaskKey
+from tailrace.scheduling.stragglers import REQUEUED, STRAGGLER
+from tailrace.scheduling.tasks import TaskStream
+from tailrace.tracing.phases import phase
 
 GROUP_TOO_SMALL = "group_too_small"
 PARTIAL_GROUP = "partial_group"
+SCORE_DROPPED = "score_dropped"
+UNSCORED = "unscored"
 
 
 class GroupRunner(Protocol):
@@ -39,142 +44,107 @@ class GroupRunner(Protocol):
         ...
 
 
-class HoldsGroups(Protocol):
-    """Sets the requests of whole groups aside, tokens kept: see `generation.holding.HoldingGenerate`."""
-
-    async def hold(self, group_id: str) -> None:
-        """Free the group's slots and start none of its requests; returns once none of them runs."""
-        ...
-
-    def release(self, group_id: str) -> None:
-        """Let them go on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """Why a group is stopped, and whether its task is started again."""
-
-    reason: str
-    again: bool
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """One seat of a group."""
-
-    name: str
-    rollout_id: RolloutId | None = None
-    """Of the attempt that runs, or of the last one."""
-    rollout: Rollout | None = None
-    """Of the attempt that succeeded."""
-    is_released: bool = False
-    """That rollout went on to be trained before the group was complete."""
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether an agent may still run in it."""
-        return self.task is not None and not self.task.done()
-
-
-@dataclass(slots=True, eq=False)
-class OpenGroup:
-    """A group that was started and that no batch took yet."""
-
-    group_id: GroupId
-    key: TaskKey
-    places: list[Place]
-    floor: int
-    """Oldest version that any of its tokens may be of."""
-    restarts: int = 0
-    given_up: GivenUp | None = None
-    is_held: bool = False
-    """Set aside at the edge of a step: it takes no slot of the engines, and goes on in the next one."""
-    release: EarlyRelease | None = None
-    """Where its rollouts may be trained before it is complete."""
-    known: list[Place] = field(default_factory=list)
-    """Places whose rollouts have finished, in that order."""
-    released: int = 0
-    """Rollouts that went on to be trained."""
-    taken: int = 0
-    """Of those, the ones in batches."""
-    unfinished: int = 0
-    """Places whose end was not told yet."""
-    is_over: bool = False
-    """Nothing more of it will be released."""
-
-    @property
-    def size(self) -> int:
-        """Rollouts that were asked for."""
-        return len(self.places)
-
-    @property
-    def left(self) -> int:
-        """Rollouts that may still go into a batch."""
-        if self.is_over:
-            return self.released - self.taken
-        running = sum(place.rollout is None and place.is_running for place in self.places)
-        return running + len(self.known) - self.taken
-
-    def __post_init__(self) -> None:
-        self.unfinished = self.size
-
-    @property
-    def is_playing(self) -> bool:
-        """Whether an agent may still run in one of its places."""
-        return any(place.is_running for place in self.places)
-
-    def give_up(self, given_up: GivenUp) -> None:
-        """Stop its attempts, where some run. Whoever plays the group sees to the rest once they have ended."""
-        if self.given_up is None and self.is_playing:
-            self.given_up = given_up
-            for place in self.places:
-                if place.task is not None:
-                    place.task.cancel()
-
-
 class GroupPlayer:
-    """Plays and scores groups; every rollout that does not come back ends here, with its reason."""
+    """Plays groups; every rollout that is not trained on ends here, with its reason, unless its batch is formed."""
 
     def __init__(
         self,
         runner: GroupRunner,
+        tasks: TaskStream,
+        outstanding: Outstanding,
         accounts: Accounts,
         settings: SchedulingSettings,
         *,
         whole_groups: Collection[str],
-        on_place_ended: Callable[[OpenGroup], None],
-        on_known: Callable[[OpenGroup, Task], None],
     ) -> None:
-        """`whole_groups` are environments whose groups are dropped when a member is lost.
-
-        `on_known` is told when a rollout has finished.
-        """
-        self._runner, self._accounts, self._settings = runner, accounts, settings
+        """`whole_groups` are environments whose groups are dropped when a member is lost."""
+        self._runner, self._tasks, self._outstanding = runner, tasks, outstanding
+        self._accounts, self._observer, self._settings = accounts, accounts.observer, settings
         self._whole_groups = frozenset(whole_groups)
-        self._on_place_ended, self._on_known = on_place_ended, on_known
+        self._untrainable = UntrainableStreak(settings.max_barren_batches * settings.batch_size, accounts.ledger)
 
-    async def play(self, group: OpenGroup, task: Task) -> list[Rollout]:
-        """Waits for every place; the rollouts that came back, none of a group that was given up."""
-        ended = partial(self._place_ended, group)
-        async with asyncio.TaskGroup() as playing:
-            for place in group.places:
-                place.task = playing.create_task(self._play_place(task, group, place))
-                place.task.add_done_callback(ended)
-        if group.given_up is not None:
-            self._end_given_up(group, group.given_up.reason)
-            return []
-        return [place.rollout for place in group.places if place.rollout is not None]
+    async def play(self, group: OpenGroup) -> None:
+        """Waits for the group's task, its own rollouts and its own scoring, no more.
 
-    def end_rest(self, group: OpenGroup, reason: str) -> None:
-        """What finished and was not released will not be trained on."""
-        rest = [place.rollout for place in group.known if place.rollout is not None and not place.is_released]
-        self._accounts.end(rest, Outcome.filtered(reason))
+        Raises `TrainingError` when nothing trainable comes for too long, and what an engine's failure raises.
+        """
+        task = await self._tasks.make(group.key)
+        await self._run_members(group, task)
+        rollouts = [member.rollout for member in group.members if member.rollout is not None]
+        if group.stop is not None:
+            self._end_stopped(group, group.stop.reason)
+        elif group.release is not None:
+            self._close_parts(group, Group(group.group_id, task, rollouts))
+        else:
+            await self._score(group, Group(group.group_id, task, rollouts))
+        self._outstanding.end(group)
+        if group.released:
+            self._untrainable.reset()
+        else:
+            self._end_untrainable(group)
+        self._outstanding.wake()
 
-    async def score(self, group: Group, full_size: int) -> list[Group]:
-        """Score a group. Waits for its own scoring and nothing else."""
-        reason = self._unfit(group, full_size)
+    def expire(self, group: OpenGroup) -> None:
+        """Under early release: the next batch is the last that takes the group's oldest tokens.
+
+        What has finished of it goes along.
+        """
+        if group.release is not None and group.stop is None and (released := group.release.expire()):
+            self._release(group, released)
+
+    # --- rollouts ------------------------------------------------------------------------------------------------
+
+    async def _run_members(self, group: OpenGroup, task: Task) -> None:
+        ended = partial(_tell_end, self._outstanding, group)
+        async with asyncio.TaskGroup() as running:
+            for number, member in enumerate(group.members):
+                member.task = running.create_task(self._run_member(task, group, member, number))
+                member.task.add_done_callback(ended)
+
+    async def _run_member(self, task: Task, group: OpenGroup, member: Member, number: int) -> None:
+        """The first attempt that succeeds, or none after `max_retries` more."""
+        for attempt in range(self._settings.max_retries + 1):
+            if group.stop is not None:
+                return
+            if member.rollout_id is None:
+                member.rollout_id = self._accounts.admit(RolloutId(f"{group.group_id}.{number}.{attempt}"))
+            member.rollout = await self._attempt(task, group.group_id, member.rollout_id, attempt)
+            if member.rollout is not None:
+                self._observer.rollout_finished(member.rollout)
+                group.finished.append(member)
+                self._learn(group, member.rollout)
+                return
+            member.rollout_id = None
+
+    async def _attempt(self, task: Task, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout | None:
+        try:
+            return await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+        except RolloutError as error:
+            outcome, message = Outcome.failed(error.reason), str(error)
+        except RequestRefused as error:
+            outcome, message = Outcome.failed("request_refused"), str(error)
+        self._accounts.lose(rollout_id, outcome, message)
+        return None
+
+    def _end_stopped(self, group: OpenGroup, reason: str) -> None:
+        """What ran was cancelled; what had finished is filtered."""
+        for member in group.members:
+            if member.rollout is None and member.rollout_id is not None:
+                self._accounts.lose(member.rollout_id, Outcome.cancelled(reason))
+            elif member.rollout is not None and not member.is_released:
+                self._accounts.end([member.rollout], Outcome.filtered(reason))
+
+    # --- scores and advantages -----------------------------------------------------------------------------------
+
+    async def _score(self, group: OpenGroup, complete: Group) -> None:
+        """Waits for the group's own scoring and nothing else; what is worth training on becomes ready."""
+        scored = [one for one in await self._scored(complete, group.size) if self._is_trainable(one)]
+        sizes = apportion(group.size, [len(one.rollouts) for one in scored])
+        for one, size in zip(scored, sizes, strict=True):
+            self._outstanding.push(group, one, size)
+
+    async def _scored(self, group: Group, full_size: int) -> list[Group]:
+        reason = self._reason_not_to_score(group, full_size)
         if reason is not None:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
             return []
@@ -188,52 +158,90 @@ class GroupPlayer:
         self._accounts.end(scored.dropped, Outcome.filtered(SCORE_DROPPED))
         return scored.groups
 
-    def _unfit(self, group: Group, full_size: int) -> str | None:
-        """Why a group that lost members is not scored."""
+    def _reason_not_to_score(self, group: Group, full_size: int) -> str | None:
+        """Of a group that lost members."""
         size = len(group.rollouts)
         if size < min(self._settings.min_group_size, full_size):
             return GROUP_TOO_SMALL
         is_whole = self._settings.partial_groups == "drop" or group.task.environment in self._whole_groups
         return PARTIAL_GROUP if is_whole and size < full_size else None
 
-    async def _play_place(self, task: Task, group: OpenGroup, place: Place) -> None:
-        """The first attempt that succeeds, or none after `max_retries` more."""
-        for attempt in range(self._settings.max_retries + 1):
-            if group.given_up is not None:
-                return
-            place.rollout_id = RolloutId(f"{place.name}.{attempt}")
-            self._accounts.ledger.admit(place.rollout_id)
-            place.rollout = await self._attempt(task, group, place.rollout_id, attempt)
-            if place.rollout is not None:
-                self._accounts.finished(place.rollout, place.name)
-                group.known.append(place)
-                self._on_known(group, task)
-                return
-            place.rollout_id = None
-        self._accounts.budget.release(place.name)
+    def _is_trainable(self, group: Group) -> bool:
+        with phase("advantages"):
+            compute_advantages(group, self._settings.advantage)
+            reason = filter_reason(group, filter_zero_spread=self._settings.filter_zero_spread)
+        self._observer.group_scored(group, reason)
+        if reason is not None:
+            self._accounts.end(group.rollouts, Outcome.filtered(reason))
+        return reason is None
 
-    async def _attempt(self, task: Task, group: OpenGroup, rollout_id: RolloutId, attempt: int) -> Rollout | None:
-        try:
-            return await self._runner.run(task, group_id=group.group_id, rollout_id=rollout_id, attempt=attempt)
-        except RolloutError as error:
-            outcome, message = Outcome.failed(error.reason), str(error)
-        except RequestRefused as error:
-            outcome, message = Outcome.failed("request_refused"), str(error)
-        self._accounts.lost(rollout_id, outcome, message)
-        return None
+    def _end_untrainable(self, group: OpenGroup) -> None:
+        """Nothing of it will be trained on; its slots are free already."""
+        if group.stop is None or group.stop.reason not in (REQUEUED, STRAGGLER):
+            self._untrainable.extend(group.size)
+        if group.stop is not None and group.stop.restarts_task:
+            self._tasks.restart(group.key)
+        else:
+            self._tasks.end(group.key, trained=False)
 
-    def _end_given_up(self, group: OpenGroup, reason: str) -> None:
-        """What ran was cancelled; what had finished is filtered; every slot is given back."""
-        for place in group.places:
-            if place.is_released:
-                continue
-            if place.rollout is not None:
-                self._accounts.end([place.rollout], Outcome.filtered(reason))
-                continue
-            if place.rollout_id is not None:
-                self._accounts.lost(place.rollout_id, Outcome.cancelled(reason))
-            self._accounts.budget.release_if_held(place.name)
+    # --- early release -------------------------------------------------------------------------------------------
 
-    def _place_ended(self, group: OpenGroup, task: asyncio.Task[None]) -> None:
-        group.unfinished -= 1
-        self._on_place_ended(group)
+    def _learn(self, group: OpenGroup, rollout: Rollout) -> None:
+        """A rollout has finished: it, and what waited for it, may be trained on before the group is complete."""
+        if group.release is not None and group.stop is None:
+            reward = Group(group.group_id, rollout.task, [rollout]).rewards[0]
+            self._release(group, group.release.learn(reward))
+
+    def _close_parts(self, group: OpenGroup, complete: Group) -> None:
+        """Every member has come back: what was not released is now, unless there is nothing to compare it with."""
+        assert group.release is not None
+        if not group.released and len(complete.rollouts) < min(self._settings.min_group_size, group.size):
+            self._accounts.end(group.unreleased, Outcome.filtered(GROUP_TOO_SMALL))
+            return
+        self._release(group, group.release.close())
+        reason = ZERO_SPREAD if group.release.waiting and self._settings.filter_zero_spread else None
+        if reason is not None:
+            self._accounts.end(group.unreleased, Outcome.filtered(reason))
+        else:
+            self._release(group, [(number, 0.0) for number in group.release.waiting])
+        self._observer.group_scored(complete, reason)
+
+    def _release(self, group: OpenGroup, released: Sequence[tuple[int, float]]) -> None:
+        """(number among those that have finished, advantage) of rollouts that go on to be trained."""
+        if not released:
+            return
+        members = [group.finished[number] for number, _ in released]
+        rollouts = [member.rollout for member in members if member.rollout is not None]
+        advantages: list[float | Float32Array] = [advantage for _, advantage in released]
+        for member in members:
+            member.is_released = True
+        part = Group(group.group_id, rollouts[0].task, rollouts, advantages)
+        self._observer.part_released(part)
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            self._outstanding.push(group, Group(group.group_id, rollout.task, [rollout], [advantage]), 1)
+
+
+def _tell_end(outstanding: Outstanding, group: OpenGroup, task: asyncio.Task[None]) -> None:
+    outstanding.member_ended(group)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The members of one group after its scoring; each is in exactly one of these."""
+
+    groups: list[Group]
+    """Only of rollouts with a reward, none empty."""
+    unscored: list[Rollout]
+    """Came back without a reward: their scoring failed and `on_error = keep_unscored` keeps them to be read."""
+    dropped: list[Rollout]
+    """Did not come back."""
+
+
+def sort_scored(members: Sequence[Rollout], groups: Sequence[Group]) -> Scored:
+    """Tell apart what may be trained on. `members` are those that were scored, `groups` what came of them."""
+    unscored = [rollout for group in groups for rollout in group.rollouts if rollout.reward is None]
+    kept = {rollout.rollout_id for group in groups for rollout in group.rollouts}
+    for group in groups if unscored else ():
+        group.rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
+    dropped = [rollout for rollout in members if rollout.rollout_id not in kept]
+    return Scored([group for group in groups if group.rollouts], unscored, dropped)

@@ -1,11 +1,13 @@
-"""Every rollout from admission to exactly one terminal state."""
+"""Every rollout from admission to exactly one terminal state, and the staleness budget that follows from it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
-from tailrace.errors import AccountingError
-from tailrace.records import Outcome, RolloutId, TerminalState
+from tailrace.errors import AccountingError, TrainingError
+from tailrace.records import Outcome, Rollout, RolloutId, TerminalState
+from tailrace.scheduling.observer import SchedulerObserver
 
 
 class Ledger:
@@ -73,3 +75,70 @@ class Ledger:
     def __str__(self) -> str:
         terminal = " + ".join(f"{self.total(state)} {state}" for state in TerminalState)
         return f"{self._admitted} admitted = {terminal} + {self.in_flight} in flight"
+
+
+class Accounts:
+    """The ledger, the budget and the observer, moved together: whatever ends a rollout gives its slot back.
+
+    The slots of the staleness budget are the rollouts in flight, so each is given back exactly once, whatever the
+    outcome. A member of a group that is tried again passes its slot on. A group is admitted whenever any slot is free
+    and may overdraw the budget by its size less one, so that no pattern of failures deadlocks.
+    """
+
+    def __init__(self, budget: int, observer: SchedulerObserver) -> None:
+        """`budget` is the most rollouts that may be in flight: `SchedulingSettings.staleness_budget`."""
+        self.ledger = Ledger()
+        self.budget = budget
+        self.observer = observer
+
+    @property
+    def budget_free(self) -> int:
+        """Slots left; below 0 while overdrawn. Above 0, a group may be admitted."""
+        return self.budget - self.ledger.in_flight
+
+    def admit(self, rollout_id: RolloutId) -> RolloutId:
+        """A rollout takes a slot; its id again."""
+        self.ledger.admit(rollout_id)
+        return rollout_id
+
+    def lose(self, rollout_id: RolloutId, outcome: Outcome, message: str = "") -> None:
+        """An attempt ended without a result; `message` says why, for people."""
+        self.ledger.end(rollout_id, outcome)
+        self.observer.rollout_ended(rollout_id, None, outcome, message)
+
+    def end(self, rollouts: Iterable[Rollout], outcome: Outcome, message: str = "") -> None:
+        """Finished rollouts reach their terminal state."""
+        for rollout in rollouts:
+            self.ledger.end(rollout.rollout_id, outcome)
+            self.observer.rollout_ended(rollout.rollout_id, rollout, outcome, message)
+
+
+class UntrainableStreak:
+    """Rollouts in a row that held nothing to train on: when there are too many, the run says so and ends.
+
+    >>> streak = UntrainableStreak(limit=16, ledger=Ledger())
+    >>> streak.extend(8); streak.reset(); streak.extend(8)
+    """
+
+    def __init__(self, limit: int, ledger: Ledger) -> None:
+        self._limit, self._ledger = limit, ledger
+        self._rollouts = 0
+
+    def reset(self) -> None:
+        """Something to train on came."""
+        self._rollouts = 0
+
+    def extend(self, rollouts: int) -> None:
+        """A group of so many held nothing. Raises `TrainingError` with the reasons once the limit is reached."""
+        self._rollouts += rollouts
+        if self._rollouts >= self._limit:
+            raise TrainingError(
+                f"the last {self._rollouts} rollouts held nothing to train on; so far failed: "
+                f"{_counted(self._ledger.reasons(TerminalState.FAILED))}; filtered: "
+                f"{_counted(self._ledger.reasons(TerminalState.FILTERED))}. The log tells the first failure of each "
+                "kind; where rewards never differ inside a group, the task is too hard or too easy for this model"
+            )
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"

@@ -7,11 +7,11 @@ An environment's credit is what it had trained, and what its tasks in flight are
 Whichever environment's credit, over its weight, is lowest is drawn next. So a slow environment is not drawn again and
 again for what is on its way, one that is filtered or fails more often is drawn more often, and neither vanishes.
 
-Nothing may be drawn for ever in vain. Beside others, an environment is never drawn more than `MAX_TASKS_PER_TRAINED`
-times as often as its weight says; one that trains less than one task in so many is charged for each as if it trained
-one in so many, falls behind its weight, and owes nothing for it. One whose last `BARREN_AFTER` tasks all came to
-nothing is barren: every task is charged in full, as if it had been trained, so that it gets its weight's share of the
-tasks handed out and no more, until one of them is trained.
+Over-sampling of untrainable environments is bounded. Beside others, an environment is never drawn more than
+`MAX_TASKS_PER_TRAINED` times as often as its weight says; one that trains less than one task in so many is charged for
+each as if it trained one in so many, falls behind its weight, and owes nothing for it. Of one whose last
+`UNTRAINABLE_AFTER` tasks all came to nothing, every task is charged in full, as if it had been trained, so that it gets
+its weight's share of the tasks handed out and no more, until one of them is trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 MAX_TASKS_PER_TRAINED = 8
 """How much more often than its weight says an environment is drawn at most, for what it does not train."""
-BARREN_AFTER = 32
+UNTRAINABLE_AFTER = 32
 """Tasks in a row of which none was trained."""
 _WINDOW = 32
 """Newest tasks that the expectation is averaged over, exponentially."""
@@ -46,7 +46,7 @@ class EnvironmentFigures:
     """Handed out, and neither trained nor otherwise ended."""
     expected: float
     """Share of its newest tasks that were trained on."""
-    barren_tasks: int
+    untrainable_tasks: int
     """Tasks charged in full although nothing of them was trained, since the run began."""
 
 
@@ -57,30 +57,30 @@ class EnvironmentState(msgspec.Struct):
     trained: int = 0
     ended: int = 0
     expected: float = 1.0
-    in_vain: int = 0
+    untrainable_streak: int = msgspec.field(default=0, name="in_vain")
     """Tasks in a row of which none was trained."""
-    barren_tasks: int = 0
+    untrainable_tasks: int = msgspec.field(default=0, name="barren_tasks")
 
     @property
-    def is_barren(self) -> bool:
+    def is_untrainable(self) -> bool:
         """Whether nothing was trained for so long that its tasks count in full."""
-        return self.in_vain >= BARREN_AFTER
+        return self.untrainable_streak >= UNTRAINABLE_AFTER
 
     @property
     def credit_in_flight(self) -> float:
         """Credit of one task on its way."""
-        return 1.0 if self.is_barren else max(self.expected, 1 / MAX_TASKS_PER_TRAINED)
+        return 1.0 if self.is_untrainable else max(self.expected, 1 / MAX_TASKS_PER_TRAINED)
 
     def end(self, *, trained: bool) -> None:
         """One of its tasks was trained, or will never be."""
         self.ended += 1
         self.expected += (trained - self.expected) / min(self.ended + 1, _WINDOW)
         if trained:
-            self.trained, self.in_vain, self.credit = self.trained + 1, 0, self.credit + 1.0
+            self.trained, self.untrainable_streak, self.credit = self.trained + 1, 0, self.credit + 1.0
             return
-        self.in_vain += 1
-        if self.is_barren:
-            self.barren_tasks, self.credit = self.barren_tasks + 1, self.credit + 1.0
+        self.untrainable_streak += 1
+        if self.is_untrainable:
+            self.untrainable_tasks, self.credit = self.untrainable_tasks + 1, self.credit + 1.0
         elif self.expected < 1 / MAX_TASKS_PER_TRAINED:
             self.credit += 1 / MAX_TASKS_PER_TRAINED
 
@@ -131,13 +131,13 @@ class EnvironmentMix:
         """A task on its way was put into a batch, or will never be."""
         self._in_flight[name] -= 1
         state = self._state.environments[name]
-        was_barren = state.is_barren
+        was_untrainable = state.is_untrainable
         state.end(trained=trained)
-        if state.is_barren and not was_barren:
+        if state.is_untrainable and not was_untrainable:
             _logger.warning(
                 "nothing of the last %d tasks of environment %r could be trained on: it gets no more than its weight's "
                 "share of the tasks handed out, until something can",
-                *(BARREN_AFTER, name),
+                *(UNTRAINABLE_AFTER, name),
             )
 
     def state(self) -> MixState:
@@ -164,7 +164,7 @@ class EnvironmentMix:
                 trained_share=state.trained / trained if trained else self._shares[name],
                 in_flight=self._in_flight[name],
                 expected=state.expected,
-                barren_tasks=state.barren_tasks,
+                untrainable_tasks=state.untrainable_tasks,
             )
             for name, state in states.items()
         }

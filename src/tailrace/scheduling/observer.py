@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from tailrace.batching import FormedBatch
 from tailrace.records import Group, Outcome, Rollout, RolloutId, StepSkipped, StepTrained
+from tailrace.scheduling.admission import Verdict
 
 
 class SchedulerObserver(Protocol):
@@ -38,3 +41,54 @@ class SchedulerObserver(Protocol):
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
         """The trainer is done with a batch."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Where everything is now. Counts are rollouts unless named otherwise."""
+
+    running: int
+    """Whose agents run."""
+    waiting_groups: int
+    batches_ahead: int
+    in_flight: int
+    admitted: int
+    budget_free: int
+    budget_ceiling: int
+    verdict: Verdict
+    waited_s: Mapping[Verdict, float]
+    """Seconds that admission was held, by what held it."""
+    trainer_waited_s: float
+    """Seconds in which no batch was on its way: the trainer waited for data."""
+    held_s: float
+    """Seconds in which a full batch was held for a group that would have become too old (`on_stale = wait`)."""
+    restarted_groups: int
+    """Groups stopped and started again."""
+    set_aside: int
+    """Rollouts that stopped at the edge of a step and go on in the next one."""
+
+
+class Stopwatch:
+    """Adds up the time for which a condition holds.
+
+    >>> now = 1.0
+    >>> watch = Stopwatch(lambda: now)
+    >>> watch.set(True); now = 3.0; watch.set(False); now = 9.0
+    >>> watch.total_s
+    2.0
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since_s: float | None = None
+        self._total_s = 0.0
+
+    def set(self, holds: bool) -> None:
+        """From now on it holds, or not."""
+        if holds != (self._since_s is not None):
+            self._total_s, self._since_s = self.total_s, self._clock() if holds else None
+
+    @property
+    def total_s(self) -> float:
+        """Until now, in seconds."""
+        return self._total_s + (0.0 if self._since_s is None else self._clock() - self._since_s)

@@ -1,16 +1,26 @@
-"""Where the trainer is, what is on its way to it, and what the generators serve. Plain numbers."""
+"""Where the trainer is, what is on its way to it, what the generators serve, and the ends of steps."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from collections.abc import Generator
 
 from tailrace.batching import FormedBatch
+from tailrace.batching.slices import drained, in_turns
 from tailrace.errors import AccountingError
-from tailrace.records import StepSkipped, StepTrained
+from tailrace.records import Outcome, StepSkipped, StepTrained
+from tailrace.scheduling.ledger import Accounts
+from tailrace.tracing.phases import phase
+
+ENDED_AT_ONCE = 128
+"""Rollouts whose end is written down before the event loop may turn to others."""
+FREED_AT_ONCE = 32
+"""Groups that are let go of before the event loop may turn to others."""
 
 
 class Progress:
-    """Versions and steps, and the batches between scheduler and trainer."""
+    """Versions and steps, and the batches between scheduler and trainer. Plain numbers."""
 
     def __init__(self, *, step: int = 0, version: int = 0, serving_version: int | None = None) -> None:
         """See `StreamScheduler.start`."""
@@ -31,9 +41,9 @@ class Progress:
         """No generator serves anything older any more."""
         if self._serving_version is not None:
             self._serving_version = max(self._serving_version, version)
-        self.expect_no(version)
+        self.stop_awaiting(version)
 
-    def expect_no(self, version: int) -> None:
+    def stop_awaiting(self, version: int) -> None:
         """Nobody waits for this version any more: it serves, or could not be installed."""
         if self._awaited_version is not None:
             self._awaited_version = max(self._awaited_version, version)
@@ -54,16 +64,68 @@ class Progress:
         return sum(formed.batch.summary.num_rollouts for formed in list(self.sent)[1:])
 
     @property
-    def judged_version(self) -> int:
+    def trainer_version(self) -> int:
         """The highest version that can train the next batch."""
         return self.version + self.ahead
 
     @property
     def age(self) -> int:
         """Versions by which a token sampled now will trail the next batch that is formed."""
-        return self.ahead if self._awaited_version is None else self.judged_version - self._awaited_version
+        return self.ahead if self._awaited_version is None else self.trainer_version - self._awaited_version
 
     @property
     def is_even(self) -> bool:
         """Whether everything sent is trained, and its weights serve."""
         return self.ahead == 0 and self.age <= 0
+
+
+class EndedSteps:
+    """Steps whose rollouts still have to reach their terminal state, in order; in slices where there are many."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._waiting: deque[Generator[None, None, None]] = deque()
+        self._added = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
+        """A step ended. A small batch is written down here and now, unless others wait."""
+        self._waiting.append(self._end(event, formed))
+        if len(self._waiting) == 1 and formed.batch.summary.num_rollouts <= ENDED_AT_ONCE:
+            self.drain()
+        else:
+            self._added.set()
+
+    async def end_next(self) -> None:
+        """Waits for a step, and writes it down, the event loop's other tasks in between."""
+        while not self._waiting:
+            self._added.clear()
+            await self._added.wait()
+        with phase("retire"):
+            await in_turns(self._waiting[0])
+        self._waiting.popleft()
+
+    def drain(self) -> None:
+        """Write all of them down at once."""
+        with phase("retire"):
+            while self._waiting:
+                drained(self._waiting.popleft())
+
+    def _end(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> Generator[None, None, None]:
+        outcome = Outcome.trained(event.step) if isinstance(event, StepTrained) else Outcome.filtered(event.reason)
+        ended = 0
+        for group in formed.groups:
+            self._accounts.end(group.trained, outcome)
+            ended += len(group.trained)
+            if ended >= ENDED_AT_ONCE:
+                ended = 0
+                yield
+        self._accounts.ledger.check()
+        self._accounts.observer.step_ended(event, formed)
+        groups = list(formed.groups)
+        del formed  # to free thousands of rollouts at once takes a while as well
+        while groups:
+            del groups[-FREED_AT_ONCE:]
+            yield

@@ -47,6 +47,13 @@ class EarlyRelease:
         self._rewards: list[float] = []
         self._waiting: list[int] = []
 
+    @classmethod
+    def of_group(cls, settings: SchedulingSettings, group_size: int) -> EarlyRelease | None:
+        """Of a group that starts; None where groups are trained on together."""
+        if settings.group_release != "early":
+            return None
+        return cls(min_known_siblings(settings, group_size), least_known_siblings(settings, group_size))
+
     @property
     def waiting(self) -> list[int]:
         """Numbers of the rollouts that are known and not released."""

@@ -93,6 +93,18 @@ class SchedulingSettings(BatchingSettings):
         10, ge=1, description="Batches' worth of rollouts in a row with nothing trainable in them that end the run."
     )
 
+    def staleness_bound(self, schedule: Schedule) -> int:
+        """`max_staleness`, or what follows from the schedule."""
+        return MAX_STALENESS[schedule] if self.max_staleness is None else self.max_staleness
+
+    def staleness_budget(self, max_staleness: int) -> int:
+        """Rollouts that may be admitted and not yet trained; what a step starts beyond its batch is among them.
+
+        >>> SchedulingSettings(batch_size=64).staleness_budget(4)
+        320
+        """
+        return int((max_staleness + self.over_sampling) * self.batch_size)
+
 
 class EvaluationSettings(BaseModel):
     """Section `evaluation`: held-out tasks, measured beside training (sampled as `rollouts.evaluation` says)."""

@@ -1,60 +1,94 @@
-"""Groups that stop at the edge of a step and go on in the next one (`on_straggler = resume_next_step`)."""
+"""What happens at the edge of a step, under over-sampling, to groups that still run (`on_straggler`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Protocol
 
 from tailrace.errors import SettingsError
-from tailrace.scheduling.groups import HoldsGroups, OpenGroup
+from tailrace.scheduling.outstanding import OpenGroup, Outstanding
 from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.staleness import Stop
+
+REQUEUED = "requeued"
+STRAGGLER = "straggler"
 
 HELD_AT_ONCE = 64
 """Groups that engines are asked for before the event loop may turn to others."""
 
 
-class Stragglers:
-    """Set aside together, resumed together. Raises `SettingsError` when they have to and nobody can hold them."""
+class HoldsGroups(Protocol):
+    """Sets the requests of whole groups aside, tokens kept: see `generation.holding.HoldingGenerate`."""
 
-    def __init__(self, holder: HoldsGroups | None, settings: SchedulingSettings) -> None:
+    async def hold(self, group_id: str) -> None:
+        """Free the group's slots and start none of its requests; returns once none of them runs."""
+        ...
+
+    def release(self, group_id: str) -> None:
+        """Let them go on."""
+        ...
+
+
+def straggler_action(settings: SchedulingSettings) -> Stop | None:
+    """Action for a group that runs at the edge of a step; None: it goes on, now or in the next step."""
+    if settings.over_sampling == 1:
+        return None
+    match settings.on_straggler:
+        case "requeue":
+            return Stop(REQUEUED, restarts_task=True)
+        case "drop":
+            return Stop(STRAGGLER, restarts_task=False)
+        case _:
+            return None
+
+
+class Stragglers:
+    """Stops groups at the edge of a step, or sets them aside together and resumes them together.
+
+    Raises `SettingsError` where they are to be set aside and nobody can hold them.
+    """
+
+    def __init__(self, outstanding: Outstanding, holder: HoldsGroups | None, settings: SchedulingSettings) -> None:
         self.are_held = settings.over_sampling > 1 and settings.on_straggler == "resume_next_step"
         """Whether each step waits for the weights of the one before, and what runs at its edge waits with it."""
         if self.are_held and holder is None:
             raise SettingsError("scheduling.on_straggler = 'resume_next_step' needs generators that set requests aside")
-        self._holder = holder
+        self._outstanding, self._holder = outstanding, holder
+        self._stop = straggler_action(settings)
         self._groups: list[OpenGroup] = []
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
     @property
     def rollouts(self) -> int:
         """That are set aside."""
         return sum(group.unfinished for group in self._groups)
 
-    def set_aside(self, groups: Iterable[OpenGroup]) -> list[OpenGroup]:
-        """Those of the groups in which agents run; from now on they take no slot of the engines."""
-        stopped = [group for group in groups if group.is_playing and not group.is_held]
-        for group in stopped:
-            group.is_held = True
-        self._groups += stopped
-        return stopped
+    async def pass_edge(self) -> None:
+        """A batch was sent. Waits until what is set aside holds no slot of the engines."""
+        if self._stop is not None:
+            for group in self._outstanding.groups:
+                group.stop_running(self._stop)
+        elif self.are_held:
+            stopped = [group for group in self._outstanding.groups if group.is_running and not group.is_held]
+            for group in stopped:
+                group.is_held = True
+            self._groups += stopped
+            self._outstanding.running -= sum(group.unfinished for group in stopped)
+            await self._hold(stopped)
 
-    async def hold(self, groups: Iterable[OpenGroup]) -> None:
-        """Waits until the engines have let go of them."""
+    def resume(self) -> None:
+        """All of them go on."""
+        self._outstanding.running += self.rollouts
+        for group in self._groups:
+            group.is_held = False
+            assert self._holder is not None
+            self._holder.release(group.group_id)
+        self._groups.clear()
+
+    async def _hold(self, groups: Iterable[OpenGroup]) -> None:
         assert self._holder is not None
         async with asyncio.TaskGroup() as holding:
             for number, group in enumerate(groups, 1):
                 holding.create_task(self._holder.hold(group.group_id))
                 if number % HELD_AT_ONCE == 0:
                     await asyncio.sleep(0)
-
-    def resume(self) -> int:
-        """All of them go on; how many rollouts that are."""
-        assert self._holder is not None
-        rollouts = self.rollouts
-        for group in self._groups:
-            group.is_held = False
-            self._holder.release(group.group_id)
-        self._groups.clear()
-        return rollouts

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 
 import msgspec
 import numpy as np
 
-from tailrace.batching.slices import drained
 from tailrace.environments import EnvironmentSpec
 from tailrace.environments.rows import is_in_memory
 from tailrace.errors import DataError
@@ -42,7 +41,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class TaskStreamState(msgspec.Struct, frozen=True):
-    """Where to go on: positions, the tasks that were drawn but not trained, and what became of the others."""
+    """Where to go on: positions, the tasks that were drawn and in no batch, and what became of the others."""
 
     positions: dict[str, Position]
     outstanding: list[TaskKey]
@@ -107,28 +106,46 @@ class TaskStream:
         self._seed = seed
         self._max_epochs = max_epochs
         self._again: deque[TaskKey] = deque()
+        """Interrupted and restarted: the next ones."""
         self._mix = EnvironmentMix({source.environment: source.weight for source in sources})
-        self._in_flight: set[TaskKey] = set()
+        self._outstanding: dict[TaskKey, int] = {}
+        """Handed out and not ended, in that order; how often each was restarted."""
         self._lost_rollouts = 0
         self._making = asyncio.Lock()
+        self.restarted = 0
+        """Tasks started again since the run began, each time counted."""
 
     def draw(self) -> TaskKey | None:
         """Hand out the next task, or None when every data set was walked `max_epochs` times."""
         if self._again:
             key = self._again.popleft()
-        else:
-            open_sources = [name for name, source in self._sources.items() if not source.is_exhausted(self._max_epochs)]
-            if not open_sources:
-                return None
+        elif open_sources := self._open_sources():
             key = self._sources[self._mix.draw(open_sources)].draw(self._seed)
-        self._mix.hand_out(key.environment)
-        self._in_flight.add(key)
+        else:
+            return None
+        if key not in self._outstanding:
+            self._mix.hand_out(key.environment)
+            self._outstanding[key] = 0
         return key
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there is nothing to draw. What is handed out may still be restarted."""
+        return not self._again and not self._open_sources()
+
+    def restart(self, key: TaskKey) -> None:
+        """A task handed out is drawn again, before any other."""
+        self._outstanding[key] = self.restarts(key) + 1
+        self._again.append(key)
+        self.restarted += 1
+
+    def restarts(self, key: TaskKey) -> int:
+        """How often a task that is handed out was restarted."""
+        return self._outstanding.get(key, 0)
 
     def end(self, key: TaskKey, *, trained: bool) -> None:
         """A task handed out has a group in a batch, or never will; the first word counts where it had several."""
-        if key in self._in_flight:
-            self._in_flight.remove(key)
+        if self._outstanding.pop(key, None) is not None:
             self._mix.end(key.environment, trained=trained)
 
     @property
@@ -157,23 +174,15 @@ class TaskStream:
         lost, self._lost_rollouts = self._lost_rollouts, 0
         return lost
 
-    def state(self, outstanding: Iterable[TaskKey], *, lost_rollouts: int = 0) -> bytes:
-        """Encode the position; `outstanding` names the tasks handed out and not trained, to be started over.
+    def state(self, *, lost_rollouts: int = 0) -> Generator[None, None, bytes]:
+        """Encode where a run that is resumed goes on: tasks handed out and not ended are started over.
 
-        `lost_rollouts` belong to tasks that will not be, since a part of their group was trained.
-        """
-        return drained(self.state_in_slices(outstanding, lost_rollouts=lost_rollouts))
-
-    def state_in_slices(
-        self, outstanding: Iterable[TaskKey], *, lost_rollouts: int = 0
-    ) -> Generator[None, None, bytes]:
-        """See `state`; yields now and then. The position is the one at the first slice.
-
-        So `outstanding` may be walked slice by slice, as long as it gives what was outstanding then.
+        Yields now and then; the state is the one at the first slice. `lost_rollouts` belong to tasks that are not
+        started over, since a part of their group was trained.
         """
         positions = {name: Position(source.epoch, source.drawn) for name, source in self._sources.items()}
         mix = msgspec.Raw(msgspec.json.encode(self._mix.state()))
-        keys = chain(outstanding, list(self._again))
+        keys = iter([*self._outstanding, *(key for key in self._again if key not in self._outstanding)])
         parts = []
         while part := list(islice(keys, ENCODED_AT_ONCE)):
             parts.append(msgspec.json.encode(part)[1:-1])
@@ -193,9 +202,12 @@ class TaskStream:
         for name, position in decoded.positions.items():
             source = self._sources[name]
             source.epoch, source.drawn = position.epoch, position.drawn
-        self._again, self._in_flight = deque(decoded.outstanding), set()
+        self._again, self._outstanding = deque(decoded.outstanding), {}
         self._mix.restore(decoded.mix)
         self._lost_rollouts = decoded.lost_rollouts
+
+    def _open_sources(self) -> list[str]:
+        return [name for name, source in self._sources.items() if not source.is_exhausted(self._max_epochs)]
 
 
 def _generator(seed: int, environment: str, *numbers: int) -> np.random.Generator:

@@ -78,7 +78,6 @@ class EngineModel:
         self._load: tuple[int, float] | None = None
         self.prefilled_tokens = 0
         self.preemptions = 0
-        self.is_paused = False
         self.loaded_s = 0.0
         """When the last weights were in and the stall for them over."""
 
@@ -101,22 +100,6 @@ class EngineModel:
                 self._waiting.remove(sequence)
                 return sequence
         return None
-
-    def pause(self, now_s: float) -> int:
-        """Take every running request off its slot, with its tokens, and start none; how many there were."""
-        self._catch_up(now_s)
-        self.is_paused = True
-        running = list(self._running.values())
-        for sequence in running:
-            self._stop(sequence)
-        self._waiting.extendleft(reversed(running))
-        self._set_pace()
-        return len(running)
-
-    def resume(self, now_s: float) -> None:
-        """Go on with what was paused."""
-        self._catch_up(now_s)
-        self.is_paused = False
 
     def begin_load(self, version: int, stall_s: float, now_s: float) -> None:
         """Install weights after the step in progress; for `stall_s` from then on nothing runs."""
@@ -209,7 +192,7 @@ class EngineModel:
             self.preemptions += 1
 
     def _may_admit(self) -> bool:
-        if not self._waiting or self.is_paused or len(self._running) >= self._settings.slots:
+        if not self._waiting or len(self._running) >= self._settings.slots:
             return False
         most = self._capacity * (1 - _SPARE_SHARE)
         return not self._running or self.running_tokens + self._waiting[0].tokens <= most

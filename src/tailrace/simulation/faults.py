@@ -55,8 +55,8 @@ class Scenario:
     rates: Rates
     deaths_s: tuple[tuple[float, int], ...]
     """When which replica dies."""
-    pauses_s: tuple[tuple[float, float], ...]
-    """When generation is paused, and for how long."""
+    interruptions_s: tuple[float, ...]
+    """When every replica hands back what it runs, unasked."""
     restart_s: float
     tasks: int | None
     """The data's; None where the steps end the run."""
@@ -82,7 +82,7 @@ def draw_scenario(seed: int) -> Scenario:
             (random.uniform(0, 400), random.randrange(plan.engines.replicas))
             for _ in range(random.choice((0, 0, 1, 4, 12)))
         ),
-        pauses_s=tuple((random.uniform(0, 400), random.uniform(0, 60)) for _ in range(random.choice((0, 0, 0, 2)))),
+        interruptions_s=tuple(random.uniform(0, 400) for _ in range(random.choice((0, 0, 0, 4)))),
         restart_s=random.choice((0.0, 5.0, 120.0)),
         tasks=random.choice((None, random.randrange(3, 20))),
         killed_after_step=random.choice((None, None, random.randrange(2, 6))),
@@ -223,23 +223,21 @@ def make_simulation(scenario: Scenario, *, steps: int, start: Checkpoint, keep_j
 
 
 async def _disturb(scenario: Scenario, simulation: Simulation) -> None:
-    """Kill and pause what the scenario says, when it says."""
+    """Kill and interrupt what the scenario says, when it says."""
 
     async def kill(at_s: float, replica: int) -> None:
         await asyncio.sleep(at_s)
         simulation.fleet.kill(replica)
 
-    async def pause(at_s: float, for_s: float) -> None:
+    async def interrupt(at_s: float) -> None:
         await asyncio.sleep(at_s)
-        await simulation.fleet.router.pause()
-        await asyncio.sleep(for_s)
-        await simulation.fleet.router.resume()
+        await simulation.fleet.interrupt()
 
     async with asyncio.TaskGroup() as planned:
         for at_s, replica in scenario.deaths_s:
             planned.create_task(kill(at_s, replica), name=f"death of replica {replica}")
-        for at_s, for_s in scenario.pauses_s:
-            planned.create_task(pause(at_s, for_s), name="pause")
+        for at_s in scenario.interruptions_s:
+            planned.create_task(interrupt(at_s), name="interruption")
 
 
 # --- what must hold ----------------------------------------------------------------------------------------------
@@ -324,8 +322,7 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
     if left := sorted(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()):
         broken.append(f"tasks were left: {left[:5]}")
     if ended_by_data:
-        settings = simulation.plan.scheduling
-        budget = int((simulation.plan.max_staleness + settings.over_sampling) * settings.batch_size)
+        budget = simulation.plan.scheduling.staleness_budget(simulation.plan.max_staleness)
         if scheduler.statistics.budget_free != budget:
             broken.append(f"{scheduler.statistics.budget_free} of {budget} slots of the budget are free at the end")
     return broken

@@ -51,6 +51,11 @@ class ModelledFleet:
         replica.fail(EngineFailed(f"{self._names[index]} died"))
         return True
 
+    async def interrupt(self) -> None:
+        """Let every replica hand back what it runs, unasked."""
+        for replica in [*self._alive.values()]:
+            await replica.interrupt()
+
     @property
     def running(self) -> list[int]:
         """Requests that hold a slot, by replica; 0 for one that is not there."""

@@ -11,28 +11,29 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from tailrace.batching import STALE, FormedBatch
 from tailrace.records import (
     Completion,
     Generate,
+    GenerationRequest,
     Group,
-    Int32Array,
+    OnChunk,
     Outcome,
     Rollout,
     RolloutId,
-    SamplingParams,
     StepSkipped,
     StepTrained,
     TaskId,
     TerminalState,
-    rollout_of,
 )
 from tailrace.reporting.recording import BiasMeter
 from tailrace.simulation.lengths import LengthSource
 
 
-class MeteredGenerate:
-    """Implements `Generate` over another one, and counts."""
+class MeteredGenerate(Generate):
+    """Over another one, and counts."""
 
     def __init__(self, generate: Generate, lengths: LengthSource) -> None:
         self.asked_completions = 0
@@ -42,31 +43,15 @@ class MeteredGenerate:
         """Tokens of finished completions, by rollouts that are not terminal."""
         self._generate, self._lengths = generate, lengths
 
-    async def __call__(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
-        """See `Generate`."""
-        if prefix is None:
+    @override
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        if request.prefix is None:
             self.asked_completions += 1
-            length = self._lengths.draw(group_id.partition("#")[0], request_id)
-            self.asked_tokens += min(length, sampling.max_tokens)
-        completion = await self._generate(
-            prompt_token_ids,
-            sampling=sampling,
-            request_id=request_id,
-            session_id=session_id,
-            group_id=group_id,
-            prefix=prefix,
-        )
-        before = prefix.num_tokens if prefix is not None else 0
-        self.open_tokens[rollout_of(request_id)] += completion.num_tokens - before
+            length = self._lengths.draw(request.group_id.partition("#")[0], request.request_id)
+            self.asked_tokens += min(length, request.sampling.max_tokens)
+        completion = await self._generate(request, on_chunk)
+        if request.owner is not None:
+            self.open_tokens[request.owner] += completion.num_tokens - request.prefix_tokens
         return completion
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tailrace.errors import EngineFailed
-from tailrace.generation.completions import assembled
-from tailrace.generation.engine_thread.inbox import ChunkListener
+from tailrace.generation.completions import as_chunk, assembled
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
-from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, RequestId, SamplingParams
+from tailrace.records import Completion, FinishReason, GenerationRequest, ModelStateDictRef, OnChunk, RequestId
 from tailrace.simulation.engine_model import EngineModel, Sequence
 from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.settings import EngineSettings
@@ -28,11 +27,11 @@ _LOGPROB = -1.0
 class _Call:
     """One request here."""
 
+    request: GenerationRequest
     future: asyncio.Future[Completion]
-    prefix: Completion | None
     limit: int
     """Tokens of the completion at most, prefix included."""
-    on_chunk: ChunkListener | None
+    on_chunk: OnChunk | None
 
 
 class ModelledReplica:
@@ -66,30 +65,20 @@ class ModelledReplica:
         """See `ReplicaClient.failure`."""
         return self._failure
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-        on_chunk: ChunkListener | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         """See `ReplicaClient.generate`. The length is that of the whole completion, whatever was interrupted."""
         self._require_alive()
         self._advance()
-        before = prefix.num_tokens if prefix is not None else 0
-        length = self._lengths.draw(group_id.partition("#")[0], request_id.partition("+")[0])
+        request_id, before, most = request.request_id, request.prefix_tokens, request.sampling.max_tokens
+        length = self._lengths.draw(request.group_id.partition("#")[0], request_id.partition("+")[0])
         self.engine.add(
             request_id,
-            context_tokens=len(prompt_token_ids) + before,
-            length=max(1, min(length, sampling.max_tokens) - before),
+            context_tokens=len(request.prompt_token_ids) + before,
+            length=max(1, min(length, most) - before),
             now_s=self._now(),
         )
-        limit = sampling.max_tokens if length > sampling.max_tokens else length + 1
-        call = self._calls[request_id] = _Call(self._loop.create_future(), prefix, limit, on_chunk)
+        limit = most if length > most else length + 1
+        call = self._calls[request_id] = _Call(request, self._loop.create_future(), limit, on_chunk)
         self._received += 1
         self._changed()
         try:
@@ -111,20 +100,6 @@ class ModelledReplica:
         await self._unless_failed(self.engine.loaded_s - self._now())
         return ref.version
 
-    async def pause(self) -> int:
-        """See `ReplicaClient.pause`."""
-        self._require_alive()
-        self._advance()
-        paused = self.engine.pause(self._now())
-        self._changed()
-        return paused
-
-    async def resume(self) -> None:
-        """See `ReplicaClient.resume`."""
-        self._require_alive()
-        self.engine.resume(self._now())
-        self._changed()
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """See `ReplicaClient.interrupt`."""
         self._require_alive()
@@ -133,8 +108,7 @@ class ModelledReplica:
         for request_id in ids:
             call = self._calls.pop(request_id)
             sampled = self._take_off(request_id)
-            if not call.future.done():
-                call.future.set_result(self._completion(call, sampled, FinishReason.ABORTED))
+            self._resolve(call, sampled, FinishReason.ABORTED)
         self._changed()
         return len(ids)
 
@@ -154,7 +128,7 @@ class ModelledReplica:
         for request_id, call in self._calls.items():
             sampled = self._take_off(request_id)
             if call.on_chunk is not None and (whole := sampled.sampled // CHUNK_TOKENS * CHUNK_TOKENS):
-                call.on_chunk(self._chunk(sampled, None, whole))
+                call.on_chunk(as_chunk(self._sampled(sampled, None, whole)))
             if not call.future.done():
                 call.future.set_exception(EngineFailed(str(failure)))
         self._calls.clear()
@@ -184,7 +158,7 @@ class ModelledReplica:
     @property
     def open_tokens(self) -> int:
         """Sampled of completions that are not finished, here and before they came here."""
-        before = sum(call.prefix.num_tokens for call in self._calls.values() if call.prefix is not None)
+        before = sum(call.request.prefix_tokens for call in self._calls.values())
         return before + self.engine.open_tokens(self._now())
 
     def _changed(self) -> None:
@@ -205,21 +179,27 @@ class ModelledReplica:
     def _advance(self) -> None:
         for sequence in self.engine.advance(self._now()):
             call = self._calls.pop(sequence.request_id)
-            if not call.future.done():
-                call.future.set_result(self._completion(call, sequence, None))
+            self._resolve(call, sequence, None)
 
     def _take_off(self, request_id: str) -> Sequence:
         sequence = self.engine.abort(request_id, self._now())
         assert sequence is not None  # what the engine finished, `_advance` took out of the calls
         return sequence
 
-    def _completion(self, call: _Call, sequence: Sequence, reason: FinishReason | None) -> Completion:
-        before = call.prefix.num_tokens if call.prefix is not None else 0
+    def _resolve(self, call: _Call, sequence: Sequence, reason: FinishReason | None) -> None:
+        """Tell what was sampled, all at once, unless the caller went away."""
+        if call.future.done():
+            return
+        request = call.request
         if reason is None:
-            reason = FinishReason.LENGTH if before + sequence.sampled >= call.limit else FinishReason.STOP
-        return assembled(call.prefix, [self._chunk(sequence, reason, sequence.sampled)], reason)
+            is_full = request.prefix_tokens + sequence.sampled >= call.limit
+            reason = FinishReason.LENGTH if is_full else FinishReason.STOP
+        sampled = self._sampled(sequence, reason, sequence.sampled)
+        if call.on_chunk is not None and sequence.sampled:
+            call.on_chunk(as_chunk(sampled))
+        call.future.set_result(assembled(request.prefix, [sampled], reason))
 
-    def _chunk(self, sequence: Sequence, reason: FinishReason | None, tokens: int) -> SampledTokens:
+    def _sampled(self, sequence: Sequence, reason: FinishReason | None, tokens: int) -> SampledTokens:
         return SampledTokens(
             request_id=RequestId(sequence.request_id),
             token_ids=np.zeros(tokens, np.int32),

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.scheduling.settings import MAX_STALENESS, Schedule, SchedulingSettings
+from tailrace.scheduling.settings import Schedule, SchedulingSettings
 
 
 class _Section(BaseModel):
@@ -146,8 +146,7 @@ class SimulationPlan(_Section):
     @property
     def max_staleness(self) -> int:
         """Oldest tokens that bear loss, in policy versions."""
-        chosen = self.scheduling.max_staleness
-        return MAX_STALENESS[self.schedule] if chosen is None else chosen
+        return self.scheduling.staleness_bound(self.schedule)
 
     @property
     def max_running(self) -> int:

@@ -15,14 +15,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tailrace.errors import ModelError
-from tailrace.training.materialized import MATERIALIZE_UP_TO, Rule, causal_bias, materialized_attention
 from tailrace.training.shared_prefixes import SharedPrefixes
 
 PACKED_ATTENTION = "tailrace_packed"
@@ -35,6 +34,19 @@ _ALWAYS_TOGETHER = 32
 """Segments up to this many tokens share a group whatever their lengths: calls cost more than padding."""
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout", "attention_mask")
+
+
+GroupAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor | None]
+"""Causal attention of a group by another kernel: queries, keys and values, scale, window. None: it is not for these."""
+
+
+class Rule(NamedTuple):
+    """What a query sees besides its own segment's past: nothing, with these numbers."""
+
+    scale: float
+    window: int | None
+    """Tokens that a query sees at most, itself included; None is all."""
+    kernel: GroupAttention | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     segments: Segments | None = None,
+    group_attention: GroupAttention | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a packed row, as transformers' interface asks for it.
@@ -135,7 +148,7 @@ def packed_attention(
     sinks, position biases, dropout) or that does not hand `segments` down to its layers.
     """
     segments = _require_plain(module, segments, others | {"dropout": dropout or None, "attention_mask": attention_mask})
-    rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window)
+    rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, group_attention)
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     rows = tuple(tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))  # [tokens, heads, head_size]
@@ -165,12 +178,18 @@ def _attend_group(rows: tuple[Tensor, ...], group: SegmentGroup, rule: Rule) -> 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     """[segments, heads, max_len, head_size], grouped-query aware; the best kernel for this length and dtype."""
     length = query.shape[2]
-    if query.device.type == "cpu" and length <= MATERIALIZE_UP_TO:
-        return materialized_attention(query, key, value, rule)
-    bias = causal_bias(length, rule.window, query) if rule.window is not None and length > rule.window else None
+    if rule.kernel is not None and (output := rule.kernel(query, key, value, rule.scale, rule.window)) is not None:
+        return output
+    bias = _window_bias(length, rule.window, query) if rule.window is not None and length > rule.window else None
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, is_causal=bias is None, scale=rule.scale, enable_gqa=True
     )
+
+
+def _window_bias(length: int, window: int, like: Tensor) -> Tensor:
+    """[length, length]: 0 where a query may look, -inf elsewhere."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril().triu(1 - window)
+    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
 
 
 class _Gather(torch.autograd.Function):

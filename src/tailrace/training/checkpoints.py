@@ -88,14 +88,14 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, model_name: str, stat
     return final
 
 
-def read_checkpoint(path: Path, model: PreTrainedModel, *, device: str = "cpu") -> TrainerState:
+def read_checkpoint(path: Path, model: PreTrainedModel) -> TrainerState:
     """Load the checkpoint at `path` into `model`, set this process's randomness to its, return the rest.
 
     Raises `CheckpointError` for a folder that is no whole checkpoint, or one of another model.
     """
     verify_checkpoint(path)
     try:
-        saved = load_causal_lm(str(path), dtype="float32", device=device)
+        saved = load_causal_lm(str(path), dtype="float32")  # on the CPU: a GPU need not hold the model twice
         model.load_state_dict(saved.state_dict())
         state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
     except (ModelError, OSError, RuntimeError, KeyError) as error:

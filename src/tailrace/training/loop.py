@@ -37,7 +37,7 @@ from tailrace.records import (
     TrainerStarted,
 )
 from tailrace.tracing.phases import PhaseRecorder, phase
-from tailrace.training.memory import keep_freed_memory
+from tailrace.training.acceleration import tune_process
 from tailrace.training.snapshots import Snapshot
 from tailrace.training.trainer import StepResult, Trainer
 from tailrace.transport.batches.queue import BatchReceiver
@@ -93,7 +93,7 @@ async def run_trainer(
 class _TrainerLoop:
     def __init__(self, batches: BatchReceiver, store: ModelStateDictStore, events: EventLog, plan: TrainerPlan) -> None:
         self._batches, self._store, self._events, self._plan = batches, store, events, plan
-        keep_freed_memory()
+        tune_process()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="trainer-publish")
         self._reporting: asyncio.Task[None] | None = None

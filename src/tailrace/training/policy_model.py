@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from tailrace.errors import ModelError
+from tailrace.training.acceleration import accelerate
 from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
 from tailrace.training.checkpointed_layers import checkpoint_layers
-from tailrace.training.fused_layer import fuse_layers, restore_layers
-from tailrace.training.fused_norm import fuse_norms
 from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
 from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.onednn_linear import speed_up_linears
 from tailrace.training.router_replay import ReplayCounts, RouterReplay
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ class PolicyModel:
     """Wraps a model whose weights are float32, for training.
 
     `packs` says whether rows of several samples may be given to it, `has_plain_head` whether logits are hidden states
-    times one matrix, `num_fused_layers` how many layers native passes compute (see `fused_layer`). `replay` holds the
+    times one matrix, `num_fused_layers` how many layers native passes compute (on a CPU). `replay` holds the
     hooks on this model's routers. Raises `ModelError` where `gradient_checkpointing` is asked of a model that can't.
     """
 
@@ -58,12 +56,9 @@ class PolicyModel:
         self._autocast = dtype == "bfloat16"
         self._head_dtype = torch.bfloat16 if self._autocast and head_dtype == "bfloat16" else torch.float32
         self._device = next(model.parameters()).device
-        fuse_norms(self.model)
         if self._autocast:
             cast_experts_under_autocast(self.model)
-        else:
-            speed_up_linears(self.model)
-        self._fused_layers = fuse_layers(self.model) if native_kernels else []
+        self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
         self.packs, self.has_plain_head = self._probe()
         if gradient_checkpointing:
             checkpoint_layers(self.model)
@@ -80,7 +75,7 @@ class PolicyModel:
     @property
     def num_fused_layers(self) -> int:
         """Layers that native passes compute."""
-        return len(self._fused_layers)
+        return 0 if self._acceleration is None else len(self._acceleration.fused_layers)
 
     def loss(self, micro_batch: MicroBatch, pointwise_loss: PointwiseLoss) -> HeadOutput:
         """Loss of a micro-batch. Raises `ModelError` for several samples in one when `packs` is False."""
@@ -110,7 +105,10 @@ class PolicyModel:
 
     def _inputs(self, input_ids: Tensor, segments: Segments) -> dict[str, Any]:
         inputs = {"input_ids": input_ids, "position_ids": segments.position_ids, "use_cache": False}
-        return inputs | {"segments": segments} if self.packs else inputs
+        if not self.packs:
+            return inputs
+        attention = None if self._acceleration is None else self._acceleration.attend
+        return inputs | {"segments": segments, "group_attention": attention}
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast)
@@ -125,9 +123,8 @@ class PolicyModel:
         own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
         expected = torch.cat(own, dim=1)
         self.packs = self._packs(row, expected)
-        if self._fused_layers and not self.packs:
-            restore_layers(self._fused_layers)
-            self._fused_layers = []
+        if not self.packs and self._acceleration is not None and self.num_fused_layers:
+            self._acceleration.restore_layers()
             self.packs = self._packs(row, expected)
         return self.packs, self._has_plain_head(pieces[-1])
 
@@ -144,7 +141,7 @@ class PolicyModel:
             ).logits
             _require_equal(packed, expected, _PACKING_TOLERANCE)
         except (ModelError, TypeError, ValueError) as error:
-            if not self._fused_layers:
+            if not self.num_fused_layers:
                 _log.warning("%s trains one sample at a time: %s", type(self.model).__name__, error)
             self.model.set_attn_implementation(own_attention)
             return False

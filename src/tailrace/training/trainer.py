@@ -26,8 +26,8 @@ from tailrace.models.loading import load_causal_lm
 from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training import checkpoints
+from tailrace.training.acceleration import tune_process
 from tailrace.training.losses import LossSums, policy_loss
-from tailrace.training.memory import keep_freed_memory
 from tailrace.training.micro_batch import MicroBatch, split_samples
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
@@ -72,7 +72,7 @@ class Trainer:
         open_payload: OpenPayload | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads)
-        keep_freed_memory()
+        tune_process()
         _seed_everything(seed)
         if settings.loss.correction == "none":
             _log.warning("trainer.loss.correction is none: gradients are biased as soon as generation is stale")
@@ -165,7 +165,7 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from `checkpoint`. Raises `CheckpointError`."""
-        state = checkpoints.read_checkpoint(checkpoint, self._model, device=self.settings.device)
+        state = checkpoints.read_checkpoint(checkpoint, self._model)
         try:
             self._optimizer.load_state_dict(state.optimizer)
         except (ValueError, KeyError) as error:

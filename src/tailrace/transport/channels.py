@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
+from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
+from tailrace.records import Float32Array, Int32Array
 
 MAX_ADDRESS_CHARS = 107
 """Longest path of a Unix socket that Linux takes (macOS takes 103)."""
@@ -61,8 +64,23 @@ def ipc_address(folder: Path, name: str) -> str:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message as msgpack."""
-    return msgspec.msgpack.encode(message)
+    """A message as msgpack. Arrays in it, of the types that records declare, are raw bytes: see `decode_array`."""
+    return _ENCODER.encode(message)
+
+
+def _encode_array(value: object) -> bytes:
+    if isinstance(value, np.ndarray) and value.dtype in (np.int32, np.float32):
+        return value.tobytes()
+    raise TypeError(f"a message cannot hold a {type(value).__name__} of {getattr(value, 'dtype', 'anything')}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_ARRAY_TYPES: dict[object, type[np.generic]] = {Int32Array: np.int32, Float32Array: np.float32}
+
+
+def decode_array(declared: object, data: bytes) -> NDArray[np.generic]:
+    """The `dec_hook` of decoders of messages that hold arrays, which become read-only views of `data`."""
+    return np.frombuffer(data, _ARRAY_TYPES[declared])
 
 
 def decode(frame: bytes, message_type: type[MessageT]) -> MessageT:

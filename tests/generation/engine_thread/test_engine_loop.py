@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tailrace.errors import RequestRefused
-from tailrace.generation.decisions import Wait, WeightPolicy
+from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engine_thread.generator import ask
 from tailrace.generation.engine_thread.handover import Staged, Waiter
-from tailrace.generation.engine_thread.inbox import Release
+from tailrace.generation.engine_thread.inbox import Interruption
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.records import Completion, FinishReason
@@ -136,20 +137,20 @@ async def test_recomputing_mixes_no_cache_and_keeping_counts_the_tokens_that_do(
 
 async def test_a_completion_tells_which_of_its_tokens_were_sampled_over_older_caches() -> None:
     world = World(SimulatedEngine(chunk_tokens=2))
-    world.ask("r", length=14)
+    asked = request("r", [1, 2], max_tokens=14)
+    task = world.start(ask(world.inbox, asked))
     for version in (0, 1, 2):
         if version:
             world.inbox.put_staged(Staged({}, version))
             await world.iterate()
         for _ in range(3):
             await world.iterate()
-        if version == 1:  # what goes on after a pause is computed anew, by the weights of then
-            done: Waiter[int] = Waiter.on_current_loop()
-            world.inbox.put_release(Release(done, hold=True))
+        if version == 1:  # what goes on after an interruption is computed anew, by the weights of then
+            world.inbox.put_interruption(Interruption(Waiter.on_current_loop()))
             await world.iterate()
-            world.inbox.resume()
+            task = world.start(ask(world.inbox, replace(asked, prefix=task.result())))
             await world.iterate()
-    [completion] = await world.finish()
+    completion = (await world.finish())[-1]
     versions = completion.policy_versions.tolist()
     first, again = versions.index(1), versions.index(2)
     [(start, end), rest] = completion.mixed_spans
@@ -178,27 +179,6 @@ async def test_a_refused_reset_is_an_error_of_the_load_and_the_old_weights_go_on
     assert world.loop.statistics.policy_version == 0
 
 
-async def test_paused_requests_wait_before_all_others_and_lose_nothing() -> None:
-    world = World(SimulatedEngine(slots=2))
-    reference = World(SimulatedEngine(slots=2))
-    for name, length in (("a", 9), ("b", 9), ("c", 5)):
-        world.ask(name, length)
-        reference.ask(name, length)
-    for _ in range(4):
-        await world.iterate()
-    paused: Waiter[int] = Waiter.on_current_loop()
-    world.inbox.put_release(Release(paused, hold=True))
-    await world.iterate()
-    assert await paused.future == 3
-    assert world.engine.statistics().running == world.engine.statistics().waiting == 0
-    assert await world.iterate() == Wait()
-    world.inbox.resume()
-    for done, expected in zip(await world.finish(), await reference.finish(), strict=True):
-        assert done.token_ids.tolist() == expected.token_ids.tolist()
-        assert done.metrics["preemptions"] == 1
-        assert done.finish_reason is FinishReason.LENGTH
-
-
 async def test_interrupted_requests_go_back_with_what_they_have_even_those_that_never_ran() -> None:
     world = World(SimulatedEngine(slots=2))
     running, late = world.ask("running", 9), None
@@ -207,7 +187,7 @@ async def test_interrupted_requests_go_back_with_what_they_have_even_those_that_
     late = world.ask("late", 9)
     await let_others_run()
     handed_back: Waiter[int] = Waiter.on_current_loop()
-    world.inbox.put_release(Release(handed_back, hold=False, request_ids=frozenset(["running", "late"])))
+    world.inbox.put_interruption(Interruption(handed_back, frozenset(["running", "late"])))
     await world.finish()
     assert await handed_back.future == 2
     assert [task.result().finish_reason for task in (running, late)] == [FinishReason.ABORTED] * 2

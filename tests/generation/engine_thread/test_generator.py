@@ -5,30 +5,30 @@ import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.generation.completions import tail
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.torch import TorchEngine
-from tailrace.records import Completion, FinishReason, SamplingParams
+from tailrace.records import Completion, FinishReason
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
-from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
+from tests.generation.engine_support import (
+    Brake,
+    assert_told,
+    forward_logprobs,
+    greedy_reference,
+    make_engine,
+    make_model,
+    request,
+)
 
 
 def ask(generator: Generator, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
-    return asyncio.create_task(
-        generator.generate(
-            np.asarray(prompt, np.int32),
-            sampling=SamplingParams(**sampling),
-            request_id=name,
-            session_id=name,
-            group_id=name,
-        )
-    )
+    return asyncio.create_task(generator.generate(request(name, prompt, **sampling)))
 
 
 def opener(model, opened: list[int] | None = None, version: int = 0, gate: tuple[threading.Event, ...] = ()):
@@ -68,12 +68,7 @@ async def test_a_prefix_is_part_of_the_completion(model) -> None:
         whole = await ask(generator, "whole", [1, 2, 3], temperature=0, max_tokens=12)
         prefix = Completion(whole.token_ids[:5], whole.logprobs[:5], np.full(5, -3, np.int32), FinishReason.ABORTED)
         continued = await generator(
-            np.asarray([1, 2, 3]),
-            sampling=SamplingParams(temperature=0, max_tokens=12),
-            request_id="rest",
-            session_id="s",
-            group_id="g",
-            prefix=prefix,
+            request("rest", [1, 2, 3], session="s", group="g", prefix=prefix, temperature=0, max_tokens=12)
         )
         assert continued.token_ids.tolist() == whole.token_ids.tolist()
         assert continued.policy_versions.tolist() == [-3] * 5 + [0] * 7
@@ -81,16 +76,39 @@ async def test_a_prefix_is_part_of_the_completion(model) -> None:
 
 async def test_chunks_are_told_before_the_completion_that_holds_them(model) -> None:
     async with Generator(lambda: make_engine(model, chunk_tokens=4)) as generator:
-        heard: list[int] = []
+        heard: list[Completion] = []
         done = await generator.generate(
-            np.asarray([1, 2, 3]),
-            sampling=SamplingParams(temperature=0, max_tokens=11),
-            request_id="r",
-            session_id="s",
-            group_id="g",
-            on_chunk=lambda chunk: heard.extend(chunk.token_ids.tolist()),
+            request("r", [1, 2, 3], session="s", group="g", temperature=0, max_tokens=11),
+            on_chunk=heard.append,
         )
-        assert heard == done.token_ids.tolist()[:8]
+        assert_told(heard, done)
+        assert [chunk.num_tokens for chunk in heard] == [4, 4, 3]
+        running, length = FinishReason.RUNNING, FinishReason.LENGTH
+        assert [chunk.finish_reason for chunk in heard] == [running, running, length]
+
+
+async def test_of_a_prefix_no_chunk_is_told(model) -> None:
+    async with Generator(lambda: make_engine(model, chunk_tokens=4)) as generator:
+        heard: list[Completion] = []
+        prefix = await ask(generator, "whole", [1, 2, 3], temperature=0, max_tokens=5)
+        done = await generator.generate(
+            request("rest", [1, 2, 3], prefix=prefix, temperature=0, max_tokens=11), on_chunk=heard.append
+        )
+        assert_told(heard, tail(done, 5))
+
+
+async def test_a_listener_that_raises_fails_its_own_request_and_frees_its_slot(model) -> None:
+    def raises(_: Completion) -> None:
+        raise ValueError("the reader has gone")
+
+    async with Generator(lambda: make_engine(model, chunk_tokens=2, slots=2)) as generator:
+        asked = generator.generate(request("r", [1], max_tokens=250), raises)
+        other = ask(generator, "other", [2], max_tokens=60)
+        with pytest.raises(ValueError, match="the reader has gone"):
+            await asked
+        assert (await other).num_tokens == 60
+        assert (await ask(generator, "next", [3], max_tokens=3)).num_tokens == 3
+        assert generator.statistics().sampled_tokens_total < 250
 
 
 async def test_tokens_of_newer_weights_than_were_asked_for_carry_the_newer_version(model) -> None:
@@ -174,32 +192,6 @@ async def test_cancelling_the_caller_frees_the_slot(model) -> None:
         with pytest.raises(asyncio.CancelledError):
             await long
         assert generator.statistics().sampled_tokens_total < 250
-
-
-async def test_what_was_sampled_of_a_cancelled_request_is_told_prefix_included(model) -> None:
-    cut: list[tuple[str, int]] = []
-    heard = asyncio.Event()
-    async with Generator(lambda: make_engine(model, Brake(after_tokens=9), chunk_tokens=1)) as generator:
-        generator.tell_of_cuts(lambda request_id, tokens: cut.append((request_id, tokens)))
-        whole = await ask(generator, "whole", [1], max_tokens=7)
-        long = asyncio.create_task(
-            generator.generate(
-                np.asarray([1], np.int32),
-                sampling=SamplingParams(max_tokens=250),
-                request_id="long",
-                session_id="long",
-                group_id="long",
-                prefix=replace(whole, finish_reason=FinishReason.ABORTED),
-                on_chunk=lambda chunk: heard.set(),
-            )
-        )
-        await heard.wait()
-        long.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await long
-    [(name, tokens)] = cut
-    assert name == "long"
-    assert 8 <= tokens < 250
 
 
 class CrashingEngine(TorchEngine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,11 +15,16 @@ from transformers import PreTrainedModel
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator, ask
 from tailrace.generation.engine_thread.handover import Staged, Waiter
-from tailrace.generation.engine_thread.inbox import Release
+from tailrace.generation.engine_thread.inbox import Interruption
 from tailrace.generation.engines.simulated import SimulatedEngine
-from tailrace.generation.resuming import ResumingGenerate
-from tailrace.records import Branch, Completion, FinishReason, Int32Array, SamplingParams
-from tests.generation.engine_support import Brake, Driver, greedy_reference, make_engine, prompts, request
+from tailrace.records import (
+    Branch,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+from tests.generation.engine_support import Driver, greedy_reference, make_engine, prompts, request
 from tests.generation.loop_support import World, let_others_run
 
 PROMPTS = prompts(4, seed=2, longest=14)
@@ -27,41 +32,34 @@ MAX_TOKENS = 14
 
 
 @dataclass(frozen=True)
-class Interruption:
+class Disturbance:
     """Before the given iteration, all requests of both replicas are stopped in one of the ways there are."""
 
     iteration: int
     way: str
 
 
-WAYS = ("pause", "move", "preempt", "reload")
-INTERRUPTIONS = st.lists(st.builds(Interruption, iteration=st.integers(0, 25), way=st.sampled_from(WAYS)), max_size=6)
+WAYS = ("move", "preempt", "reload")
+DISTURBANCES = st.lists(st.builds(Disturbance, iteration=st.integers(0, 25), way=st.sampled_from(WAYS)), max_size=6)
 
 
 async def interrupted(
-    model: PreTrainedModel, interruptions: list[Interruption], slots: int, stop: int
+    model: PreTrainedModel, interruptions: list[Disturbance], slots: int, stop: int
 ) -> list[Completion]:
     """All prompts over two replicas, in turns; every way of stopping them at the given iterations."""
     recompute = WeightPolicy("hot_swap", "recompute")
     replicas = [World(make_engine(model, slots=slots, prefill_chunk_tokens=5, chunk_tokens=3), recompute) for _ in "ab"]
     turns = itertools.cycle(replicas)
 
-    def choose() -> _OnWorld:
-        return _OnWorld(next(turns))
+    async def generate(asked: GenerationRequest) -> Completion:
+        while True:
+            completion = await ask(next(turns).inbox, asked)
+            if completion.finish_reason is not FinishReason.ABORTED:
+                return completion
+            asked = replace(asked, prefix=completion)
 
-    generate = ResumingGenerate(choose)
-    tasks = [
-        asyncio.create_task(
-            generate(
-                np.asarray(prompt, np.int32),
-                sampling=SamplingParams(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=(stop,)),
-                request_id=f"r{i}",
-                session_id=f"r{i}",
-                group_id="g",
-            )
-        )
-        for i, prompt in enumerate(PROMPTS)
-    ]
+    options = {"group": "g", "temperature": 0, "max_tokens": MAX_TOKENS, "stop_token_ids": (stop,)}
+    tasks = [asyncio.create_task(generate(request(f"r{i}", prompt, **options))) for i, prompt in enumerate(PROMPTS)]
     iteration = 0
     while not all(task.done() for task in tasks):
         for one in interruptions:
@@ -82,41 +80,9 @@ async def interrupt(world: World, way: str, model: PreTrainedModel) -> None:
         world.inbox.put_staged(Staged(model.state_dict(), world.engine.statistics().policy_version + 1))
     else:
         done: Waiter[int] = Waiter.on_current_loop()
-        world.inbox.put_release(Release(done, hold=way == "pause"))
+        world.inbox.put_interruption(Interruption(done))
         while not done.future.done():
             await world.iterate()
-        world.inbox.resume()
-
-
-class _OnWorld:
-    """`Generate` by one replica."""
-
-    def __init__(self, world: World):
-        self.world = world
-
-    async def __call__(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
-        asked = request(request_id, prompt_token_ids.tolist(), session=session_id, group=group_id, prefix=prefix)
-        return await ask(self.world.inbox, _with(asked, sampling))
-
-
-def _with(asked, sampling: SamplingParams):
-    return type(asked)(
-        request_id=asked.request_id,
-        session_id=asked.session_id,
-        group_id=asked.group_id,
-        prompt_token_ids=asked.prompt_token_ids,
-        sampling=sampling,
-        prefix=asked.prefix,
-    )
 
 
 def branch_of(prompt: list[int], completion: Completion) -> Branch:
@@ -127,7 +93,7 @@ def branch_of(prompt: list[int], completion: Completion) -> Branch:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(INTERRUPTIONS, st.integers(1, 4), st.integers(0, 9))
+@given(DISTURBANCES, st.integers(1, 4), st.integers(0, 9))
 def test_no_interruption_shows_in_tokens_lengths_masks_or_budget(model, interruptions, slots, stop_at) -> None:
     reference = greedy_reference(model, PROMPTS[1], MAX_TOKENS)
     stop = reference[stop_at]
@@ -156,14 +122,7 @@ async def test_a_prompt_of_four_three_saved_and_three_new_are_exactly_four_and_s
         np.asarray(whole[:3], np.int32), np.full(3, -0.5, np.float32), np.full(3, 9, np.int32), FinishReason.ABORTED
     )
     async with Generator(lambda: make_engine(model)) as generator:
-        done = await generator(
-            np.asarray(prompt, np.int32),
-            sampling=SamplingParams(temperature=0, max_tokens=6),
-            request_id="r",
-            session_id="s",
-            group_id="g",
-            prefix=saved,
-        )
+        done = await generator(request("r", prompt, session="s", group="g", prefix=saved, temperature=0, max_tokens=6))
     assert done.token_ids.tolist() == whole
     assert done.policy_versions.tolist() == [9, 9, 9, 0, 0, 0]
     assert done.logprobs[:3].tolist() == [-0.5] * 3
@@ -183,59 +142,6 @@ async def test_what_was_interrupted_after_its_last_token_is_not_sampled_again(sa
     token_ids = np.asarray([5, 6, 7], np.int32)
     saved = Completion(token_ids, np.zeros(3, np.float32), token_ids, FinishReason.ABORTED)
     async with Generator(SimulatedEngine) as generator:
-        done = await generator(
-            np.asarray([1, 2], np.int32),
-            sampling=sampling,
-            request_id="r",
-            session_id="s",
-            group_id="g",
-            prefix=saved,
-        )
+        done = await generator(request("r", [1, 2], session="s", group="g", prefix=saved, sampling=sampling))
         assert generator.statistics().sampled_tokens_total == 0
     assert (done.token_ids.tolist(), done.finish_reason) == ([5, 6, 7], reason)
-
-
-async def test_a_caller_of_a_paused_generator_only_waits_longer() -> None:
-    brake = Brake()
-    async with Generator(lambda: brake.on(SimulatedEngine())) as generator:
-        task = asyncio.create_task(
-            generator(
-                np.asarray([1, 2], np.int32),
-                sampling=SamplingParams(max_tokens=400),
-                request_id="r",
-                session_id="s",
-                group_id="g",
-            )
-        )
-        while generator.statistics().sampled_tokens_total < 20:  # noqa: ASYNC110 - statistics have no event
-            await asyncio.sleep(0.001)
-        assert await generator.pause() == 1
-        sampled = generator.statistics().sampled_tokens_total
-        await asyncio.sleep(0.02)
-        assert generator.statistics().sampled_tokens_total == sampled < 400
-        assert not task.done()
-        brake.let_go()
-        await generator.resume()
-        done = await task
-        assert (done.num_tokens, done.metrics["preemptions"]) == (400, 1)
-        assert generator.statistics().sampled_tokens_total == 400
-
-
-async def test_a_caller_that_goes_away_during_a_pause_takes_its_request_along() -> None:
-    async with Generator(SimulatedEngine) as generator:
-        await generator.pause()
-        task = asyncio.create_task(
-            generator(
-                np.asarray([1, 2], np.int32),
-                sampling=SamplingParams(max_tokens=4),
-                request_id="r",
-                session_id="s",
-                group_id="g",
-            )
-        )
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await generator.resume()
-        await generator.pause()
-        assert generator.statistics().sampled_tokens_total == 0

@@ -18,7 +18,15 @@ from tailrace.generation.engine_thread.handover import Staged
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.records import Completion, SamplingParams
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
-from tests.generation.engine_support import Brake, forward_logprobs, make_engine, make_model, over_old_cache, prompts
+from tests.generation.engine_support import (
+    Brake,
+    forward_logprobs,
+    make_engine,
+    make_model,
+    over_old_cache,
+    prompts,
+    request,
+)
 from tests.generation.loop_support import World
 
 PROMPT = prompts(2)[1]
@@ -102,7 +110,7 @@ def opener(
 def generate(generator: Generator, name: str, tokens: int) -> asyncio.Task[Completion]:
     sampling = SamplingParams(max_tokens=tokens)
     prompt = np.asarray([1, 2], np.int32)
-    return asyncio.create_task(generator(prompt, sampling=sampling, request_id=name, session_id=name, group_id=name))
+    return asyncio.create_task(generator(request(name, prompt, sampling=sampling)))
 
 
 async def until(generator: Generator, happened: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,6 @@ from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.engines.vllm.options import known_options, require_vllm
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
-from tailrace.records import SamplingParams
 from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm
 from tests.generation.engine_support import SHAPE, Driver, forward_logprobs, greedy_reference, request
 
@@ -118,6 +118,20 @@ def test_a_model_that_vllm_does_not_know_is_refused(tmp_path: Path) -> None:
         build_core(ModelSettings(name=str(tmp_path)), with_options())
 
 
+@pytest.mark.parametrize(("local", "address"), [("2", None), ("4", "127.0.0.1")])
+def test_ranks_meet_at_the_loopback_address_where_all_of_them_are_on_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: str, address: str | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("VLLM_HOST_IP", "")
+    monkeypatch.delenv("VLLM_HOST_IP")
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}')
+    with pytest.raises(ModelError, match="cannot be run by vLLM"):
+        build_core(ModelSettings(name=str(tmp_path)), with_options())
+    assert os.environ.get("VLLM_HOST_IP") == address
+
+
 def test_batch_invariance_is_refused_without_a_gpu(tmp_path: Path) -> None:
     contract_model().save_pretrained(tmp_path)
     settings = GeneratorSettings(engine="vllm", batch_invariant=True, kv_cache="recompute")
@@ -189,13 +203,7 @@ async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -
     async with Generator(lambda: VllmEngine(core)) as generator:
 
         async def ask(name: str) -> np.ndarray:
-            done = await generator.generate(
-                np.array([1, 2, 3], np.int32),
-                sampling=SamplingParams(max_tokens=100),
-                request_id=name,
-                session_id=name,
-                group_id="g",
-            )
+            done = await generator.generate(request(name, np.array([1, 2, 3], np.int32), group="g", max_tokens=100))
             assert done.num_tokens == 100
             return done.policy_versions
 
@@ -206,11 +214,7 @@ async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -
             assert set(versions.tolist()) <= {0, 3}
             assert (np.diff(versions) >= 0).all()
         last = await generator.generate(
-            np.array([4, 2, 3], np.int32),
-            sampling=SamplingParams(temperature=0, max_tokens=9),
-            request_id="last",
-            session_id="last",
-            group_id="g",
+            request("last", np.array([4, 2, 3], np.int32), group="g", temperature=0, max_tokens=9)
         )
         assert last.token_ids.tolist() == greedy_reference(new, [4, 2, 3], 9)
         np.testing.assert_allclose(last.logprobs, forward_logprobs(new, [4, 2, 3], last.token_ids), atol=1e-3)

@@ -14,7 +14,6 @@ from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import core_request
 from tailrace.generation.engines.vllm.routed_experts import HandedOut, ReturnedExperts
-from tailrace.generation.requests import context_of
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import resolve_model
 from tailrace.records import Completion, FinishReason, GenerationRequest
@@ -45,7 +44,7 @@ def serve(
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
 
-    experts = ReturnedExperts(context_of(asked), start)
+    experts = ReturnedExperts(asked.context_token_ids, start)
     progress = Progress(asked, "r#1", salt="", opens_session=True, chunk_tokens=4, added_s=0.0, experts=experts)
     for tokens, logprobs, routed in outputs:
         columns = np.array(logprobs, np.float32)[:, None]
@@ -99,7 +98,7 @@ def turn(
     """One turn of session s: where its experts start, and all tokens."""
     asked = request("r", prompt, session="s", prefix=prefix)
     start = handed_out.start(asked)
-    context = context_of(asked)
+    context = asked.context_token_ids
     outputs = decoded(len(context), count, start)
     _, experts = serve(asked, outputs, start)
     handed_out.note(asked, experts, aborted=aborted)

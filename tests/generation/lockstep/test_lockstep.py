@@ -22,7 +22,7 @@ from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.lockstep.engine import LockstepEngine, follow
 from tailrace.generation.lockstep.ranks import RankGroup, join_ranks
-from tailrace.records import Completion, SamplingParams
+from tailrace.records import Completion
 from tests.generation.engine_support import (
     Driver,
     forward_logprobs,
@@ -72,15 +72,7 @@ def two_ranks(folder: Path, *, fails: bool = False) -> Iterator[tuple[multiproce
 
 
 def ask(generator: Generator, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
-    return asyncio.create_task(
-        generator.generate(
-            np.asarray(prompt, np.int32),
-            sampling=SamplingParams(**sampling),
-            request_id=name,
-            session_id=name,
-            group_id=name,
-        )
-    )
+    return asyncio.create_task(generator.generate(request(name, prompt, **sampling)))
 
 
 def lend(tensors: Mapping[str, torch.Tensor]):

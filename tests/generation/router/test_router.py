@@ -13,13 +13,19 @@ from hypothesis import strategies as st
 
 from tailrace.errors import EngineFailed, RequestRefused
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engine_thread.inbox import ChunkListener
-from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
+from tailrace.records import Completion, FinishReason, GenerationRequest, ModelStateDictRef, OnChunk, SamplingParams
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
-from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
+from tests.generation.engine_support import (
+    Brake,
+    assert_told,
+    forward_logprobs,
+    greedy_reference,
+    make_engine,
+    make_model,
+    request,
+)
 
 PROMPT = np.asarray([3, 1, 4, 1], np.int32)
 FOREVER = SamplingParams(temperature=0, max_tokens=250)
@@ -39,41 +45,21 @@ class Replica:
         self._store = store
         self._broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-        on_chunk: ChunkListener | None = None,
-    ) -> Completion:
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         heard = 0
-        self.prefixes.append(prefix.num_tokens if prefix else 0)
+        self.prefixes.append(request.prefix_tokens)
 
-        def count(chunk: SampledTokens) -> None:
+        def count(chunk: Completion) -> None:
             nonlocal heard
             if self.failure is not None:
                 return
-            heard += len(chunk.token_ids)
+            heard += chunk.num_tokens
             if on_chunk is not None:
                 on_chunk(chunk)
             if self.breaks_after is not None and heard >= self.breaks_after:
                 self.fail(EngineFailed("broke"))
 
-        work = asyncio.create_task(
-            self.generator.generate(
-                prompt_token_ids,
-                sampling=sampling,
-                request_id=request_id,
-                session_id=session_id,
-                group_id=group_id,
-                prefix=prefix,
-                on_chunk=count,
-            )
-        )
+        work = asyncio.create_task(self.generator.generate(request, count))
         await asyncio.wait({work, self._broken}, return_when=asyncio.FIRST_COMPLETED)
         if self._broken.done():
             work.cancel()
@@ -112,10 +98,10 @@ class World:
         await asyncio.sleep(0)
         return replica
 
-    def ask(self, name: str = "r", sampling: SamplingParams = FOREVER) -> asyncio.Task[Completion]:
-        return asyncio.create_task(
-            self.router.generate(PROMPT, sampling=sampling, request_id=name, session_id=name, group_id=name)
-        )
+    def ask(
+        self, name: str = "r", sampling: SamplingParams = FOREVER, on_chunk: OnChunk | None = None
+    ) -> asyncio.Task[Completion]:
+        return asyncio.create_task(self.router.generate(request(name, PROMPT, sampling=sampling), on_chunk))
 
     def publish(self, ref: ModelStateDictRef) -> asyncio.Task[int]:
         return asyncio.create_task(self.router.load_model_state_dict(ref))
@@ -139,21 +125,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_cancelled_request_is_told_of_with_the_tokens_that_had_come(model) -> None:
-    cut: list[tuple[str, int]] = []
-    async with world("a") as here:
-        here.router.tell_of_cuts(lambda *told: cut.append(told))
-        replica = await here.join("a", Replica(model, brake=Brake(after_tokens=20)))
-        asked = here.ask()
-        await until(lambda: replica.generator.statistics().sampled_tokens_total >= 20)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-    [(name, tokens)] = cut
-    assert name == "r"
-    assert 0 < tokens < 250
-
-
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(breaks=st.lists(st.integers(1, 30), max_size=3), tokens=st.integers(1, 40))
 def test_wherever_replicas_are_lost_a_completion_is_the_uninterrupted_one(
@@ -167,7 +138,9 @@ async def _interrupted(model, breaks: list[int], tokens: int) -> None:
     async with world(names) as here:
         for name, after in zip(names, [*breaks, None], strict=True):
             (await here.join(name, Replica(model))).breaks_after = after
-        done = await here.ask(sampling=SamplingParams(temperature=0, max_tokens=tokens))
+        heard: list[Completion] = []
+        done = await here.ask(sampling=SamplingParams(temperature=0, max_tokens=tokens), on_chunk=heard.append)
+        assert_told(heard, done)
         assert done.token_ids.tolist() == greedy_reference(model, PROMPT.tolist(), tokens)
         expected = forward_logprobs(model, PROMPT.tolist(), done.token_ids)
         np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)

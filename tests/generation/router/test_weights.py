@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,8 +15,8 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.router.replica import Replica
 from tailrace.generation.router.weights import WeightDistributor
-from tailrace.records import ModelStateDictRef, SamplingParams
-from tests.generation.engine_support import Brake
+from tailrace.records import ModelStateDictRef
+from tests.generation.engine_support import Brake, request
 
 QUICK = WeightPolicy(attempts=3, backoff_s=0.001)
 
@@ -193,10 +192,7 @@ async def test_a_replica_that_is_lost_is_not_tried_again() -> None:
 async def test_a_drain_that_waits_takes_the_newest_weights_there_are() -> None:
     brake, policy = Brake(after_tokens=0), WeightPolicy("drain", "reset_prefix")
     async with Generator(lambda: brake.on(SimulatedEngine()), policy) as generator, world(policy) as here:
-        sampling, prompt = SamplingParams(max_tokens=300), np.asarray([1, 2], np.int32)
-        long = asyncio.create_task(
-            generator(prompt, sampling=sampling, request_id="long", session_id="s", group_id="g")
-        )
+        long = asyncio.create_task(generator(request("long", [1, 2], max_tokens=300)))
         await until(lambda: generator.statistics().in_flight == 1)
         await here.join(lambda published: generator.load_model_state_dict(_nothing, published.version))
         for version in (1, 2, 3):

@@ -17,24 +17,40 @@ import zmq
 import zmq.asyncio
 
 from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine, FailureListener
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.server import GeneratorServer
-from tailrace.records import Completion, FinishReason, ModelStateDictRef, SamplingParams
+from tailrace.records import (
+    Completion,
+    FinishReason,
+    ModelStateDictRef,
+)
 from tailrace.transport.channels import create_socket_folder, ipc_address
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
-from tests.generation.engine_support import Brake, forward_logprobs, greedy_reference, make_engine, make_model
+from tests.generation.engine_support import (
+    Brake,
+    assert_told,
+    forward_logprobs,
+    greedy_reference,
+    make_engine,
+    make_model,
+    request,
+)
 
 
 @asynccontextmanager
 async def served(
-    model, store: MemoryModelStateDictStore | None = None, brake: Brake | None = None
+    model,
+    store: MemoryModelStateDictStore | None = None,
+    brake: Brake | None = None,
+    policy: WeightPolicy = DEFAULT_WEIGHT_POLICY,
 ) -> AsyncIterator[GeneratorClient]:
     folder = create_socket_folder()
     address = ipc_address(folder, "generator")
-    generator = Generator(lambda: make_engine(model, brake))
+    generator = Generator(lambda: make_engine(model, brake), policy)
     server = GeneratorServer(generator, (store or MemoryModelStateDictStore()).open, address)
     serving = asyncio.create_task(server.serve())
     client = GeneratorClient(address)
@@ -50,15 +66,7 @@ async def served(
 
 
 def ask(client: GeneratorClient, name: str, prompt: list[int], **sampling: object) -> asyncio.Task[Completion]:
-    return asyncio.create_task(
-        client.generate(
-            np.asarray(prompt, np.int32),
-            sampling=SamplingParams(**sampling),
-            request_id=name,
-            session_id=name,
-            group_id=name,
-        )
-    )
+    return asyncio.create_task(client.generate(request(name, prompt, **sampling)))
 
 
 async def running(client: GeneratorClient, count: int) -> None:
@@ -85,12 +93,7 @@ async def test_a_prefix_crosses_the_socket(model) -> None:
         whole = await ask(client, "whole", [1, 2, 3], temperature=0, max_tokens=12)
         prefix = Completion(whole.token_ids[:5], whole.logprobs[:5], whole.policy_versions[:5], FinishReason.ABORTED)
         continued = await client(
-            np.asarray([1, 2, 3]),
-            sampling=SamplingParams(temperature=0, max_tokens=12),
-            request_id="rest",
-            session_id="s",
-            group_id="g",
-            prefix=prefix,
+            request("rest", [1, 2, 3], session="s", group="g", prefix=prefix, temperature=0, max_tokens=12)
         )
         assert continued.token_ids.tolist() == whole.token_ids.tolist()
 
@@ -103,6 +106,21 @@ async def test_published_weights_are_installed_by_reference(model) -> None:
         done = await ask(client, "r", [1, 2], max_tokens=8)
         assert set(done.policy_versions.tolist()) == {3}
         np.testing.assert_allclose(done.logprobs, forward_logprobs(newer, [1, 2], done.token_ids), atol=1e-4)
+
+
+async def test_weights_that_wait_for_a_drain_are_withdrawn_when_their_client_cancels(model) -> None:
+    store, brake = MemoryModelStateDictStore(), Brake()
+    async with served(model, store, brake, WeightPolicy("drain", "reset_prefix")) as client:
+        long = ask(client, "long", [1, 2], max_tokens=100)
+        await running(client, 1)
+        load = asyncio.create_task(client.load_model_state_dict(store.publish(model.state_dict(), 1)))
+        await asyncio.sleep(0.1)
+        load.cancel()
+        await asyncio.sleep(0.1)
+        brake.let_go()
+        assert set((await long).policy_versions.tolist()) == {0}
+        assert set((await ask(client, "later", [1], max_tokens=2)).policy_versions.tolist()) == {0}
+        assert await client.load_model_state_dict(store.publish(model.state_dict(), 2)) == 2
 
 
 async def test_errors_keep_their_type(model) -> None:
@@ -138,26 +156,30 @@ async def test_an_engine_that_cannot_be_built_is_told_to_whoever_says_hello() ->
 
 
 async def test_a_call_that_cannot_be_read_costs_only_that_call(model) -> None:
-    def call(name: str, *frames: bytes, **fields: object) -> list[bytes]:
-        header = {"type": "GenerateCall", "request_id": name, "session_id": name, "group_id": name, **fields}
-        return [msgspec.msgpack.encode(header), *frames]
+    def call(call_id: int, name: str, **fields: object) -> bytes:
+        asked = {"request_id": name, "session_id": name, "group_id": name, "sampling": {}, **fields}
+        return msgspec.msgpack.encode({"type": "GenerateCall", "call_id": call_id, "request": asked})
 
-    prefix = {"finish_reason": "aborted", "metrics": {}}
+    token, odd = bytes(4), {"token_ids": bytes(8), "logprobs": bytes(4), "policy_versions": bytes(8)}
     async with served(model) as client:
         good = ask(client, "good", [1, 2], max_tokens=200)
         stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         stranger.connect(client.address)
         for number, (message, said) in enumerate(
             (
-                (call("a", bytes(4), sampling={"top_kk": 1}, call_id=0), b"unknown field `top_kk`"),
-                (call("b", sampling={}, call_id=1), b"without its prompt"),
-                (call("c", bytes(3), sampling={}, call_id=2), b"without its prompt"),
-                (call("d", bytes(4), bytes(8), sampling={}, call_id=3, prefix=prefix), b"without its arrays"),
-                (call("e", bytes(4), sampling={"max_tokens": 0}, call_id=4), b"request e"),
-                (call("f", bytes([255] * 4), sampling={}, call_id=5), b"request f"),
+                (call(0, "a", prompt_token_ids=token, sampling={"top_kk": 1}), b"unknown field `top_kk`"),
+                (call(1, "b"), b"missing required field `prompt_token_ids`"),
+                (call(2, "c", prompt_token_ids=bytes(3)), b"at `$.request.prompt_token_ids`"),
+                (
+                    call(3, "d", prompt_token_ids=token, prefix={"finish_reason": "aborted", **odd}),
+                    b"must be of one length",
+                ),
+                (call(4, "e", prompt_token_ids=token, sampling={"max_tokens": 0}), b"request e"),
+                (call(5, "f", prompt_token_ids=bytes([255] * 4)), b"request f"),
+                (call(6, "g", prompt_token_ids="abcd"), b"at `$.request.prompt_token_ids`"),
             )
         ):
-            await stranger.send_multipart(message)
+            await stranger.send(message)
             answer = await asyncio.wait_for(stranger.recv(), 20)
             reply = msgspec.msgpack.decode(answer)
             assert (reply["type"], reply["call_id"]) == ("ErrorReply", number)
@@ -278,18 +300,15 @@ async def test_a_server_that_is_alive_and_stuck_fails_outstanding_calls_by_the_d
 async def test_tokens_and_load_are_told_while_a_request_goes_on(model) -> None:
     reports: list[int] = []
     async with served(model) as client:
-        heard: list[int] = []
+        heard: list[Completion] = []
         listening = GeneratorClient(client.address, on_report=lambda statistics, received: reports.append(received))
         await listening.hello()
         done = await listening.generate(
-            np.asarray([1, 2], np.int32),
-            sampling=SamplingParams(max_tokens=200),
-            request_id="r",
-            session_id="s",
-            group_id="g",
-            on_chunk=lambda chunk: heard.extend(chunk.token_ids.tolist()),
+            request("r", [1, 2], session="s", group="g", max_tokens=200),
+            on_chunk=heard.append,
         )
-        assert heard == done.token_ids.tolist()[:192]
+        assert_told(heard, done)
+        assert len(heard) > 3
         while reports[-1:] != [1]:  # noqa: ASYNC110 - reports come every so often
             await asyncio.sleep(0.01)
         await listening.leave()

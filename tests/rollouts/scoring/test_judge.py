@@ -305,6 +305,7 @@ async def test_the_policys_own_engine_judges(renderer: ChatRenderer) -> None:
     await score(group, judge)
     assert group.rewards == [0.25, 0.75]
     assert [call.sampling.temperature for call in generate.calls] == [0.5, 0.5]
+    assert [call.owner for call in generate.calls] == [None, None]
     assert generate.calls[0].request_id != generate.calls[1].request_id
     assert judge.usage.prompt_tokens == sum(len(call.prompt_token_ids) for call in generate.calls)
     assert judge.usage.completion_tokens > 0

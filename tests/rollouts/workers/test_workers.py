@@ -15,7 +15,7 @@ import pytest
 
 from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
-from tailrace.records import GroupId, Rollout, RolloutId, Task, TaskId
+from tailrace.records import Completion, GenerationRequest, GroupId, OnChunk, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -42,11 +42,12 @@ class Run:
             self.settings, environments, renderer=renderer, generate=self._generate, worker_log=log
         )
 
-    async def _generate(self, prompt_token_ids, *, session_id, **request):  # type: ignore[no-untyped-def]
+    async def _generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        assert request.owner is not None
         scripted = self._scripted.setdefault(
-            session_id, ScriptedGenerate(self.renderer.tokenizer, self.scripts[session_id.split("/")[0]])
+            request.session_id, ScriptedGenerate(self.renderer.tokenizer, self.scripts[request.owner])
         )
-        return await scripted(prompt_token_ids, session_id=session_id, **request)
+        return await scripted(request, on_chunk)
 
     _scripted: dict[str, ScriptedGenerate]
 

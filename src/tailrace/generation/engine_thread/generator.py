@@ -2,7 +2,7 @@
 
     event loop                                   engine's thread
     generate()               ──→ inbox ──→       arrivals → engine.add / engine.abort
-    pause(), interrupt()     ──→ inbox ──→       engine.abort; what was sampled stays or goes back
+    interrupt()              ──→ inbox ──→       engine.abort; what was sampled goes back
     load_model_state_dict()  ──→ staging ──→     engine.load_model_state_dict, between two steps
     futures  ←── one call_soon_threadsafe ──     engine.step()
 
@@ -26,26 +26,15 @@ from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.handover import Waiter
 from tailrace.generation.engine_thread.inbox import (
     Call,
-    ChunkListener,
-    CutListener,
     Inbox,
+    Interruption,
     RecordedExperts,
-    Release,
 )
 from tailrace.generation.engine_thread.loop import EngineLoop, fail_inbox
 from tailrace.generation.engine_thread.payload_putter import PayloadPutter
 from tailrace.generation.engine_thread.staging import LoadCall, Stager, TensorsOpener
 from tailrace.generation.engines.protocol import Engine, EngineStatistics
-from tailrace.records import (
-    Completion,
-    GenerationRequest,
-    GroupId,
-    Int32Array,
-    RequestId,
-    SamplingParams,
-    SessionId,
-    as_token_ids,
-)
+from tailrace.records import Completion, GenerationRequest, OnChunk
 from tailrace.transport.payloads.store import PayloadStore
 
 _log = logging.getLogger(__name__)
@@ -60,10 +49,9 @@ _STUCK_END_S = 2.0
 class Generator:
     """Serves `generate` from one engine. Implements `records.Generate` by `generate`, and by calling it.
 
-    >>> async def example(factory):  # doctest: +SKIP
+    >>> async def example(factory, request):  # doctest: +SKIP
     ...     async with Generator(factory) as generator:
-    ...         return await generator.generate(prompt, sampling=SamplingParams(), request_id="1",
-    ...                                         session_id="a", group_id="g")
+    ...         return await generator.generate(request, on_chunk=lambda chunk: print(chunk.token_ids))
     """
 
     def __init__(
@@ -77,7 +65,6 @@ class Generator:
 
         Routed experts that the engine recorded are left in `payloads`, and forgotten where there is none.
         """
-        self._on_cut: CutListener | None = None
         self._inbox = Inbox()
         self._payloads = PayloadPutter(payloads)
         self._stager = Stager(self._inbox)
@@ -101,42 +88,15 @@ class Generator:
         if self._worker.build_error is not None:
             raise self._worker.build_error
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-        on_chunk: ChunkListener | None = None,
-    ) -> Completion:
-        """Sample one completion, `prefix` included where one is given.
-
-        `on_chunk` hears of tokens while the request goes on (those of the last chunk come with the completion alone).
-        Raises `RequestRefused` for an impossible request and `EngineFailed` once the engine is gone. Cancelling the
-        awaiting task aborts the request.
-        """
-        request = GenerationRequest(
-            request_id=RequestId(request_id),
-            session_id=SessionId(session_id),
-            group_id=GroupId(group_id),
-            prompt_token_ids=as_token_ids(prompt_token_ids),
-            sampling=sampling,
-            prefix=prefix,
-        )
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """Sample one completion. See `records.Generate`."""
         recorded: list[RecordedExperts] = []
-        completion = await ask(self._inbox, request, on_chunk, self._on_cut, recorded)
+        completion = await ask(self._inbox, request, on_chunk, recorded)
         if not recorded:
             return completion
         return replace(completion, routed_experts=completion.routed_experts + await self._payloads.put(recorded))
 
     __call__ = generate
-
-    def tell_of_cuts(self, on_cut: CutListener) -> None:
-        """From now on `on_cut` is told of requests that are cancelled."""
-        self._on_cut = on_cut
 
     async def load_model_state_dict(self, tensors_opener: TensorsOpener, version: int) -> int:
         """Install new weights between two steps, requests going on; the version installed, which may be newer.
@@ -152,28 +112,15 @@ class Generator:
             if load.waiter.future.cancelled():
                 self._stager.withdraw(load)
 
-    async def pause(self) -> int:
-        """Take every running request off the engine, with its tokens, and start none; how many there were.
-
-        Whoever awaits them waits on. Weights may be loaded meanwhile. `resume` ends it.
-        """
-        return await self._release(hold=True)
-
-    async def resume(self) -> None:
-        """Go on with what was paused, each request as its prompt and what it had sampled, the rest of its budget."""
-        self._inbox.resume()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether no request runs until `resume`."""
-        return self._inbox.is_paused
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; how many there were.
 
         Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
         """
-        return await self._release(hold=False, request_ids=None if request_ids is None else frozenset(request_ids))
+        waiter: Waiter[int] = Waiter.on_current_loop()
+        ids = None if request_ids is None else frozenset(request_ids)
+        self._inbox.put_interruption(Interruption(waiter, ids))
+        return await waiter.future
 
     def statistics(self) -> EngineStatistics:
         """The engine's and the loop's, as of the last step. Raises `EngineFailed` when it was never built."""
@@ -200,20 +147,14 @@ class Generator:
         await asyncio.to_thread(self._stager.join, _STAGING_END_S)
         await self._payloads.close()
 
-    async def _release(self, *, hold: bool, request_ids: frozenset[str] | None = None) -> int:
-        waiter: Waiter[int] = Waiter.on_current_loop()
-        self._inbox.put_release(Release(waiter, hold, request_ids))
-        return await waiter.future
-
 
 async def ask(
     inbox: Inbox,
     request: GenerationRequest,
-    on_chunk: ChunkListener | None = None,
-    on_cut: CutListener | None = None,
+    on_chunk: OnChunk | None = None,
     recorded: list[RecordedExperts] | None = None,
 ) -> Completion:
-    """Put a request into an inbox and wait for its completion; when cancelled, abort it.
+    """Put a request into an inbox and wait for its completion; abort it when cancelled, or when `on_chunk` raises.
 
     What the engine recorded beside the tokens is added to `recorded`.
     """
@@ -222,11 +163,9 @@ async def ask(
     inbox.put_call(call)
     try:
         return await call.future
-    finally:
-        if call.future.cancelled():
-            inbox.put_abort(call)
-            if on_cut is not None:
-                on_cut(request.request_id, call.sampled_tokens)
+    except BaseException:
+        inbox.put_abort(call)
+        raise
 
 
 class _Worker:

@@ -7,18 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from tailrace.generation.decisions import Decision, EngineState, InboxState, Wait, WeightPolicy, decide
 from tailrace.generation.engine_thread.handover import Staged, Waiter
 from tailrace.generation.engines.protocol import SampledTokens
-from tailrace.records import Completion, ExpertArray, GenerationRequest
-
-ChunkListener: TypeAlias = "Callable[[SampledTokens], None]"
-"""Hears of the tokens of a request that goes on, on the event loop that asked for it."""
-
-CutListener: TypeAlias = "Callable[[str, int], None]"
-"""Hears of a request whose caller went away before its end: its id, and the tokens that had been sampled by then."""
+from tailrace.records import Completion, ExpertArray, GenerationRequest, OnChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,30 +29,19 @@ class Call:
     request: GenerationRequest
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Completion]
-    on_chunk: ChunkListener | None = None
+    on_chunk: OnChunk | None = None
     chunks: list[SampledTokens] = field(default_factory=list)
     experts: list[RecordedExperts] = field(default_factory=list)
-    """What the engine recorded so far: more than one stretch where the request was paused."""
     arrived_s: float = field(default_factory=time.perf_counter)
     waited_s: float = 0.0
     """Before the engine was given the request."""
 
-    @property
-    def sampled_tokens(self) -> int:
-        """So far, prefix included; another thread may read it as well, while the engine's goes on."""
-        prefix = self.request.prefix
-        return (0 if prefix is None else prefix.num_tokens) + sum(len(chunk.token_ids) for chunk in tuple(self.chunks))
-
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Take running requests away from the engine, with the tokens they have.
-
-    `hold`: they go on here, where and when the pause ends; else they are handed to their callers as `ABORTED`.
-    """
+class Interruption:
+    """Hand requests back to their callers as `ABORTED`, with the tokens they have."""
 
     done: Waiter[int]
-    hold: bool
     request_ids: frozenset[str] | None = None
     """All where None."""
 
@@ -70,7 +52,7 @@ class Taken:
 
     calls: list[Call] = field(default_factory=list)
     aborted: list[Call] = field(default_factory=list)
-    releases: list[Release] = field(default_factory=list)
+    interruptions: list[Interruption] = field(default_factory=list)
 
 
 class Inbox:
@@ -80,9 +62,9 @@ class Inbox:
         self._changed = threading.Condition()
         self._calls: list[Call] = []
         self._aborted: list[Call] = []
-        self._releases: list[Release] = []
+        self._interruptions: list[Interruption] = []
         self._staged: Staged | None = None
-        self._closing = self._paused = False
+        self._closing = False
         self._failure: Callable[[], Exception] | None = None
 
     def put_call(self, call: Call) -> None:
@@ -91,11 +73,6 @@ class Inbox:
             self._require_open()
             self._calls.append(call)
             self._changed.notify()
-
-    def put_back(self, calls: list[Call]) -> None:
-        """Hand over requests again that came before all that wait."""
-        with self._changed:
-            self._calls[:0] = calls
 
     def put_abort(self, call: Call) -> None:
         """Ask for the end of a request that was handed over before."""
@@ -121,24 +98,12 @@ class Inbox:
             self._staged = None
             return True
 
-    def put_release(self, release: Release) -> None:
-        """Ask for running requests back. Raises the failure once the thread is gone."""
+    def put_interruption(self, interruption: Interruption) -> None:
+        """Ask for requests back. Raises the failure once the thread is gone."""
         with self._changed:
             self._require_open()
-            self._releases.append(release)
-            self._paused = self._paused or release.hold
+            self._interruptions.append(interruption)
             self._changed.notify()
-
-    def resume(self) -> None:
-        """End the pause."""
-        with self._changed:
-            self._paused = False
-            self._changed.notify()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether requests wait for `resume`."""
-        return self._paused
 
     def close(self) -> None:
         """Ask the thread to end."""
@@ -164,8 +129,8 @@ class Inbox:
             calls: list[Call] = []
             if admit:
                 calls, self._calls = self._calls, calls
-            taken = Taken(calls, self._aborted, self._releases)
-            self._aborted, self._releases = [], []
+            taken = Taken(calls, self._aborted, self._interruptions)
+            self._aborted, self._interruptions = [], []
             return taken
 
     def take_calls(self, request_ids: frozenset[str] | None) -> list[Call]:
@@ -185,17 +150,16 @@ class Inbox:
         """Refuse everything from now on with what `failure` makes; what still waited, to be told."""
         with self._changed:
             self._failure = failure
-            taken = Taken(self._calls, self._aborted, self._releases)
-            self._calls, self._aborted, self._releases = [], [], []
+            taken = Taken(self._calls, self._aborted, self._interruptions)
+            self._calls, self._aborted, self._interruptions = [], [], []
             return taken
 
     def _state(self) -> InboxState:
         return InboxState(
             closing=self._closing,
-            paused=self._paused,
             staged_version=None if self._staged is None else self._staged.version,
             arrivals=len(self._calls),
-            aborts=len(self._aborted) + len(self._releases),
+            aborts=len(self._aborted) + len(self._interruptions),
         )
 
     def _require_open(self) -> None:

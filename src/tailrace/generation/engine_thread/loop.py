@@ -12,13 +12,13 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from tailrace.errors import EngineFailed, RequestRefused
-from tailrace.generation.completions import assembled, count_nonfinite, finished_already
+from tailrace.generation.completions import as_chunk, assembled, count_nonfinite, finished
 from tailrace.generation.decisions import (
     DEFAULT_WEIGHT_POLICY,
     Close,
@@ -30,19 +30,29 @@ from tailrace.generation.decisions import (
     WeightPolicy,
 )
 from tailrace.generation.engine_thread.handover import post, set_error, set_result
-from tailrace.generation.engine_thread.inbox import Call, Inbox, RecordedExperts, Release
+from tailrace.generation.engine_thread.inbox import Call, Inbox, Interruption, RecordedExperts
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
 from tailrace.records import Completion, FinishReason
 from tailrace.tracing.phases import phase
 
 
 @dataclass(slots=True)
-class _Releasing:
+class _Interrupting:
     """Requests that were asked for and have not all left the engine."""
 
-    release: Release
+    interruption: Interruption
     left: set[str]
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """What one step sampled of a request, for its caller."""
+
+    call: Call
+    sampled: SampledTokens
+    completion: Completion | None = None
+    """Where it ended."""
 
 
 class EngineLoop:
@@ -54,7 +64,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, inbox: Inbox, policy: WeightPolicy = DEFAULT_WEIGHT_POLICY):
         self._engine, self._inbox, self._policy = engine, inbox, policy
         self._calls: dict[str, Call] = {}
-        self._releasing: list[_Releasing] = []
+        self._interrupting: list[_Interrupting] = []
         self._to_tell: list[Callable[[], None]] = []
         """What others learn once the statistics are those after this iteration."""
         self._is_reset = False
@@ -94,8 +104,8 @@ class EngineLoop:
         fail_inbox(self._inbox, failure)
         for call in [*self._calls.values()]:
             post(call.loop, set_error, call.future, failure())
-        for releasing in [*self._releasing]:
-            releasing.release.done.fail(failure())
+        for interrupting in [*self._interrupting]:
+            interrupting.interruption.done.fail(failure())
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -106,16 +116,16 @@ class EngineLoop:
         for call in taken.aborted:
             if self._calls.get(call.request.request_id) is call:
                 self._engine.abort(call.request.request_id)
-        for release in taken.releases:
-            self._release(release)
+        for interruption in taken.interruptions:
+            self._interrupt(interruption)
         if self._engine.has_work:
             self._is_reset = False
             self._resolve(self._engine.step())
-        self._tell_released()
+        self._tell_interrupted()
 
     def _admit(self, call: Call) -> None:
         request = call.request
-        done = finished_already(request, self._engine.limits)
+        done = finished(request, self._engine.limits)
         if done is not None:
             post(call.loop, set_result, call.future, done)
             return
@@ -131,57 +141,43 @@ class EngineLoop:
 
     def _resolve(self, chunks: list[SampledTokens]) -> None:
         """Hand chunks and completions to their event loops: one wake-up per loop, however many there are."""
-        results: dict[asyncio.AbstractEventLoop, list[tuple[Call, SampledTokens | Completion]]] = defaultdict(list)
-        held: list[Call] = []
+        deliveries: dict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
         for chunk in chunks:
             call = self._calls[chunk.request_id]
             call.chunks.append(chunk)
-            self._nonfinite += count_nonfinite(chunk)
+            self._nonfinite += count_nonfinite(chunk.logprobs)
             if chunk.finish_reason is None:
                 if call.on_chunk is not None:
-                    results[call.loop].append((call, chunk))
+                    deliveries[call.loop].append(_Delivery(call, chunk))
                 continue
             completion = assembled(call.request.prefix, call.chunks, chunk.finish_reason, waited_s=call.waited_s)
             if chunk.routed_experts is not None:
                 call.experts.append(RecordedExperts(chunk.routed_experts_start, chunk.routed_experts))
             completion.metrics["in_flight"] = float(len(self._calls))
             del self._calls[chunk.request_id]
-            if chunk.finish_reason is FinishReason.ABORTED and self._is_held(call):
-                _keep(call, completion)
-                held.append(call)
-                if call.on_chunk is not None and len(chunk.token_ids):
-                    results[call.loop].append((call, chunk))
-            else:
-                results[call.loop].append((call, completion))
-        self._inbox.put_back(held)
-        for loop, deliveries in results.items():
-            self._to_tell.append(partial(post, loop, _deliver, deliveries))
+            deliveries[call.loop].append(_Delivery(call, chunk, completion))
+        for loop, delivered in deliveries.items():
+            self._to_tell.append(partial(post, loop, _deliver, delivered))
 
     # --- interruption --------------------------------------------------------------------------------------------
 
-    def _release(self, release: Release) -> None:
+    def _interrupt(self, interruption: Interruption) -> None:
         """Abort what was asked for; its last chunks come with the next step. What the engine never had goes back."""
-        wanted = [name for name in self._calls if release.request_ids is None or name in release.request_ids]
+        ids = interruption.request_ids
+        wanted = {name for name in self._calls if ids is None or name in ids}
         for name in wanted:
             self._engine.abort(name)
-        waiting = [] if release.hold else self._inbox.take_calls(release.request_ids)
+        waiting = self._inbox.take_calls(ids)
         for call in waiting:
-            unstarted = assembled(call.request.prefix, [], FinishReason.ABORTED)
-            post(call.loop, set_result, call.future, unstarted)
-        self._releasing.append(_Releasing(release, set(wanted), len(wanted) + len(waiting)))
+            post(call.loop, set_result, call.future, assembled(call.request.prefix, [], FinishReason.ABORTED))
+        self._interrupting.append(_Interrupting(interruption, wanted, len(wanted) + len(waiting)))
 
-    def _is_held(self, call: Call) -> bool:
-        name = call.request.request_id
-        return not call.future.cancelled() and any(
-            releasing.release.hold and name in releasing.left for releasing in self._releasing
-        )
-
-    def _tell_released(self) -> None:
-        for releasing in self._releasing:
-            releasing.left &= self._calls.keys()
-            if not releasing.left:
-                self._to_tell.append(partial(releasing.release.done.resolve, releasing.count))
-        self._releasing = [releasing for releasing in self._releasing if releasing.left]
+    def _tell_interrupted(self) -> None:
+        for interrupting in self._interrupting:
+            interrupting.left &= self._calls.keys()
+            if not interrupting.left:
+                self._to_tell.append(partial(interrupting.interruption.done.resolve, interrupting.count))
+        self._interrupting = [interrupting for interrupting in self._interrupting if interrupting.left]
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -205,7 +201,7 @@ class EngineLoop:
 
     def _load(self) -> None:
         staged = self._inbox.take_staged()
-        if staged is None:  # a newer one is on its way
+        if staged is None:  # it was withdrawn after the decision
             return
         try:
             self._engine.load_model_state_dict(staged.tensors, staged.version)
@@ -231,21 +227,21 @@ def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:
     taken = inbox.fail(failure)
     for call in taken.calls:
         post(call.loop, set_error, call.future, failure())
-    for release in taken.releases:
-        release.done.fail(failure())
+    for interruption in taken.interruptions:
+        interruption.done.fail(failure())
 
 
-def _keep(call: Call, saved: Completion) -> None:
-    """The rest of the call, as prompt and prefix."""
-    call.request = replace(call.request, prefix=saved)
-    call.chunks, call.arrived_s = [], time.perf_counter()
-
-
-def _deliver(results: list[tuple[Call, SampledTokens | Completion]]) -> None:
-    for call, result in results:
-        if call.future.done():
+def _deliver(deliveries: list[_Delivery]) -> None:
+    """On the callers' event loop. A listener that raises fails its own request alone."""
+    for delivery in deliveries:
+        future, on_chunk = delivery.call.future, delivery.call.on_chunk
+        if future.done():
             continue
-        if isinstance(result, Completion):
-            call.future.set_result(result)
-        elif call.on_chunk is not None:
-            call.on_chunk(result)
+        try:
+            if on_chunk is not None and len(delivery.sampled.token_ids):
+                on_chunk(as_chunk(delivery.sampled))
+        except Exception as error:  # noqa: BLE001 - raised to the caller
+            future.set_exception(error)
+        else:
+            if delivery.completion is not None:
+                future.set_result(delivery.completion)

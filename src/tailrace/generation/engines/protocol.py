@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
-from tailrace.errors import EngineFailed
+from tailrace.errors import EngineFailed, RequestRefused, SettingsError
 from tailrace.records import ExpertArray, FinishReason, Float32Array, GenerationRequest, Int32Array, RequestId
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ class SampledTokens:
     finish_reason: FinishReason | None = None
     """Set on the request's last chunk."""
     routed_experts: ExpertArray | None = None
-    """On the last chunk, where the engine was asked for it: [positions, layers with experts, top_k], for positions of
-    prompt and completion from `routed_experts_start` on, all that the request's session was not handed before. Never
-    with the last token, which no forward pass has seen.
+    """On the last chunk of a request with an `owner`, where the engine was asked for it: [positions, layers with
+    experts, top_k], for positions of prompt and completion from `routed_experts_start` on, all that the request's
+    session was not handed before. Never with the last token, which no forward pass has seen.
     """
     routed_experts_start: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -90,6 +90,30 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_tokens: int
     """Prompt and completion together."""
+
+    def require_acceptable(self, request: GenerationRequest) -> None:
+        """Raise `RequestRefused`, naming the request, for one that no engine with these limits can serve."""
+        name = f"request {request.request_id}"
+        try:
+            request.sampling.require_valid()
+        except SettingsError as error:
+            raise RequestRefused(f"{name}: {error}") from error
+        if len(request.prompt_token_ids) == 0:
+            raise RequestRefused(f"{name} has an empty prompt; it must hold one token at least")
+        context = request.context_token_ids
+        if len(context) + 1 > self.max_model_tokens:
+            raise RequestRefused(
+                f"{name} has {len(context)} tokens before the first new one; the model's context holds "
+                f"{self.max_model_tokens}, one of which must be left (model.max_model_tokens)"
+            )
+        if request.prefix_tokens >= request.sampling.max_tokens:
+            raise RequestRefused(
+                f"{name} has sampled {request.prefix_tokens} of sampling.max_tokens = {request.sampling.max_tokens} "
+                "already"
+            )
+        if context.min() < 0 or context.max() >= self.vocab_size:
+            stranger = int(context[(context < 0) | (context >= self.vocab_size)][0])
+            raise RequestRefused(f"{name} holds token id {stranger}; the vocabulary's are 0 to {self.vocab_size - 1}")
 
 
 FailureListener: TypeAlias = Callable[[EngineFailed], None]

@@ -17,7 +17,6 @@ import numpy as np
 
 from tailrace.errors import GenerationError
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
-from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.records import FinishReason, GenerationRequest, Int32Array
 
 if TYPE_CHECKING:
@@ -80,9 +79,9 @@ class SimulatedEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one."""
-        require_acceptable(request, self._limits)
-        sampled = 0 if request.prefix is None else request.prefix.num_tokens
-        checksum = zlib.crc32(context_of(request).astype(np.int32).tobytes())
+        self._limits.require_acceptable(request)
+        sampled = request.prefix_tokens
+        checksum = zlib.crc32(request.context_token_ids.astype(np.int32).tobytes())
         self._waiting.append(_Running(request, sampled, checksum, self._version, time.perf_counter()))
 
     def step(self) -> list[SampledTokens]:

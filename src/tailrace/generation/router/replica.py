@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tailrace.generation.engine_thread.inbox import ChunkListener
 from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.router.policies import UNAVAILABLE, load_of
-from tailrace.records import Completion, Int32Array, ModelStateDictRef, SamplingParams
+from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
 
 
 class ReplicaClient(Protocol):
@@ -21,30 +20,12 @@ class ReplicaClient(Protocol):
         """Why every call fails, once that is so."""
         ...
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-        on_chunk: ChunkListener | None = None,
-    ) -> Completion:
-        """Sample one completion."""
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """Sample one completion. See `records.Generate`."""
         ...
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install weights; the version installed."""
-        ...
-
-    async def pause(self) -> int:
-        """Take every running request off the engine; how many there were."""
-        ...
-
-    async def resume(self) -> None:
-        """Go on with them."""
         ...
 
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:

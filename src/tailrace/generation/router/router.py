@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from tailrace.errors import EngineFailed
+from tailrace.generation.completions import finished
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
-from tailrace.generation.engine_thread.inbox import CutListener
-from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
+from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
 from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
 from tailrace.generation.router.request import RoutedRequest
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.generation.router.weights import WeightDistributor
-from tailrace.records import Completion, FinishReason, Int32Array, ModelStateDictRef, SamplingParams
+from tailrace.records import Completion, FinishReason, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.transport.channels import wait_until
-
-ToldT = TypeVar("ToldT")
 
 
 class Router:
@@ -61,148 +57,96 @@ class Router:
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._requests: set[RoutedRequest] = set()
-        self._is_paused = False
-        self._on_cut: CutListener | None = None
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-    ) -> Completion:
-        """Sample one completion, wherever; see `Generator.generate`.
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """Sample one completion, wherever; see `records.Generate`.
 
         Raises `EngineFailed` once no replica is left, and `RequestRefused` for a request under which too many died.
         """
-        request = RoutedRequest(prompt_token_ids, sampling, request_id, session_id, group_id, prefix)
-        self._requests.add(request)
+        routed = RoutedRequest(request)
+        self._requests.add(routed)
         try:
-            while (reason := request.finish_reason) is None:
-                index = await self._choose(request)
+            while (completion := finished(routed.request)) is None:
+                index = await self._choose(routed)
                 if index is None:
-                    return request.interrupted()
-                completion = await self._ask(self._replicas[index], index, request)
-                if completion is not None:
+                    return routed.interrupted()
+                if (completion := await self._ask(index, routed, on_chunk)) is not None:
                     return completion
-        except asyncio.CancelledError:
-            if self._on_cut is not None and request.prefix is not None:
-                self._on_cut(request_id, request.prefix.num_tokens)
-            raise
+            return completion
         finally:
-            self._requests.discard(request)
-        assert request.prefix is not None
-        return replace(request.prefix, finish_reason=reason)
+            self._requests.discard(routed)
 
     __call__ = generate
 
-    def tell_of_cuts(self, on_cut: CutListener) -> None:
-        """From now on `on_cut` is told of requests that are cancelled; their tokens are those streamed back by then."""
-        self._on_cut = on_cut
-
-    async def _choose(self, request: RoutedRequest) -> int | None:
+    async def _choose(self, routed: RoutedRequest) -> int | None:
         """Wait for a replica that takes the request; None once it is interrupted."""
-        while not request.is_interrupted:
+        while not routed.is_interrupted:
             if self._failure is not None:
                 raise EngineFailed(str(self._failure)) from self._failure
-            if not self._is_paused:
-                index = self._policy.choose(request.session_id, request.group_id, self._loads)
-                if index is not None:
-                    return index
+            index = self._policy.choose(routed.request.session_id, routed.request.group_id, self._loads)
+            if index is not None:
+                return index
             await self._next_change()
         return None
 
-    async def _ask(self, replica: Replica, index: int, request: RoutedRequest) -> Completion | None:
+    async def _ask(self, index: int, routed: RoutedRequest, on_chunk: OnChunk | None) -> Completion | None:
         """The completion; None when the request has to go on elsewhere."""
-        client, chunks = replica.client, list[SampledTokens]()
+        replica = self._replicas[index]
+        client, part, chunks = replica.client, routed.part, list[Completion]()
         assert client is not None
-        request.client = client
+
+        def keep(chunk: Completion) -> None:
+            chunks.append(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
+
+        routed.client = client
         replica.requests += 1
-        replica.sent(len(request.prompt_token_ids) + request.sampling.max_tokens)
+        replica.sent(len(part.prompt_token_ids) + part.sampling.max_tokens)
         self._loads[index] = replica.load
         try:
-            completion = await client.generate(
-                request.prompt_token_ids,
-                sampling=request.sampling,
-                request_id=request.part_id,
-                session_id=request.session_id,
-                group_id=request.group_id,
-                prefix=request.prefix,
-                on_chunk=chunks.append,
-            )
-        except asyncio.CancelledError:
-            request.prefix = request.with_chunks(chunks)
-            raise
+            completion = await client.generate(part, keep)
         except EngineFailed as error:
             replica.failovers += 1
             client.fail(error)  # its engine is gone, whatever of it still answers
             self._update()
-            request.lost(chunks, error, self._settings.max_failovers)
+            routed.lost(chunks, error, self._settings.max_failovers)
             return None
         finally:
-            request.client = None
+            routed.client = None
             replica.requests -= 1
         replica.completions += 1
         if completion.finish_reason is not FinishReason.ABORTED:
             return completion
-        request.goes_on(completion)
+        routed.goes_on(completion)
         return None
 
     # --- interruption --------------------------------------------------------------------------------------------
 
-    async def pause(self) -> int:
-        """Take every running request off its replica, with its tokens, and start none; how many there were.
-
-        Whoever awaits them waits on, also when a replica dies or joins meanwhile. Weights may be loaded. `resume` ends
-        it, also where this was cancelled. Raises `EngineFailed` when no replica is left.
-        """
-        self._is_paused = True
-        return sum(await self._tell(lambda client: client.pause()))
-
-    async def resume(self) -> None:
-        """Go on with what was paused, each request as its prompt and what it had sampled, the rest of its budget."""
-        self._is_paused = False
-        self._update()
-        await self._tell(lambda client: client.resume())
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; how many there were.
 
-        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
+        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere. Raises
+        `EngineFailed` when no replica is left.
         """
-        ids = None if request_ids is None else frozenset(request_ids)
-        wanted = [request for request in self._requests if ids is None or request.request_id in ids]
-        for request in wanted:
-            request.is_interrupted = True
-        self._update()
-        parts: dict[ReplicaClient, set[str]] = defaultdict(set)
-        for request in wanted:
-            if request.client is not None:
-                parts[request.client].add(request.part_id)
-        await self._tell(lambda client: client.interrupt(parts[client]), parts)
-        return len(wanted)
-
-    async def _tell(
-        self, what: Callable[[ReplicaClient], Awaitable[ToldT]], clients: Iterable[ReplicaClient] | None = None
-    ) -> list[ToldT]:
-        """What these replicas, or all, answer. One that fails meanwhile has nothing left that could be told."""
         if self._failure is not None:
             raise EngineFailed(str(self._failure)) from self._failure
-        if clients is None:
-            clients = [replica.client for replica in self._replicas if replica.client is not None]
-        answers = await asyncio.gather(*(what(client) for client in clients), return_exceptions=True)
-        told = list[ToldT]()
-        for answer in answers:
-            if not isinstance(answer, BaseException):
-                told.append(answer)
-            elif not isinstance(answer, EngineFailed):
+        ids = None if request_ids is None else frozenset(request_ids)
+        wanted = [routed for routed in self._requests if ids is None or routed.request.request_id in ids]
+        for routed in wanted:
+            routed.is_interrupted = True
+        self._update()
+        parts: dict[ReplicaClient, set[str]] = defaultdict(set)
+        for routed in wanted:
+            if routed.client is not None:
+                parts[routed.client].add(routed.part.request_id)
+        answers = await asyncio.gather(*(one.interrupt(ids) for one, ids in parts.items()), return_exceptions=True)
+        for answer in answers:  # one that failed meanwhile has nothing left that could be interrupted
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineFailed):
                 raise answer
-        return told
+        return len(wanted)
 
     # --- replicas ------------------------------------------------------------------------------------------------
 

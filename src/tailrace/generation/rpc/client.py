@@ -17,7 +17,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, EngineFailed, SettingsError
-from tailrace.generation.engine_thread.inbox import ChunkListener
+from tailrace.generation.completions import tail
 from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.rpc.keys import CurveKeys, keep_alive
 from tailrace.generation.rpc.messages import (
@@ -38,29 +38,22 @@ from tailrace.generation.rpc.messages import (
     ChunkReply,
     CloseCall,
     ClosedReply,
-    CompletionHeader,
     CompletionReply,
     ErrorReply,
     Frames,
     GenerateCall,
     HelloCall,
     InterruptCall,
+    InterruptedReply,
     LeaveCall,
     LoadCall,
     LoadedReply,
-    PauseCall,
-    ReleasedReply,
     ReportReply,
-    ResumeCall,
     StatisticsCall,
     StatisticsReply,
     UploadCall,
     UploadedReply,
     WelcomeReply,
-    pack_array,
-    pack_completion,
-    unpack_chunk,
-    unpack_completion,
     unpack_error,
     unpack_payloads,
     unpack_reply,
@@ -69,12 +62,11 @@ from tailrace.generation.rpc.progress import ProgressDeadline
 from tailrace.generation.rpc.uploads import PIECE_BYTES, PIECES_IN_FLIGHT
 from tailrace.records import (
     Completion,
-    Int32Array,
+    GenerationRequest,
     ModelStateDictRef,
+    OnChunk,
     PayloadChunk,
-    SamplingParams,
-    as_token_ids,
-    rollout_of_session,
+    RolloutId,
 )
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -91,6 +83,28 @@ _COPIED_BYTES = 1 << 16
 
 _EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
 _EVENTS |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenCall:
+    """A call whose reply is awaited."""
+
+    call: AnyCall
+    future: asyncio.Future[tuple[AnyReply, Frames]]
+    on_chunk: OnChunk | None
+
+    @property
+    def owner(self) -> RolloutId | None:
+        """Of what the reply brings."""
+        return self.call.request.owner if isinstance(self.call, GenerateCall) else None
+
+    def tell(self, chunk: Completion) -> None:
+        """A listener that raises fails its own call alone."""
+        try:
+            if self.on_chunk is not None:
+                self.on_chunk(chunk)
+        except Exception as error:  # noqa: BLE001 - raised to the caller
+            self.future.set_exception(error)
 
 
 class GeneratorClient:
@@ -115,16 +129,13 @@ class GeneratorClient:
         payload that completions name, or, `by_value`, keeps those that come along and believes no other.
         """
         self._payloads, self._by_value = payloads, by_value
-        self._sessions: dict[int, str] = {}
         self._name, self._address, self._on_report, self._lend_file = name, address, on_report, lend_file
         self._ids = itertools.count()
-        self._replies: dict[int, asyncio.Future[tuple[AnyReply, Frames]]] = {}
-        self._listeners: dict[int, tuple[str, ChunkListener]] = {}
+        self._calls: dict[int, _OpenCall] = {}
         self._failure: Exception | None = None
         self._connected, self._failed = asyncio.Event(), asyncio.Event()
         self._progress = ProgressDeadline(progress_deadline_s or float("inf"), lambda: self._stuck(progress_deadline_s))
         self._last_seen = (-1, -1)
-        self._demands = 0
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.set_hwm(0)
         if keys:
@@ -163,52 +174,34 @@ class GeneratorClient:
             raise self._failure if isinstance(self._failure, SettingsError) else error from error
         return welcome
 
-    async def generate(
-        self,
-        prompt_token_ids: Int32Array,
-        *,
-        sampling: SamplingParams,
-        request_id: str,
-        session_id: str,
-        group_id: str,
-        prefix: Completion | None = None,
-        on_chunk: ChunkListener | None = None,
-    ) -> Completion:
-        """Sample one completion; see `Generator.generate`."""
-        header, arrays = (None, []) if prefix is None else pack_completion(prefix)
-        call = GenerateCall(
-            call_id=next(self._ids),
-            request_id=request_id,
-            session_id=session_id,
-            group_id=group_id,
-            sampling=sampling,
-            prefix=header,
-        )
-        if on_chunk is not None:
-            self._listeners[call.call_id] = (request_id, on_chunk)
-        self._sessions[call.call_id] = session_id
-        try:
-            with self._watched():
-                prompt = pack_array(as_token_ids(prompt_token_ids))
-                reply, frames = await self._call(call, CompletionReply, [prompt, *arrays])
-        finally:
-            self._listeners.pop(call.call_id, None)
-            del self._sessions[call.call_id]
-        completion = unpack_completion(reply.completion, frames)
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """Sample one completion. See `records.Generate`."""
+        streamed = request.prefix_tokens
+
+        def tell(chunk: Completion) -> None:
+            nonlocal streamed
+            streamed += chunk.num_tokens
+            if on_chunk is not None:
+                on_chunk(chunk)
+
+        call = GenerateCall(call_id=next(self._ids), request=request, wants_chunks=on_chunk is not None)
+        with self._watched():
+            reply, frames = await self._call(call, CompletionReply, on_chunk=tell)
+        completion = reply.completion
+        if completion.num_tokens > streamed:  # the last tokens come with the completion alone
+            tell(tail(completion, streamed))
         if not self._by_value:
             return completion
-        known = () if prefix is None else prefix.routed_experts
-        return replace(completion, routed_experts=known + await self._keep(reply.completion, frames, session_id))
+        known = () if request.prefix is None else request.prefix.routed_experts
+        return replace(completion, routed_experts=known + await self._keep(reply, frames, request.owner))
 
     __call__ = generate
 
-    async def _keep(self, header: CompletionHeader, frames: Frames, session_id: str) -> tuple[PayloadChunk, ...]:
+    async def _keep(self, reply: CompletionReply, frames: Frames, owner: RolloutId | None) -> tuple[PayloadChunk, ...]:
         """Payloads that came along go into this side's store, or nowhere; references of the other side mean nothing."""
         kept = []
-        for chunk, array in unpack_payloads(header, frames):
-            ref = (
-                await self._payloads.put(rollout_of_session(session_id), array) if self._payloads is not None else None
-            )
+        for chunk, array in unpack_payloads(reply, frames):
+            ref = await self._payloads.put(owner, array) if self._payloads is not None else None
             if ref is not None:
                 kept.append(msgspec.structs.replace(chunk, ref=ref))
         return tuple(kept)
@@ -218,13 +211,13 @@ class GeneratorClient:
         if self._lend_file is not None:
             ref = await self._send_file(ref, self._lend_file)
         call = LoadCall(call_id=next(self._ids), ref=ref)
-        with self._watched(while_paused=True):
+        with self._watched():
             reply, _ = await self._call(call, LoadedReply)
         return reply.version
 
     async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
         """Where the server has the file then. A few pieces are on their way at once, never the whole file."""
-        with self._watched(while_paused=True), lend_file(ref) as (lent, content):
+        with self._watched(), lend_file(ref) as (lent, content):
             uri, pieces = "", range(0, len(content), PIECE_BYTES)
             for first in range(0, len(pieces), PIECES_IN_FLIGHT):
                 window = pieces[first : first + PIECES_IN_FLIGHT]
@@ -236,26 +229,11 @@ class GeneratorClient:
         reply, _ = await self._call(call, UploadedReply, [bytes(content[offset : offset + PIECE_BYTES])])
         return reply.uri
 
-    async def pause(self) -> int:
-        """Take every running request off the engine; see `Generator.pause`. Say `hello` before.
-
-        What was sampled is streamed back before this returns. The pause lasts until `resume` or the end of this client,
-        and until every other client that paused has resumed as well.
-        """
-        return await self._release(PauseCall(call_id=next(self._ids)))
-
-    async def resume(self) -> None:
-        """Go on with what was paused; see `Generator.resume`."""
-        await self._release(ResumeCall(call_id=next(self._ids)))
-
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; see `Generator.interrupt`."""
         ids = None if request_ids is None else frozenset(request_ids)
-        return await self._release(InterruptCall(call_id=next(self._ids), request_ids=ids))
-
-    async def _release(self, call: PauseCall | ResumeCall | InterruptCall) -> int:
-        with self._watched(while_paused=True):
-            reply, _ = await self._call(call, ReleasedReply)
+        with self._watched():
+            reply, _ = await self._call(InterruptCall(call_id=next(self._ids), request_ids=ids), InterruptedReply)
         return reply.requests
 
     async def statistics(self) -> EngineStatistics:
@@ -280,9 +258,9 @@ class GeneratorClient:
             self._failure = failure
             self._connected.set()
             self._failed.set()
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(self._as_failed())
+        for call in self._calls.values():
+            if not call.future.done():
+                call.future.set_exception(self._as_failed())
 
     async def close(self) -> None:
         """End the server, for as long as that takes, and this client; when cancelled, this client alone."""
@@ -307,19 +285,23 @@ class GeneratorClient:
         self._monitor.close(linger=0)
         self._socket.close(linger=CLOSE_LINGER_MS)
 
-    async def _call(self, call: AnyCall, expected: type[ReplyT], frames: Frames = ()) -> tuple[ReplyT, Frames]:
+    async def _call(
+        self, call: AnyCall, expected: type[ReplyT], frames: Frames = (), on_chunk: OnChunk | None = None
+    ) -> tuple[ReplyT, Frames]:
         """Send a call and wait for its reply; an error that came back is raised."""
         if self._failure is not None:
             raise self._as_failed()
         future: asyncio.Future[tuple[AnyReply, Frames]] = asyncio.get_running_loop().create_future()
-        self._replies[call.call_id] = future
+        self._calls[call.call_id] = _OpenCall(call, future, on_chunk)
         try:
             await self._socket.send_multipart([encode(call), *frames])
             reply, arrays = await future
-        finally:
-            del self._replies[call.call_id]
-            if future.cancelled() and self._failure is None:
+        except BaseException:  # cancelled, or `on_chunk` raised: the server need not go on
+            if self._failure is None:
                 self._socket.send_multipart([encode(AbortCall(call_id=call.call_id))])
+            raise
+        finally:
+            del self._calls[call.call_id]
         if isinstance(reply, ErrorReply):
             raise unpack_error(reply)
         if not isinstance(reply, expected):
@@ -327,15 +309,13 @@ class GeneratorClient:
         return reply, arrays
 
     @contextlib.contextmanager
-    def _watched(self, *, while_paused: bool = False) -> Iterator[None]:
-        """Work that must make progress; `while_paused`: even by a generator that is paused."""
+    def _watched(self) -> Iterator[None]:
+        """Work that must make progress."""
         self._progress.begin()
-        self._demands += while_paused
         try:
             yield
         finally:
             self._progress.end()
-            self._demands -= while_paused
 
     async def _receive(self) -> None:
         """Waits for replies; ends with the client."""
@@ -359,34 +339,24 @@ class GeneratorClient:
             self._heard(reply)
             return
         self._progress.progress()
-        if isinstance(reply, ChunkReply):
-            if (listening := self._listeners.get(reply.call_id)) is not None:
-                request_id, on_chunk = listening
-                on_chunk(unpack_chunk(request_id, reply, frames))
-            return
         if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
             raise unpack_error(reply)
-        future = self._replies.get(reply.call_id)
-        is_awaited = future is not None and not future.done()
+        call = self._calls.get(reply.call_id)
+        if call is not None and call.future.done():
+            call = None
+        if isinstance(reply, ChunkReply):
+            if call is not None:
+                call.tell(reply.chunk)
+            return
         if self._payloads is not None and isinstance(reply, CompletionReply) and not self._by_value:
-            self._account(self._payloads, reply, is_awaited=is_awaited)
-        if future is not None and is_awaited:
-            future.set_result((reply, frames))
-
-    def _account(self, payloads: PayloadAccounts, reply: CompletionReply, *, is_awaited: bool) -> None:
-        """Payloads belong to the rollout that asked, or, where nobody waits any more, to nobody."""
-        if is_awaited and (session_id := self._sessions.get(reply.call_id)) is not None:
-            payloads.record(rollout_of_session(session_id), reply.completion.routed_experts)
-        else:
-            payloads.drop(reply.completion.routed_experts)
+            self._payloads.record(call.owner if call else None, reply.completion.routed_experts)
+        if call is not None:
+            call.future.set_result((reply, frames))
 
     def _heard(self, report: ReportReply) -> None:
-        """An engine that stepped or took weights makes progress, whether or not a chunk was full.
-
-        One that is paused has nothing else to do than what a paused one must do as well.
-        """
+        """An engine that stepped or took weights makes progress, whether or not a chunk was full."""
         seen = (report.statistics.steps_total, report.statistics.policy_version)
-        if seen != self._last_seen or (report.is_paused and not self._demands):
+        if seen != self._last_seen:
             self._last_seen = seen
             self._progress.progress()
         if self._on_report is not None:

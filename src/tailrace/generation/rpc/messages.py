@@ -1,4 +1,7 @@
-"""What a generator process and its client tell each other: a msgpack header, then arrays as raw bytes, one a frame.
+"""What a generator process and its client tell each other: one msgpack message each.
+
+Requests and completions travel in it as the records that they are. Frames follow only where they are big: pieces of
+weights, and payloads that are sent by value.
 
 A client begins with a hello that names its protocol version: whatever else changes, that message stays readable.
 """
@@ -14,20 +17,12 @@ from numpy.typing import NDArray
 
 from tailrace import errors
 from tailrace.errors import CorruptData, EngineFailed, TailraceError
-from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
-from tailrace.records import (
-    Array,
-    Completion,
-    FinishReason,
-    Int32Array,
-    ModelStateDictRef,
-    PayloadChunk,
-    RequestId,
-    SamplingParams,
-)
+from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, PayloadChunk
+from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -36,33 +31,17 @@ TO_ALL = -1
 Frames: TypeAlias = Sequence[bytes | memoryview]
 
 
-class CompletionHeader(msgspec.Struct, frozen=True):
-    """A completion without its arrays, which follow as frames: token ids, log-probabilities, policy versions.
-
-    After those come routed experts, where the client shares no payload store with the server (`payload_frames`).
-    """
-
-    finish_reason: FinishReason
-    metrics: dict[str, float]
-    routed_experts: tuple[PayloadChunk, ...] = ()
-    mixed_spans: tuple[tuple[int, int], ...] = ()
-    payload_frames: int = 0
-    """So many of `routed_experts`, the last ones, came along; their references mean nothing but type and shape."""
-
-
 class _Call(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     call_id: int
     """Chosen by the client, unique on its connection; the reply repeats it."""
 
 
 class GenerateCall(_Call, frozen=True, kw_only=True):
-    """Frames: the prompt's token ids, then the prefix's arrays where there is one."""
+    """Sample one completion."""
 
-    request_id: str
-    session_id: str
-    group_id: str
-    sampling: SamplingParams
-    prefix: CompletionHeader | None = None
+    request: GenerationRequest
+    wants_chunks: bool = False
+    """Whether tokens are to be sent while it runs."""
 
 
 class HelloCall(_Call, frozen=True, kw_only=True):
@@ -96,14 +75,6 @@ class LoadCall(_Call, frozen=True, kw_only=True):
     ref: ModelStateDictRef
 
 
-class PauseCall(_Call, frozen=True, kw_only=True):
-    """Take every running request off the engine, for as long as this client lives or until it resumes."""
-
-
-class ResumeCall(_Call, frozen=True, kw_only=True):
-    """End this client's pause; requests go on once no other client's is left."""
-
-
 class InterruptCall(_Call, frozen=True, kw_only=True):
     """Hand requests back to their callers as they are."""
 
@@ -126,8 +97,6 @@ AnyCall: TypeAlias = (
     | AbortCall
     | LoadCall
     | UploadCall
-    | PauseCall
-    | ResumeCall
     | InterruptCall
     | StatisticsCall
     | CloseCall
@@ -149,8 +118,6 @@ class ReportReply(_Call, frozen=True, kw_only=True):
     statistics: EngineStatistics
     received: int
     """Requests of this client that had arrived by then."""
-    is_paused: bool = False
-    """Whether requests wait because some client said so."""
 
 
 class UploadedReply(_Call, frozen=True, kw_only=True):
@@ -160,16 +127,19 @@ class UploadedReply(_Call, frozen=True, kw_only=True):
 
 
 class ChunkReply(_Call, frozen=True, kw_only=True):
-    """Tokens of a request that goes on. Frames: token ids, log-probabilities, policy versions."""
+    """Tokens of a request that goes on."""
 
-    mixed_cache_tokens: int = 0
-    """See `SampledTokens`."""
+    chunk: Completion
 
 
 class CompletionReply(_Call, frozen=True, kw_only=True):
-    """The end of a request, whole. Frames: the completion's arrays."""
+    """The end of a request, whole. Frames: routed experts, where the client shares no payload store with the server."""
 
-    completion: CompletionHeader
+    completion: Completion
+    payload_frames: int = 0
+    """So many of the completion's `routed_experts`, the last ones, came along; their references mean nothing but type
+    and shape.
+    """
 
 
 class LoadedReply(_Call, frozen=True, kw_only=True):
@@ -178,11 +148,11 @@ class LoadedReply(_Call, frozen=True, kw_only=True):
     version: int
 
 
-class ReleasedReply(_Call, frozen=True, kw_only=True):
-    """Pausing, resuming or interrupting is done."""
+class InterruptedReply(_Call, frozen=True, kw_only=True):
+    """The requests are on their way back."""
 
     requests: int
-    """Taken off the engine, or handed back."""
+    """How many."""
 
 
 class StatisticsReply(_Call, frozen=True, kw_only=True):
@@ -209,7 +179,7 @@ AnyReply: TypeAlias = (
     | CompletionReply
     | LoadedReply
     | UploadedReply
-    | ReleasedReply
+    | InterruptedReply
     | StatisticsReply
     | ClosedReply
     | ErrorReply
@@ -221,90 +191,39 @@ class _CallId(msgspec.Struct):
 
 
 _CALL_IDS = msgspec.msgpack.Decoder(_CallId)
-_CALLS: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
-_REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+_CALLS: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall, dec_hook=decode_array)
+_REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply, dec_hook=decode_array)
 
 
-def unpack_call(header: bytes) -> AnyCall:
-    """A call from its header. Raises `CorruptData` for bytes that are none."""
+def unpack_call(message: bytes) -> AnyCall:
+    """A call. Raises `CorruptData` for bytes that are none."""
     try:
-        return _CALLS.decode(header)
+        return _CALLS.decode(message)
     except msgspec.DecodeError as error:
         raise CorruptData(f"a generator was sent what is no call: {error}") from error
 
 
-def call_id_of(header: bytes) -> int:
+def call_id_of(message: bytes) -> int:
     """Of what may be no call: so that an error reaches the one whom it concerns; `TO_ALL` where there is none."""
     try:
-        return _CALL_IDS.decode(header).call_id
+        return _CALL_IDS.decode(message).call_id
     except msgspec.DecodeError:
         return TO_ALL
 
 
-def unpack_prompt(frames: Frames) -> Int32Array:
-    """The prompt of a `GenerateCall`. Raises `CorruptData`."""
-    try:
-        return np.frombuffer(frames[0], np.int32)
-    except (IndexError, ValueError) as error:
-        raise CorruptData(f"a call of generate came without its prompt's token ids: {error}") from error
+def unpack_reply(message: bytes) -> AnyReply:
+    """A reply. Raises `CorruptData` for bytes that are none, and for payloads that cannot be what they are said to be.
 
-
-def unpack_reply(header: bytes) -> AnyReply:
-    """A reply from its header. Raises `CorruptData` for bytes that are none."""
-    try:
-        return _REPLIES.decode(header)
-    except msgspec.DecodeError as error:
-        raise CorruptData(f"a generator answered with what is no reply: {error}") from error
-
-
-def pack_completion(completion: Completion) -> tuple[CompletionHeader, list[bytes]]:
-    """A completion as header and frames."""
-    header = CompletionHeader(
-        completion.finish_reason, completion.metrics, completion.routed_experts, completion.mixed_spans
-    )
-    return header, [pack_array(a) for a in (completion.token_ids, completion.logprobs, completion.policy_versions)]
-
-
-def pack_chunk(call_id: int, chunk: SampledTokens) -> tuple[ChunkReply, list[bytes]]:
-    """A chunk as reply and frames."""
-    reply = ChunkReply(call_id=call_id, mixed_cache_tokens=chunk.mixed_cache_tokens)
-    return reply, [pack_array(a) for a in (chunk.token_ids, chunk.logprobs, chunk.policy_versions)]
-
-
-def unpack_chunk(request_id: str, reply: ChunkReply, frames: Frames) -> SampledTokens:
-    """The chunk that `pack_chunk` took apart; arrays are read-only views of the frames."""
-    token_ids, logprobs, policy_versions = frames
-    return SampledTokens(
-        request_id=RequestId(request_id),
-        token_ids=np.frombuffer(token_ids, np.int32),
-        logprobs=np.frombuffer(logprobs, np.float32),
-        policy_versions=np.frombuffer(policy_versions, np.int32),
-        mixed_cache_tokens=reply.mixed_cache_tokens,
-    )
-
-
-def unpack_completion(header: CompletionHeader, frames: Frames) -> Completion:
-    """The completion that `pack_completion` took apart; arrays are read-only views of the frames.
-
-    Raises `CorruptData` for frames that are none.
+    Arrays are read-only views of a copy.
     """
     try:
-        token_ids, logprobs, policy_versions, *payloads = frames
-        if len(payloads) != header.payload_frames:
-            raise ValueError(f"{len(payloads)} payloads came, and {header.payload_frames} were announced")
-        for chunk in header.routed_experts:
+        reply = _REPLIES.decode(message)
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"a generator answered with what is no reply: {error}") from error
+    if isinstance(reply, CompletionReply):
+        for chunk in reply.completion.routed_experts:
             _require_sound(chunk)
-        return Completion(
-            token_ids=np.frombuffer(token_ids, np.int32),
-            logprobs=np.frombuffer(logprobs, np.float32),
-            policy_versions=np.frombuffer(policy_versions, np.int32),
-            finish_reason=header.finish_reason,
-            routed_experts=header.routed_experts,
-            mixed_spans=header.mixed_spans,
-            metrics=header.metrics,
-        )
-    except ValueError as error:
-        raise CorruptData(f"a completion came without its arrays: {error}") from error
+    return reply
 
 
 def _require_sound(chunk: PayloadChunk) -> None:
@@ -314,25 +233,22 @@ def _require_sound(chunk: PayloadChunk) -> None:
         raise CorruptData(f"{chunk} is not within its payload")
 
 
-def unpack_payloads(header: CompletionHeader, frames: Frames) -> list[tuple[PayloadChunk, NDArray[np.generic]]]:
+def unpack_payloads(reply: CompletionReply, frames: Frames) -> list[tuple[PayloadChunk, NDArray[np.generic]]]:
     """The routed experts that came along with a completion: their chunks, and read-only views of the frames.
 
     Raises `CorruptData` for frames that are not what their references say.
     """
-    if not 0 <= header.payload_frames <= min(len(header.routed_experts), len(frames)):
-        raise CorruptData(f"a completion announced {header.payload_frames} payloads and names fewer")
-    chunks = header.routed_experts[len(header.routed_experts) - header.payload_frames :]
+    named = reply.completion.routed_experts
+    if not reply.payload_frames == len(frames) <= len(named):
+        raise CorruptData(
+            f"a completion names {len(named)} payloads and announced {reply.payload_frames}; {len(frames)} came"
+        )
     unpacked = []
-    for chunk, frame in zip(chunks, frames[len(frames) - header.payload_frames :], strict=True):
+    for chunk, frame in zip(named[len(named) - len(frames) :], frames, strict=True):
         if chunk.ref is None or checked_bytes(chunk.ref) != len(frame):
             raise CorruptData(f"routed experts of {len(frame):,} bytes came for {chunk.ref}")
         unpacked.append((chunk, np.frombuffer(frame, chunk.ref.dtype).reshape(chunk.ref.shape)))
     return unpacked
-
-
-def pack_array(array: Array) -> bytes:
-    """An array's bytes."""
-    return array.tobytes()
 
 
 def pack_error(call_id: int, error: Exception) -> ErrorReply:

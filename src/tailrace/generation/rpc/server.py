@@ -1,6 +1,6 @@
 """The process of a generator, as its clients see it: answers calls, streams tokens back, reports how busy it is.
 
-One task per call; a client that went away takes its requests and its pause with it (the next report finds it gone).
+One task per call; a client that went away takes its requests with it (the next report finds it gone).
 A stand-alone server belongs to nobody: clients cannot close it, and it serves one run at a time, each from the first
 weights.
 """
@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 
 from tailrace.errors import CorruptData, EngineFailed, SettingsError
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.rpc.keys import CurveKeys, guard, keep_alive
 from tailrace.generation.rpc.messages import (
     PROTOCOL,
@@ -30,35 +28,29 @@ from tailrace.generation.rpc.messages import (
     AbortCall,
     AnyCall,
     AnyReply,
+    ChunkReply,
     CloseCall,
     ClosedReply,
-    CompletionHeader,
     CompletionReply,
     Frames,
     GenerateCall,
     HelloCall,
     InterruptCall,
+    InterruptedReply,
     LeaveCall,
     LoadCall,
     LoadedReply,
-    PauseCall,
-    ReleasedReply,
     ReportReply,
-    ResumeCall,
     StatisticsReply,
     UploadCall,
     UploadedReply,
     WelcomeReply,
     call_id_of,
-    pack_chunk,
-    pack_completion,
     pack_error,
     unpack_call,
-    unpack_completion,
-    unpack_prompt,
 )
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
-from tailrace.records import Completion, ModelStateDictRef
+from tailrace.records import Completion, FinishReason, ModelStateDictRef
 from tailrace.tracing.phases import phase
 from tailrace.transport.channels import CLOSE_LINGER_MS, encode
 from tailrace.transport.payloads.store import MemoryPayloadStore
@@ -86,7 +78,6 @@ class StandAlone:
 class _Client:
     epoch: str
     received: int = 0
-    holds_pause: bool = False
 
 
 class GeneratorServer:
@@ -172,7 +163,7 @@ class GeneratorServer:
             self._abort((client, call.call_id))
             return True
         if isinstance(call, LeaveCall):
-            await self._drop(client)
+            self._drop(client)
             return True
         if isinstance(call, GenerateCall) and client in self._clients:
             self._clients[client].received += 1
@@ -189,11 +180,9 @@ class GeneratorServer:
     def _forget(self, key: tuple[bytes, int], _: asyncio.Task[None]) -> None:
         self._tasks.pop(key, None)
 
-    async def _drop(self, client: bytes) -> None:
-        """The client is gone: nobody waits for what it asked for, and nobody would end its pause."""
-        state = self._clients.pop(client, None)
-        if state is not None and state.holds_pause:
-            await self._end_pause(state)
+    def _drop(self, client: bytes) -> None:
+        """The client is gone: nobody waits for what it asked for."""
+        self._clients.pop(client, None)
         for key in [key for key in self._tasks if key[0] == client]:
             self._abort(key)
 
@@ -206,36 +195,28 @@ class GeneratorServer:
 
     async def _send(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
         try:
-            has_payloads = isinstance(reply, CompletionReply) and reply.completion.payload_frames > 0
+            has_payloads = isinstance(reply, CompletionReply) and reply.payload_frames > 0
             await self._socket.send_multipart([client, encode(reply), *arrays], copy=not has_payloads)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            await self._drop(client)
+            self._drop(client)
 
     async def _result(self, client: bytes, call: AnyCall, frames: Frames) -> tuple[AnyReply, Frames]:
         match call:
             case HelloCall():
                 return await self._welcome(client, call), []
             case GenerateCall():
-                with phase("request", track="requests", about={"request": call.request_id}):
-                    header, arrays = pack_completion(await self._generate(client, call, frames))
-                header, payloads = self._take_payloads(header)
-                return CompletionReply(call_id=call.call_id, completion=header), [*arrays, *payloads]
+                return await self._generate(client, call)
             case LoadCall():
                 ref = call.ref
                 version = await self._generator.load_model_state_dict(lambda: self._open(ref), ref.version)
                 return LoadedReply(call_id=call.call_id, version=version), []
             case UploadCall():
                 return await self._upload(call, frames), []
-            case PauseCall():
-                return ReleasedReply(call_id=call.call_id, requests=await self._pause(self._introduced(client))), []
-            case ResumeCall():
-                await self._end_pause(self._introduced(client))
-                return ReleasedReply(call_id=call.call_id, requests=0), []
             case InterruptCall():
                 count = await self._generator.interrupt(call.request_ids)
-                return ReleasedReply(call_id=call.call_id, requests=count), []
+                return InterruptedReply(call_id=call.call_id, requests=count), []
             case CloseCall() if self._stand_alone is None:
                 await self._generator.close()
                 return ClosedReply(call_id=call.call_id), []
@@ -281,51 +262,25 @@ class GeneratorServer:
                 self._watching = self._group.create_task(self._watch(self._generator))
             self._epoch = epoch
 
-    async def _generate(self, client: bytes, call: GenerateCall, frames: Frames) -> Completion:
-        def stream(chunk: SampledTokens) -> None:
+    async def _generate(self, client: bytes, call: GenerateCall) -> tuple[CompletionReply, Frames]:
+        def stream(chunk: Completion) -> None:
             assert self._group is not None
-            self._group.create_task(self._send(client, *pack_chunk(call.call_id, chunk)))
+            if chunk.finish_reason is FinishReason.RUNNING:  # the last one's tokens go with the completion
+                self._group.create_task(self._send(client, ChunkReply(call_id=call.call_id, chunk=chunk)))
 
-        return await self._generator.generate(
-            unpack_prompt(frames),
-            sampling=call.sampling,
-            request_id=call.request_id,
-            session_id=call.session_id,
-            group_id=call.group_id,
-            prefix=None if call.prefix is None else unpack_completion(call.prefix, frames[1:]),
-            on_chunk=stream,
-        )
+        with phase("request", track="requests", about={"request": call.request.request_id}):
+            completion = await self._generator.generate(call.request, stream if call.wants_chunks else None)
+        payloads = self._take_payloads(completion)
+        return CompletionReply(call_id=call.call_id, completion=completion, payload_frames=len(payloads)), payloads
 
-    def _take_payloads(self, header: CompletionHeader) -> tuple[CompletionHeader, list[memoryview]]:
+    def _take_payloads(self, completion: Completion) -> list[memoryview]:
         """Out of a store that the client does not see, what the generator has just put: the memory itself."""
         if (store := self._forwarded) is None:
-            return header, []
-        own = [chunk.ref for chunk in header.routed_experts if chunk.ref is not None and store.holds(chunk.ref)]
+            return []
+        own = [chunk.ref for chunk in completion.routed_experts if chunk.ref is not None and store.holds(chunk.ref)]
         payloads = [store.open(ref).reshape(-1).view(np.uint8).data for ref in own]
         store.release(own)
-        return msgspec.structs.replace(header, payload_frames=len(own)), payloads
-
-    def _introduced(self, client: bytes) -> _Client:
-        """Only of a client that is sent reports it shows when it is gone."""
-        if client not in self._clients:
-            raise CorruptData("a client must say hello before it may pause a generator")
-        return self._clients[client]
-
-    async def _pause(self, client: _Client) -> int:
-        """Whoever asks for a pause and goes away before it holds does not hold it."""
-        client.holds_pause, is_done = True, False
-        try:
-            count = await self._generator.pause()
-            is_done = True
-            return count
-        finally:
-            if not is_done:
-                await self._end_pause(client)
-
-    async def _end_pause(self, client: _Client) -> None:
-        client.holds_pause = False
-        if not any(other.holds_pause for other in self._clients.values()):
-            await self._generator.resume()
+        return payloads
 
     async def _upload(self, call: UploadCall, frames: Frames) -> UploadedReply:
         if self._stand_alone is None:
@@ -352,12 +307,7 @@ class GeneratorServer:
                     statistics = self._generator.statistics()
                 except EngineFailed:
                     continue
-                report = ReportReply(
-                    call_id=TO_ALL,
-                    statistics=statistics,
-                    received=state.received,
-                    is_paused=self._generator.is_paused,
-                )
+                report = ReportReply(call_id=TO_ALL, statistics=statistics, received=state.received)
                 await self._send(client, report)
 
     def close(self) -> None:

@@ -24,10 +24,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _TOKENS = {name: _NAMES[dtype] for name, dtype in TOKEN_COLUMNS.items()}
 _PLAN = {
     "temperatures": "F32",
-    "environment_ids": "I32",
     "sample_offsets": "I32",
     "row_offsets": "I32",
-    "row_shapes": "I32",
     "mixed_spans": "I32",
     "advantages": "F32",
     "advantage_offsets": "I32",
@@ -52,7 +50,6 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
         tensors[name] = TensorBuffers(dtype, (num_tokens,), (piece.data for piece in part.pieces(name)))
     metadata = {
         "summary": msgspec.json.encode(part.summary).decode(),
-        "environments": msgspec.json.encode(part.environments).decode(),
         "rank": str(part.first_rank),
         "num_ranks": str(part.num_ranks),
         "plan_xxh3": _checksum(short[name] for name in _SHORT),
@@ -70,7 +67,6 @@ def read_batch(path: Path | str, segment: Segment) -> Batch:
     payloads = _read_payloads(path, columns)
     return Batch(
         summary=told.summary,
-        environments=told.environments,
         payloads=payloads,
         rank=told.rank,
         num_ranks=told.num_ranks,
@@ -82,7 +78,6 @@ class _Told(msgspec.Struct, frozen=True):
     """A batch's metadata."""
 
     summary: BatchSummary
-    environments: tuple[str, ...]
     rank: int
     num_ranks: int
 
@@ -104,7 +99,6 @@ def _read_metadata(path: Path | str, segment: Segment) -> _Told:
     try:
         told = _Told(
             summary=msgspec.json.decode(metadata["summary"], type=BatchSummary),
-            environments=msgspec.json.decode(metadata["environments"], type=tuple[str, ...]),
             rank=msgspec.json.decode(metadata["rank"], type=int),
             num_ranks=msgspec.json.decode(metadata["num_ranks"], type=int),
         )
@@ -118,15 +112,13 @@ def _read_metadata(path: Path | str, segment: Segment) -> _Told:
 def _require_consistent(path: Path | str, told: _Told, columns: Mapping[str, NDArray[np.generic]]) -> None:
     """The plan fits the columns, so that no row can reach beyond them."""
     num_tokens, num_samples = len(columns["token_ids"]), len(columns["temperatures"])
-    ids, rows, samples = columns["environment_ids"], columns["row_offsets"], columns["sample_offsets"]
+    rows, samples = columns["row_offsets"], columns["sample_offsets"]
     samples_fit = len(samples) == num_samples + 1 and _climbs(samples, num_tokens)
     rows_fit = samples_fit and _climbs(rows, num_samples)
     fits = {
         "columns": all(len(columns[name]) == num_tokens for name in _TOKENS),
-        "environment_ids": len(ids) == num_samples and _in_range(ids, len(told.environments)),
         "sample_offsets": samples_fit,
-        "row_offsets": rows_fit,
-        "row_shapes": rows_fit and _holds(columns["row_shapes"], samples[rows], told.summary.row_tokens),
+        "row_offsets": rows_fit and bool(np.all(np.diff(samples[rows]) <= told.summary.row_tokens)),
         "advantage_offsets": samples_fit and _spreads(columns, np.diff(samples)),
         "mixed_spans": _spans(columns["mixed_spans"], num_tokens),
         "summary": _is_part(told, num_tokens, num_samples, len(rows) - 1),
@@ -140,12 +132,6 @@ def _is_part(told: _Told, *counts: int) -> bool:
     """Whether tokens, samples and rows are those of the whole batch, or of a part of it."""
     whole = (told.summary.num_tokens, told.summary.num_samples, told.summary.num_rows)
     return counts == whole if told.num_ranks == 1 else all(map(int.__le__, counts, whole))
-
-
-def _holds(shapes: NDArray[np.generic], edges: NDArray[np.generic], row_tokens: int) -> bool:
-    """Whether each row has room for its samples, and no more than the plan allows."""
-    lengths = np.diff(edges)
-    return len(shapes) == len(lengths) and bool(np.all((shapes >= lengths) & (shapes <= row_tokens)))  # type: ignore[operator]
 
 
 def _spreads(columns: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> bool:
@@ -185,10 +171,6 @@ def _climbs(offsets: NDArray[np.generic], end: int) -> bool:
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != end:
         return False
     return bool(np.all(offsets[1:] >= offsets[:-1]))  # type: ignore[operator]
-
-
-def _in_range(ids: NDArray[np.generic], count: int) -> bool:
-    return bool(np.all((ids >= 0) & (ids < count)))  # type: ignore[operator]
 
 
 def _checksum(arrays: Iterable[NDArray[np.generic]]) -> str:

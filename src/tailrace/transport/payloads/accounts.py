@@ -52,9 +52,12 @@ class PayloadAccounts:
         self._is_closed = False
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payload-releases")
 
-    def record(self, owner: str, chunks: Iterable[PayloadChunk]) -> None:
-        """A completion of `owner` names these; naming one again changes nothing. An ended owner's are dropped."""
-        if owner in self._ended:
+    def record(self, owner: str | None, chunks: Iterable[PayloadChunk]) -> None:
+        """A completion of `owner` names these; naming one again changes nothing.
+
+        Those of nobody, or of an owner that has ended, are dropped.
+        """
+        if owner is None or owner in self._ended:
             self.drop(chunks)
             return
         for ref in self._unknown(chunks):
@@ -62,9 +65,11 @@ class PayloadAccounts:
             self._held.setdefault(owner, {})[ref.uri] = ref
             self._recorded_bytes += ref.num_bytes
 
-    async def put(self, owner: str, array: NDArray[np.generic]) -> PayloadRef | None:
-        """Leave what arrived here in the store, in a thread, for `owner`. None without room for it, which is logged."""
-        if self._is_closed:
+    async def put(self, owner: str | None, array: NDArray[np.generic]) -> PayloadRef | None:
+        """Leave what arrived here in the store, in a thread, for `owner`. None where nobody owns it, and without room
+        for it, which is logged.
+        """
+        if owner is None or self._is_closed:
             return None
         putting = self._puts.put(array)
         putting.add_done_callback(partial(self._record_put, owner))

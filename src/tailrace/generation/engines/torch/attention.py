@@ -7,8 +7,9 @@ no mask at all. What it needs to know of a step travels as the keyword argument 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -16,10 +17,14 @@ from transformers import AttentionInterface
 
 from tailrace.errors import ModelError
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
-from tailrace.generation.engines.torch.few_queries import ValueRows, attend_few_queries
-from tailrace.generation.engines.torch.lanes import Lane
+
+if TYPE_CHECKING:
+    from tailrace.cpu.engine import EngineAcceleration
 
 SLOT_ATTENTION = "tailrace_slots"
+
+Lane: TypeAlias = tuple[int, int, int]
+"""Decoding rows `[begin, end)` that attend in one call over the first `longest` positions of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,13 @@ class SlotStep:
     positions: torch.Tensor  # [num_tokens]
     segments: list[Segment]
     num_decoding: int
-    lanes: list[Lane]
+    lanes: Sequence[Lane]
     """How the decoding rows are divided into calls; their lengths include the new token."""
     dtype: torch.dtype
+    acceleration: EngineAcceleration | None = None
     _write_indices: dict[int, torch.Tensor] = field(default_factory=dict)
-    _value_rows: dict[tuple[Lane, int, int], ValueRows] = field(default_factory=dict)
+    _memo: dict[object, Any] = field(default_factory=dict)
+    """The acceleration's own, for this step."""
     _decode_masks: dict[tuple[Lane, int | None], torch.Tensor] = field(default_factory=dict)
     _segment_masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
@@ -55,23 +62,37 @@ class SlotStep:
             self._write_indices[kv_heads] = self.cache.write_index(kv_heads, self.rows, self.positions)
         return self._write_indices[kv_heads]
 
-    def value_rows(self, lane: Lane, layer: int, heads: int) -> ValueRows:
-        """Where the values of a lane's rows lie; computed once for all layers of the same shape."""
-        kv_heads = self.cache.kv_heads[layer]
-        if (lane, kv_heads, heads) not in self._value_rows:
-            self._value_rows[lane, kv_heads, heads] = ValueRows.of(
-                *lane, kv_heads=kv_heads, heads=heads, room=self.cache.room
+    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, `[slots, kv_heads, room, head_dim]`."""
+        return self.cache.keys[layer], self.cache.values[layer]
+
+    def prefill(self, query: torch.Tensor, layer: int, scale: float) -> list[torch.Tensor]:
+        """Plain attention of each segment over its row's cache, `[1, length, heads, value_dim]` each."""
+        kind = _Kind(layer, scale, window=None, softcap=None)
+        return [_prefill(self, index, query, kind) for index in range(len(self.segments))]
+
+    def decode(self, queries: torch.Tensor, lane: Lane, kind: _Kind) -> torch.Tensor:
+        """Attention of a lane's rows over their contexts; `queries` are `[rows, kv_heads, queries, key_dim]`."""
+        (keys, values), (begin, end, longest) = self.caches(kind.layer), lane
+        mask = self.decode_mask(lane, kind.window)
+        if self.acceleration is not None and kind.softcap is None:
+            attended = self.acceleration.decode(
+                kind.layer, queries, (keys, values), lane, mask=mask, scale=kind.scale, memo=self._memo
             )
-        return self._value_rows[lane, kv_heads, heads]
+            if attended is not None:
+                return attended
+        keys, values = keys[begin:end, :, :longest], values[begin:end, :, :longest]
+        return attend(queries, keys, values, mask, causal=False, scale=kind.scale, softcap=kind.softcap)
 
     def decode_mask(self, lane: Lane, window: int | None) -> torch.Tensor:
         """Additive, `[rows of the lane, 1, 1, longest]`: each row sees its own context, or its last `window` tokens."""
-        if window is not None and window >= lane.longest:
+        begin, end, longest = lane
+        if window is not None and window >= longest:
             window = None
         if (lane, window) not in self._decode_masks:
             first = len(self.positions) - self.num_decoding
-            last = self.positions[first + lane.begin : first + lane.end].view(-1, 1, 1, 1)
-            columns = torch.arange(lane.longest, device=last.device)
+            last = self.positions[first + begin : first + end].view(-1, 1, 1, 1)
+            columns = torch.arange(longest, device=last.device)
             self._decode_masks[lane, window] = _additive(_visible(last, columns, window), self.dtype)
         return self._decode_masks[lane, window]
 
@@ -146,34 +167,10 @@ def _decode(step: SlotStep, query: torch.Tensor, kind: _Kind) -> list[torch.Tens
     count = step.num_decoding
     heads, kv_heads = query.shape[1], step.cache.kv_heads[kind.layer]
     queries = query[0, :, query.shape[2] - count :].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, -1)
-    keys, values = step.cache.keys[kind.layer], step.cache.values[kind.layer]
-    few = kind.softcap is None and step.cache.few_queries[kind.layer]
-    attended = []
-    for lane in step.lanes:
-        rows, past = slice(lane.begin, lane.end), slice(lane.longest)
-        mask = step.decode_mask(lane, kind.window)
-        if few:
-            value_rows = step.value_rows(lane, kind.layer, heads)
-            output = attend_few_queries(
-                queries[rows], keys[rows, :, past], values, value_rows, mask=mask, scale=kind.scale
-            )
-        else:
-            output = attend(
-                queries[rows],
-                keys[rows, :, past],
-                values[rows, :, past],
-                mask,
-                causal=False,
-                scale=kind.scale,
-                softcap=kind.softcap,
-            )
-        attended.append(output.reshape(1, lane.end - lane.begin, heads, -1))
-    return attended
-
-
-def prefill(step: SlotStep, index: int, query: torch.Tensor, *, layer: int, scale: float) -> torch.Tensor:
-    """Plain attention of segment `index` over its row's cache, `[1, length, heads, value_dim]`."""
-    return _prefill(step, index, query, _Kind(layer, scale, window=None, softcap=None))
+    attended = [step.decode(queries[lane[0] : lane[1]], lane, kind) for lane in step.lanes]
+    return [
+        output.reshape(1, end - begin, heads, -1) for output, (begin, end, _) in zip(attended, step.lanes, strict=True)
+    ]
 
 
 def _prefill(step: SlotStep, index: int, query: torch.Tensor, kind: _Kind) -> torch.Tensor:

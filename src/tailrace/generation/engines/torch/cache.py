@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tailrace.generation.engines.torch.few_queries import MAX_QUERIES_PER_KEY
-
 _FIRST_TOKENS = 128
 """Tokens that a slot has room for at first."""
 
@@ -42,11 +40,6 @@ class SlotCache:
     ):
         self._capacity = capacity
         self.kv_heads = [layer.kv_heads for layer in layers]
-        self.few_queries = [
-            device.type == "cpu" and dtype is torch.float32 and layer.heads <= MAX_QUERIES_PER_KEY * layer.kv_heads
-            for layer in layers
-        ]
-        """Per layer, whether `attend_few_queries` is the faster way to decode."""
         self.room = min(capacity, _FIRST_TOKENS)
         self.keys = [_zeros((slots, layer.kv_heads, self.room, layer.key_dim), dtype, device) for layer in layers]
         self.values = [_zeros((slots, layer.kv_heads, self.room, layer.value_dim), dtype, device) for layer in layers]

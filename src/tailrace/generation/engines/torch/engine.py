@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,12 +14,10 @@ from transformers import PreTrainedModel
 
 from tailrace.errors import GenerationError, RequestRefused, SettingsError
 from tailrace.generation.decisions import KvCache
-from tailrace.generation.engines.native import find_kernels
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
-from tailrace.generation.engines.torch.attention import Segment, SlotStep
+from tailrace.generation.engines.torch.attention import Lane, Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
 from tailrace.generation.engines.torch.experts import ExpertStore, RouterTap
-from tailrace.generation.engines.torch.lanes import ordering_exchanges, plan_lanes
 from tailrace.generation.engines.torch.model import SlotModel
 from tailrace.generation.engines.torch.sampler import sample, uniforms
 from tailrace.generation.engines.torch.slots import (
@@ -33,10 +31,12 @@ from tailrace.generation.engines.torch.slots import (
     prefill_shares,
 )
 from tailrace.generation.engines.torch.weights import PreparedModelStateDict
-from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import FinishReason, Float32Array, GenerationRequest, RequestId
+
+ROUND_TOKENS = 16
+"""Lengths that attention reads are multiples of it: kernels that are made per shape see fewer shapes."""
 
 
 def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], TorchEngine]:
@@ -92,7 +92,7 @@ class TorchEngine:
         native_kernels: bool = True,
     ):
         self._model = SlotModel(model, native_kernels=native_kernels)
-        self._kernels = find_kernels() if native_kernels and self._model.device.type == "cpu" else None
+        self._acceleration = self._model.acceleration
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
         self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity)
         self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)
@@ -126,7 +126,7 @@ class TorchEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""
-        require_acceptable(request, self._limits)
+        self._limits.require_acceptable(request)
         if request.request_id in self._added_s:
             raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
         self._added_s[request.request_id] = time.perf_counter()
@@ -154,8 +154,7 @@ class TorchEngine:
         self._place_waiting(started_s)
         self._bring_decoding_rows_to_front()
         count = self._table.num_decoding()
-        if not self._model.reads_exactly:
-            self._order_decoding_rows(count)
+        self._order_decoding_rows(count)
         shares = prefill_shares(self._table, self._prefill_chunk_tokens)
         if count or shares:
             logits = self._forward(shares, count)
@@ -234,7 +233,7 @@ class TorchEngine:
         passed = []
         while self._waiting and np.any(self._table.state <= RowState.IDLE):
             request = self._waiting.popleft()
-            context = context_of(request)
+            context = request.context_token_ids
             placement = place(self._table, request, context, self._reuse)
             if placement is None:
                 passed.append(request)
@@ -257,7 +256,7 @@ class TorchEngine:
             self._experts.occupy(placement, continues=request.prefix is not None)
         table.mixed[row] = table.preempted[row] = 0
         prompt = len(request.prompt_token_ids)
-        sampled = 0 if request.prefix is None else request.prefix.num_tokens
+        sampled = request.prefix_tokens
         table.requests[row] = request
         table.cached[row] = table.reused[row] = reused
         table.total[row] = prompt + sampled
@@ -288,8 +287,18 @@ class TorchEngine:
             self._carry_out(move)
 
     def _order_decoding_rows(self, count: int) -> None:
-        for short, long in ordering_exchanges(self._table.cached[:count]):
-            self._carry_out(Move(long, short, exchange=True))
+        if self._acceleration is not None:
+            for short, long in self._acceleration.exchanges(self._table.cached[:count]):
+                self._carry_out(Move(long, short, exchange=True))
+
+    def _lanes(self, lengths: NDArray[np.int64]) -> Sequence[Lane]:
+        """Which running rows attend in one call, for contexts of `lengths`."""
+        room = self._cache.room
+        if self._acceleration is not None:
+            return self._acceleration.plan_lanes(lengths, room)
+        if not len(lengths):
+            return ()
+        return [(0, len(lengths), min(room, -int(lengths.max()) // ROUND_TOKENS * -ROUND_TOKENS))]
 
     def _carry_out(self, move: Move) -> None:
         held = int(self._table.cached[move.source])
@@ -321,8 +330,10 @@ class TorchEngine:
         packed[2, begin:] = positions
         token_ids, token_rows, token_positions = torch.from_numpy(packed).to(self._model.device, non_blocking=True)
         self._cache.reserve(int(packed[2].max()) + 1)
-        lanes = plan_lanes(positions + 1, self._cache.room)
-        step = SlotStep(self._cache, token_rows, token_positions, segments, count, lanes, dtype=self._model.dtype)
+        lanes = self._lanes(positions + 1)
+        step = SlotStep(
+            self._cache, token_rows, token_positions, segments, count, lanes, self._model.dtype, self._acceleration
+        )
         if self._tap:
             self._tap.begin(begin + count)
         return self._model.logits(token_ids, token_positions, step, keep=count)
@@ -335,7 +346,7 @@ class TorchEngine:
             top_ps=table.top_p[:count],
             top_ks=table.top_k[:count],
             draws=uniforms(table.seed[:count], table.total[:count] - table.completion_start[:count]),
-            kernels=self._kernels,
+            sample_all=None if self._acceleration is None else self._acceleration.sample,
         )
 
     def _record(self, token_ids: NDArray[np.int64], logprobs: Float32Array) -> list[SampledTokens]:
@@ -381,7 +392,7 @@ class TorchEngine:
             self._nonfinite += 1
         pending, total = int(table.pending[row]), int(table.total[row])
         experts, experts_start = None, 0
-        if self._experts and reason is not None:
+        if self._experts and reason is not None and request.owner is not None:
             experts, experts_start = self._experts.report(row, aborted=reason is FinishReason.ABORTED)
         chunk = SampledTokens(
             request_id=request.request_id,

@@ -6,19 +6,20 @@ import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tailrace.errors import ModelError
+from tailrace.generation.engines.torch.acceleration import accelerate
 from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, Segment, ShapeProbe, SlotStep
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
-from tailrace.generation.engines.torch.fused_layer import FusedLayers
-from tailrace.generation.engines.torch.lanes import Lane
-from tailrace.generation.engines.torch.packed_linear import PackedLinears, write_programs
 from tailrace.generation.engines.torch.weights import ModelWeights, PreparedModelStateDict
+
+if TYPE_CHECKING:
+    from tailrace.cpu.engine import EngineAcceleration
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 PROBE_TOKENS = 16
@@ -46,16 +47,8 @@ class SlotModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._require_supported()
         self.layers = self._replace_attention()
-        self._fused = self._fuse_layers() if native_kernels else None
-        fused = self._fused.joined if self._fused else []
-        self._linears = PackedLinears(model, leave={module for joined in fused for module in joined.modules})
-        write_programs([*fused, *self._linears.joined])
-        self._weights = ModelWeights(model, [*fused, *self._linears.joined])
-
-    @property
-    def reads_exactly(self) -> bool:
-        """Whether a running row's attention reads its own context alone, so that neighbours' lengths don't matter."""
-        return self._fused is not None
+        self.acceleration = self._accelerate(native_kernels)
+        self._weights = ModelWeights(model, self.acceleration)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedModelStateDict:
         """Check and pack `tensors`, in any thread. Raises `ModelError` for what cannot be this model's."""
@@ -67,11 +60,6 @@ class SlotModel:
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, keep: int) -> torch.Tensor:
         """Logits of the last `keep` of the packed tokens `[num_tokens]`: `[keep, vocabulary]`."""
-        logits = self._forward(token_ids, positions, step, keep)
-        self._linears.forget_inputs()
-        return logits
-
-    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, step: SlotStep, keep: int) -> torch.Tensor:
         options: dict[str, Any] = {"logits_to_keep": max(1, keep)} if self._keeps_logits else {}
         with self._precision():
             output = self.model(
@@ -105,25 +93,22 @@ class SlotModel:
             )
 
     @torch.inference_mode()
-    def _fuse_layers(self) -> FusedLayers | None:
-        """Let native passes compute the layers, if those are known and the probe's last token gets the same logits."""
+    def _accelerate(self, native_kernels: bool) -> EngineAcceleration | None:
+        """Speed up what can be, as long as the probe's last token gets the same logits."""
         own = self._probe_step()
-        fused = FusedLayers(self.model, self.config.num_hidden_layers, self.dtype)
-        if not len(fused):
-            return None
-        difference = _difference(own, self._probe_step())
-        if difference <= PROBE_TOLERANCE.get(self.dtype, 1.0):
-            return fused
-        fused.restore()
-        return None
+
+        def is_unchanged() -> bool:
+            return _difference(own, self._probe_step()) <= PROBE_TOLERANCE.get(self.dtype, 1.0)
+
+        return accelerate(self.model, self.layers, self.dtype, native_kernels=native_kernels, is_unchanged=is_unchanged)
 
     def _probe_step(self) -> torch.Tensor:
         """Logits of one running token after a prompt in the same step."""
         cache = SlotCache(self.layers, slots=1, capacity=PROBE_TOKENS, dtype=self.dtype, device=self.device)
         positions = torch.arange(PROBE_TOKENS, device=self.device)
-        segment, lane = Segment(0, 0, 0, PROBE_TOKENS - 1), Lane(0, 1, PROBE_TOKENS)
+        segment, lane = Segment(0, 0, 0, PROBE_TOKENS - 1), (0, 1, PROBE_TOKENS)
         step = SlotStep(cache, torch.zeros_like(positions), positions, [segment], 1, [lane], dtype=self.dtype)
-        return self._forward(positions % self.vocab_size, positions, step, keep=1)
+        return self.logits(positions % self.vocab_size, positions, step, keep=1)
 
     @torch.inference_mode()
     def _replace_attention(self) -> list[LayerShape]:

@@ -9,17 +9,22 @@ token's place in its completion, so that a request draws the same numbers whatev
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tailrace.generation.engines.native import Kernels
 from tailrace.records import Float32Array, Int32Array
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+
+SampleAll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Does the same for float32 logits where all of a row's tokens count: of logits, temperatures and draws, token ids and
+log-probabilities."""
 
 
 def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -42,18 +47,17 @@ def sample(
     top_ps: Float32Array,  # [rows]
     top_ks: Int32Array,  # [rows]; 0 keeps all
     draws: NDArray[np.float64],  # [rows], in [0, 1)
-    kernels: Kernels | None = None,
+    sample_all: SampleAll | None = None,
 ) -> tuple[NDArray[np.int64], Float32Array]:
     """Token ids and their log-probabilities in float32 under the distribution sampled from, `[rows]` each.
 
     A greedy row's log-probability is that of temperature 1. Rows with logits that are not finite come back with a
-    log-probability that is not finite. Waits for the device once. With `kernels` a row is read once, where all of its
-    tokens count.
+    log-probability that is not finite. Waits for the device once.
     """
     narrowed = np.flatnonzero(((top_ps < 1) | (top_ks > 0)) & (temperatures > 0))
-    if kernels is not None and logits.dtype is torch.float32 and not len(narrowed):
+    if sample_all is not None and logits.dtype is torch.float32 and not len(narrowed):
         columns = (torch.from_numpy(np.ascontiguousarray(column)) for column in (temperatures, draws))
-        token_ids, chosen_logprobs = kernels.sample(logits.contiguous(), *columns)
+        token_ids, chosen_logprobs = sample_all(logits.contiguous(), *columns)
         return token_ids.numpy(), chosen_logprobs.numpy()
     scores = logits.float()
     if not (temperatures == 1).all():

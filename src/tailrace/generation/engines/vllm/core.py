@@ -34,7 +34,6 @@ _ENVIRONMENT = {
 }
 _DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each worker of tensor parallelism wants a memory node of its own
 }
 _SHARED_MEMORY = Path("/dev/shm")
@@ -62,6 +61,8 @@ def build_core(
     os.environ.update(_ENVIRONMENT)
     for name, value in _DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if _is_on_one_host(generator):
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     os.environ.setdefault("OMP_NUM_THREADS", str(generator.threads))  # of worker processes
     torch.set_num_threads(generator.threads)
     with _contained():
@@ -127,6 +128,16 @@ def _forget_shared_names(worker: WorkerBase) -> None:
     for path in _SHARED_MEMORY.iterdir():
         if path.name.startswith(f"{os.environ.get('VLLM_DIST_IDENT')}-") and path.name.endswith(mine):
             path.unlink(missing_ok=True)
+
+
+def _is_on_one_host(generator: GeneratorSettings) -> bool:
+    """Whether all ranks of the model run here, so that they may meet at the loopback address."""
+    world = os.environ.get("WORLD_SIZE", "1")  # torchrun's, as the next one
+    return (
+        generator.vllm.get("distributed_executor_backend") != "ray"
+        and generator.vllm.get("nnodes", 1) == 1
+        and os.environ.get("LOCAL_WORLD_SIZE", world) == world
+    )
 
 
 def _executor(config: VllmConfig) -> type[Executor]:

@@ -14,7 +14,6 @@ from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
 from tailrace.generation.engines.vllm.routed_experts import HandedOut, ReturnedExperts
 from tailrace.generation.engines.vllm.weights import WeightInstaller
-from tailrace.generation.requests import context_of, require_acceptable
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import FinishReason, GenerationRequest
 
@@ -109,15 +108,17 @@ class VllmEngine:
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""
-        require_acceptable(request, self._limits)
+        self._limits.require_acceptable(request)
         if request.request_id in self._core_ids:
             raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
         self._accepted += 1
         core_id = f"{request.request_id}#{self._accepted}"
         opens_session = not self._salts.knows(request.session_id)
         salt = self._salts.salt(request.session_id, self._version)
-        experts_start = self._handed_out.start(request) if self._handed_out else 0
-        experts = ReturnedExperts(context_of(request), experts_start) if self._handed_out else None
+        experts, experts_start = None, 0
+        if self._handed_out and request.owner is not None:
+            experts_start = self._handed_out.start(request)
+            experts = ReturnedExperts(request.context_token_ids, experts_start)
         progress = Progress(
             request,
             core_id,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailrace.generation.decisions import KvCache
-from tailrace.generation.requests import context_of
 from tailrace.records import GenerationRequest, SessionId
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def core_request(request: GenerationRequest, *, core_id: str, salt: str, experts
 
     return EngineCoreRequest(
         request_id=core_id,
-        prompt_token_ids=context_of(request).tolist(),
+        prompt_token_ids=request.context_token_ids.tolist(),
         mm_features=None,
         sampling_params=sampling_params(request, experts_start),
         pooling_params=None,
@@ -90,7 +89,7 @@ def sampling_params(request: GenerationRequest, experts_start: int = 0) -> VllmS
     from vllm import SamplingParams as VllmSamplingParams
 
     sampling = request.sampling
-    sampled = 0 if request.prefix is None else request.prefix.num_tokens
+    sampled = request.prefix_tokens
     return VllmSamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

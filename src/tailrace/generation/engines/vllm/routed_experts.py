@@ -16,7 +16,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tailrace.generation.requests import context_of
 from tailrace.records import ExpertArray, GenerationRequest, Int32Array, SessionId
 
 _SESSIONS_REMEMBERED = 65_536
@@ -55,7 +54,7 @@ class HandedOut:
         """First position that the request is to be handed; 0 where its session's history was rewritten."""
         ended, last = self._sessions.get(request.session_id, (None, None))
         mark = last if request.prefix is not None else ended
-        return mark.num_tokens - 1 if mark is not None and mark.begins(context_of(request)) else 0
+        return mark.num_tokens - 1 if mark is not None and mark.begins(request.context_token_ids) else 0
 
     def note(self, request: GenerationRequest, experts: ReturnedExperts, *, aborted: bool) -> None:
         """The request is handed these."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tailrace.errors import EngineFailed
-from tailrace.generation.engines.prefetch import prefetch_tensors
+from tailrace.generation.engines.prefetch import StagingBuffers
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
 from tailrace.models.state_dicts import StateDictLayout
 
@@ -22,6 +22,23 @@ if TYPE_CHECKING:
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+class SavedModelStateDict(dict[str, torch.Tensor]):
+    """A model state dict in a file, which is removed with the last reference to this."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        super().__init__()
+        where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        self.folder = tempfile.TemporaryDirectory(prefix="tailrace-vllm-", dir=where)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, Path(self.folder.name) / "model.safetensors", metadata={"format": "pt"})
+
+
+class StagedModelStateDict(dict[str, torch.Tensor]):
+    """A model state dict that was checked, where the only worker can copy it."""
+
+
 class WeightInstaller:
     """Knows what a model state dict of the model must hold, and how to hand one to vLLM's workers."""
 
@@ -31,16 +48,20 @@ class WeightInstaller:
         """Whether the only worker lives in this process, and can be handed tensors."""
         self._layout = _layout(config)
         self._packer = weight_packer(core) if in_process else None
+        self._staging = StagingBuffers(_device_of_worker(core) if in_process else torch.device("cpu"))
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Do what needs no stop of the engine, in any thread, one at a time; what `install` is to be given.
 
-        Raises `ModelError` for what cannot be this model's.
+        Workers that are other processes read the weights from shared memory, each its own part. Raises `ModelError` for
+        what cannot be this model's.
         """
-        if self._packer is None:
-            prefetch_tensors(tensors)
-            return tensors
-        return self._packer.pack(self._layout.checked(tensors))
+        named = self._layout.checked(tensors)
+        if self._packer is not None:
+            return self._packer.pack(named)
+        if self._in_process:
+            return StagedModelStateDict(self._staging.fill(named))
+        return SavedModelStateDict(named)
 
     def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy `tensors` into vLLM's own. Raises `ModelError` for what cannot be this model's; then nothing changed.
@@ -48,29 +69,27 @@ class WeightInstaller:
         Weights that are tied may come under any or all of their names. Raises `EngineFailed` when vLLM itself fails in
         the middle: then no one knows which weights it has.
         """
-        if self._packer is not None and not isinstance(tensors, PackedModelStateDict):
+        if not isinstance(tensors, PackedModelStateDict | StagedModelStateDict | SavedModelStateDict):
             tensors = self.prepare(tensors)
-        named = tensors if isinstance(tensors, PackedModelStateDict) else self._layout.checked(tensors)
         try:
-            if self._packer is not None and isinstance(named, PackedModelStateDict):
-                self._packer.exchange(named)
+            if isinstance(tensors, PackedModelStateDict):
+                assert self._packer is not None
+                self._packer.exchange(tensors)
                 self._core.collective_rpc(_forget_derived)
-            elif self._in_process:
-                self._core.collective_rpc(_reload, kwargs={"weights_iterator": iter(named.items())})
+            elif isinstance(tensors, SavedModelStateDict):
+                self._core.collective_rpc(_reload, kwargs={"weights_path": tensors.folder.name})
+                tensors.folder.cleanup()
             else:
-                self._reload_from_file(named)
+                self._core.collective_rpc(_reload, kwargs={"weights_iterator": iter(tensors.items())})
+                self._staging.wait_until_copied()
         except Exception as error:
             raise EngineFailed(f"vLLM failed while it took over a model state dict: {error}") from error
 
-    def _reload_from_file(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Workers are other processes: they read the weights from shared memory, each its own part."""
-        from safetensors.torch import save_file
 
-        where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        with tempfile.TemporaryDirectory(prefix="tailrace-vllm-", dir=where) as folder:
-            contiguous = {name: tensor.contiguous() for name, tensor in named.items()}
-            save_file(contiguous, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-            self._core.collective_rpc(_reload, kwargs={"weights_path": folder})
+def _device_of_worker(core: InprocClient) -> torch.device:
+    worker = core.engine_core.model_executor.driver_worker.worker
+    device: torch.device = next(worker.model_runner.get_model().parameters()).device
+    return device
 
 
 def _layout(config: PretrainedConfig) -> StateDictLayout:

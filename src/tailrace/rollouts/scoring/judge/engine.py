@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from itertools import count
 
 from tailrace.errors import ChatFailed, EnvironmentFailed, RequestRefused
-from tailrace.records import FinishReason, Generate, Message, SamplingParams
+from tailrace.records import (
+    FinishReason,
+    Generate,
+    GenerationRequest,
+    GroupId,
+    Message,
+    RequestId,
+    SamplingParams,
+    SessionId,
+)
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.scoring.judge.chat import ChatAnswer
 
 
 class EngineChat:
-    """Answers come through `generate`. What it samples is nobody's rollout and is never trained on."""
+    """Answers come through `generate`. What it samples has no owner and is never trained on."""
 
     _numbers = count()
 
@@ -32,7 +41,13 @@ class EngineChat:
                 stop_token_ids=self._renderer.stop_token_ids,
             )
             completion = await self._generate(
-                prompt, sampling=sampling, request_id=name, session_id=name, group_id=name
+                GenerationRequest(
+                    request_id=RequestId(name),
+                    session_id=SessionId(name),
+                    group_id=GroupId(name),
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                )
             )
         except (RequestRefused, EnvironmentFailed) as error:
             raise ChatFailed(f"the policy's engine cannot be asked: {error}", may_recover=False) from error

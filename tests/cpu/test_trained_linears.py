@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tailrace.generation.engines.onednn import filled_rows
-from tailrace.training.onednn_linear import fast_product, outer_product, speed_up_linears
+from tailrace.cpu.linears import speed_up_linears
+from tailrace.cpu.products import fast_product, filled_rows, outer_product
 
 
-def test_outputs_and_gradients_are_those_of_the_plain_layer() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_and_gradients_are_those_of_the_plain_layer(bias: bool) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(24, 40, bias=False), nn.SiLU(), nn.Linear(40, 8, bias=False))
+    plain = nn.Sequential(nn.Linear(24, 40, bias=bias), nn.SiLU(), nn.Linear(40, 8, bias=bias))
     fast = copy.deepcopy(plain)
     speed_up_linears(fast)  # on processors that gain nothing it changes nothing
     inputs = torch.randn(1, 13, 24)
@@ -28,9 +29,8 @@ def test_outputs_and_gradients_are_those_of_the_plain_layer() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_with_a_bias_and_other_types_keep_their_own_product() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False, dtype=torch.bfloat16))
-    assert speed_up_linears(model) == 0
+def test_layers_of_other_types_keep_their_own_product() -> None:
+    assert speed_up_linears(nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16))) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

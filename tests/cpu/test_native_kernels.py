@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tailrace.generation.engines.native import Heads, Kernels, find_kernels
-from tailrace.generation.engines.native.build import compiled, find_compiler, load_library
-from tailrace.generation.engines.native.kernels import Rotation
+from tailrace.cpu.build import compiled, find_compiler, load_library
+from tailrace.cpu.kernels import Heads, Kernels, Rotation, find_kernels
 from tailrace.generation.engines.torch.sampler import sample
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -201,7 +200,7 @@ def test_tokens_and_logprobs_are_those_of_torchs_sampler(kernels: Kernels, vocab
         "draws": np.where(np.arange(rows) % 7, generator.uniform(size=rows), 0.0),
     }
     arguments["draws"][-1] = np.nextafter(1.0, 0.0)
-    expected, found = sample(logits, **arguments), sample(logits, kernels=kernels, **arguments)
+    expected, found = sample(logits, **arguments), sample(logits, sample_all=kernels.sample, **arguments)
     np.testing.assert_array_equal(found[0][:-1], expected[0][:-1])
     np.testing.assert_allclose(found[1][:-1], expected[1][:-1], atol=1e-5)
     assert 0 <= found[0][-1] < vocabulary  # the last draw may round up to the end on one side
@@ -214,7 +213,7 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_others_alone(kernels: Kerne
     logits[1, 2] = wrong
     ones, none = np.ones(3, np.float32), np.zeros(3, np.int32)
     token_ids, logprobs = sample(
-        logits, temperatures=ones, top_ps=ones, top_ks=none, draws=np.full(3, 0.5), kernels=kernels
+        logits, temperatures=ones, top_ps=ones, top_ks=none, draws=np.full(3, 0.5), sample_all=kernels.sample
     )
     assert np.isfinite(logprobs).tolist() == [True, False, True]
     assert ((token_ids >= 0) & (token_ids < 4)).all()

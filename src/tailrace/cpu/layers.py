@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tailrace.generation.engines.native.kernels import Heads, Rotation
+from tailrace.cpu.kernels import Heads, Rotation
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}

@@ -1,4 +1,4 @@
-"""A decoder layer of the common kind over the slots, by native passes: each reads and writes activations once.
+"""A decoder layer of the common kind over the slots of an engine, by native passes: each reads activations once.
 
     stream ─ norm ─► [q|k|v] ─ norms, rotation ─► keys and values to the cache ─► attention ─► output ─ add ─► stream
     stream ─ norm ─► [gate|up] ─ silu(gate) up ─► down ─ add ─► stream
@@ -9,30 +9,46 @@ adds up in float32 and rounds its result only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tailrace.generation.engines.native import Kernels, find_kernels
-from tailrace.generation.engines.native.layers import LayerParts, known_layers
-from tailrace.generation.engines.torch.attention import SlotStep, prefill
-from tailrace.generation.engines.torch.packed_linear import JoinedLinear
+from tailrace.cpu.kernels import Kernels
+from tailrace.cpu.layers import LayerParts, known_layers
+from tailrace.cpu.linears import JoinedLinear
+
+
+class Step(Protocol):
+    """What a layer needs to know of an engine's step: prompt chunks, then one token of each of the first slots."""
+
+    rows: Tensor
+    """[num_tokens]: each token's slot."""
+    positions: Tensor
+    """[num_tokens]"""
+    num_decoding: int
+    """How many of the tokens, the last ones, belong to running rows."""
+
+    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [slots, kv_heads, room, size]."""
+        ...
+
+    def prefill(self, query: Tensor, layer: int, scale: float) -> list[Tensor]:
+        """Attention of each prompt chunk over the cache, [1, length, heads, size]; `query` [1, heads, tokens, size]."""
+        ...
 
 
 class FusedLayers:
     """The layers of a model that native passes compute: all of them, or none."""
 
-    def __init__(self, model: nn.Module, num_layers: int, dtype: torch.dtype) -> None:
-        kernels = _kernels_for(model, dtype)
+    def __init__(self, kernels: Kernels | None, model: nn.Module, num_layers: int, dtype: torch.dtype) -> None:
         self._modules: list[nn.Module] = []
         self._layers: list[_FusedLayer] = []
-        found = known_layers(model)
+        found = known_layers(model) if dtype in (torch.float32, torch.bfloat16) else []
         if kernels is not None and len(found) == num_layers:
             self._modules = [module for module, _ in found]
-            self._layers = [_FusedLayer.of(kernels, parts, module.forward, dtype) for module, parts in found]
+            self._layers = [_FusedLayer.of(kernels, parts, dtype) for _, parts in found]
             for module, layer in zip(self._modules, self._layers, strict=True):
                 module.forward = layer.forward
 
@@ -42,7 +58,7 @@ class FusedLayers:
     @property
     def joined(self) -> list[JoinedLinear]:
         """The products of all layers."""
-        return [joined for layer in self._layers for joined in layer.joined]
+        return [joined for layer in self._layers for joined in (layer.packed, layer.output, layer.gate_up, layer.down)]
 
     def restore(self) -> None:
         """Give the layers their own forward back."""
@@ -55,7 +71,6 @@ class FusedLayers:
 class _FusedLayer:
     kernels: Kernels
     parts: LayerParts
-    own: Callable[..., Tensor]
     dtype: torch.dtype
     packed: JoinedLinear
     output: JoinedLinear
@@ -63,46 +78,32 @@ class _FusedLayer:
     down: JoinedLinear
 
     @classmethod
-    def of(cls, kernels: Kernels, parts: LayerParts, own: Callable[..., Tensor], dtype: torch.dtype) -> _FusedLayer:
+    def of(cls, kernels: Kernels, parts: LayerParts, dtype: torch.dtype) -> _FusedLayer:
         products = ((*parts.projections,), (parts.output,), (*parts.gate_up,), (parts.down,))
-        return cls(kernels, parts, own, dtype, *(JoinedLinear(linears) for linears in products))
+        return cls(kernels, parts, dtype, *(JoinedLinear(linears) for linears in products))
 
-    @property
-    def joined(self) -> tuple[JoinedLinear, ...]:
-        return self.packed, self.output, self.gate_up, self.down
-
-    def forward(self, hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *, slot_step: Step, position_embeddings: tuple[Tensor, Tensor], **others: Any
+    ) -> Tensor:
         """As transformers calls a layer; `hidden_states` are [1, tokens, hidden_size]."""
-        step = arguments.get("slot_step")
-        if others or not isinstance(step, SlotStep):
-            return self.own(hidden_states, *others, **arguments)
-        parts, kernels = self.parts, self.kernels
-        stream, first, second = hidden_states[0].contiguous(), parts.input_norm, parts.mlp_norm
+        kernels, first, second = self.kernels, self.parts.input_norm, self.parts.mlp_norm
+        stream = hidden_states[0].contiguous()
         _, normed, _ = kernels.add_norm(stream, None, first.weight, first.epsilon, self.dtype)
-        attended = self._attend(self.packed(normed), step, arguments["position_embeddings"])
+        attended = self._attend(self.packed(normed), slot_step, position_embeddings)
         stream, normed, _ = kernels.add_norm(stream, self.output(attended), second.weight, second.epsilon, self.dtype)
         return stream.add_(self.down(kernels.swiglu(self.gate_up(normed))))[None]
 
-    def _attend(self, packed: Tensor, step: SlotStep, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def _attend(self, packed: Tensor, step: Step, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[tokens, heads * size]"""
         layer: int = self.parts.attention.layer_idx  # type: ignore[assignment]
-        heads, caches = self.parts.heads, (step.cache.keys[layer], step.cache.values[layer])
+        heads, caches = self.parts.heads, step.caches(layer)
         query = self.kernels.rotate_store(
             packed, self.parts.rotation(*angles), heads, slots=step.rows, positions=step.positions, caches=caches
         )
-        attended = [
-            prefill(step, index, query.transpose(0, 1)[None], layer=layer, scale=1.0).reshape(
-                -1, heads.queries * heads.size
-            )
-            for index in range(len(step.segments))
-        ]
+        chunks = step.prefill(query.transpose(0, 1)[None], layer, scale=1.0)
+        attended = [chunk.reshape(-1, heads.queries * heads.size) for chunk in chunks]
         if step.num_decoding:
             first = len(packed) - step.num_decoding
             lengths = step.positions[first:] + 1
             attended.append(self.kernels.decode(query[first:], caches, lengths, heads, None))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-
-def _kernels_for(model: nn.Module, dtype: torch.dtype) -> Kernels | None:
-    on_cpu = all(weight.device.type == "cpu" for weight in model.parameters())
-    return find_kernels() if on_cpu and dtype in (torch.float32, torch.bfloat16) else None

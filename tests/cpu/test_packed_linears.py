@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tailrace.generation.engines.torch.packed_linear import PackedLinears
+from tailrace.cpu.linears import PackedLinears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ them. Generation and training meet another number of rows in nearly every pass, 
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+@cache
 def gains_in_float32() -> bool:
     """Whether products of float32 matrices gain: on AMD's processors with AVX-512, where torch takes MKL's."""
     processors = Path("/proc/cpuinfo")
     return (
         torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        and has_linear()
+        and _has_linear()
         and processors.exists()
         and "AuthenticAMD" in processors.read_text()
     )
@@ -29,25 +31,35 @@ def gains_in_float32() -> bool:
 def gains_packed(dtype: torch.dtype) -> bool:
     """Whether products with matrices that oneDNN laid out beforehand gain; in bfloat16 torch takes oneDNN anyway."""
     if dtype is torch.bfloat16:
-        return has_linear() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return _has_linear() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype is torch.float32 and gains_in_float32()
 
 
-def has_linear() -> bool:
+def _has_linear() -> bool:
     """Whether this build of torch offers oneDNN's linear layer."""
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
 
 def product(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs], plain or packed."""
-    products: Tensor = torch.ops.mkldnn._linear_pointwise(fill(rows), matrix, bias, "none", [], "")
+    products: Tensor = torch.ops.mkldnn._linear_pointwise(_filled(rows), matrix, bias, "none", [], "")
     return products[: len(rows)]
 
 
-def fill(rows: Tensor) -> Tensor:
-    """`rows` [num_rows, size] and zeros below them: [filled_rows(num_rows), size]."""
-    missing = filled_rows(len(rows)) - len(rows)
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+def fast_product(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same over a plain matrix, by whichever is faster here."""
+    if rows.dtype is torch.float32 and rows.device.type == "cpu" and gains_in_float32():
+        return product(rows, matrix, bias)
+    if _is_onednns(rows):
+        return F.linear(_filled(rows), matrix, bias)[: len(rows)]
+    return F.linear(rows, matrix, bias)
+
+
+def outer_product(grads: Tensor, inputs: Tensor) -> Tensor:
+    """[outputs, inputs]: the transpose of `grads` [num_rows, outputs] times `inputs` [num_rows, inputs]."""
+    if _is_onednns(inputs):
+        return _filled(grads).t() @ _filled(inputs)
+    return grads.t() @ inputs
 
 
 def filled_rows(count: int) -> int:
@@ -60,3 +72,14 @@ def filled_rows(count: int) -> int:
         return count
     step = 4 if count <= 4 else max(8, 1 << max(0, (count - 1).bit_length() - 6))
     return -(-count // step) * step
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """`rows` [num_rows, size] and zeros below them: [filled_rows(num_rows), size]."""
+    missing = filled_rows(len(rows)) - len(rows)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _is_onednns(rows: Tensor) -> bool:
+    """Whether torch itself takes oneDNN's products."""
+    return rows.dtype is torch.bfloat16 and rows.device.type == "cpu"

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tailrace.generation.engines.native.build import load_library
+from tailrace.cpu.build import load_library
 
 UNLIMITED = 2**62
 """A window that reaches back to every position."""
@@ -200,7 +200,7 @@ class Kernels:
         return grad
 
     def sample(self, logits: Tensor, temperatures: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probabilities [rows] of `logits` [rows, vocabulary]; see `torch.sampler.sample`.
+        """Token ids and log-probabilities [rows] of `logits` [rows, vocabulary].
 
         `temperatures` are float32, `draws` float64; all are [rows].
         """

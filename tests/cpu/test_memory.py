@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from tailrace.lifecycle.memory import reserve_memory
+from tailrace.cpu.memory import reserve_memory
 
 assert reserve_memory(64 << 20)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -29,7 +29,7 @@ def test_a_table_that_grows_finds_its_pages_used_before() -> None:
 
 ARENAS = """
 import ctypes, sys, threading
-from tailrace.lifecycle.memory import share_one_arena
+from tailrace.cpu.memory import share_one_arena
 
 assert sys.argv[1] == "0" or share_one_arena()
 barrier = threading.Barrier(4)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.generation.engines.torch.lanes import (
+from tailrace.cpu.lanes import (
     LANE_ROWS,
     WORTH_EXCHANGING_TOKENS,
     ordering_exchanges,

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tailrace.generation.engines.native import find_kernels
+from tailrace.cpu.kernels import find_kernels
 from tailrace.training.losses import policy_loss
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel

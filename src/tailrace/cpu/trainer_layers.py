@@ -13,28 +13,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tailrace.generation.engines.native import Heads, Kernels, find_kernels
-from tailrace.generation.engines.native.kernels import Rotation
-from tailrace.generation.engines.native.layers import LayerParts, Norm, known_layers
-from tailrace.training.attention import PACKED_ATTENTION, SegmentGroup, Segments
-from tailrace.training.materialized import MATERIALIZE_UP_TO, attend, attend_backward
-from tailrace.training.onednn_linear import fast_product, outer_product
+from tailrace.cpu.attention import MATERIALIZE_UP_TO, attend, attend_backward
+from tailrace.cpu.kernels import Heads, Kernels, Rotation, find_kernels
+from tailrace.cpu.layers import LayerParts, Norm, known_layers
+from tailrace.cpu.linears import trained_products
+
+
+class SegmentGroup(Protocol):
+    """Segments of a packed row of similar length, padded to the longest."""
+
+    num_segments: int
+    max_len: int
+    scatter: Tensor
+    """[tokens of the group]: where each token that is the group's own lies in the padded group."""
+    positions: Tensor
+    """[tokens of the group]: where each of them lies in the row."""
+    borrowed_scatter: Tensor
+    """[borrowed tokens]: where each token that other segments computed lies in the padded group."""
+    borrowed_positions: Tensor
+    """[borrowed tokens]: where each of them lies in the row."""
+
+
+class Segments(Protocol):
+    """How a packed row is divided: what comes as the keyword argument `segments` of the model's forward."""
+
+    groups: Sequence[SegmentGroup]
 
 
 def fuse_layers(model: nn.Module) -> list[nn.Module]:
     """Give every layer of the common kind its fused forward; returns the layers. `restore_layers` takes it back."""
-    weights = list(model.parameters())
-    if any(weight.device.type != "cpu" or weight.dtype is not torch.float32 for weight in weights):
-        return []
     kernels = find_kernels()
-    found = [] if kernels is None else known_layers(model)
+    if kernels is None or any(weight.dtype is not torch.float32 for weight in model.parameters()):
+        return []
+    found = known_layers(model)
     for layer, parts in found:
-        assert kernels is not None
         layer.forward = _FusedLayer(kernels, parts, layer.forward).forward
     return [layer for layer, _ in found]
 
@@ -53,29 +70,25 @@ class _FusedLayer:
 
     def forward(self, hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
         """As transformers calls a layer; `hidden_states` are [1, tokens, hidden_size]."""
-        segments = arguments.get("segments")
-        if others or not self._knows(segments, arguments):
+        segments: Segments | None = arguments.get("segments")
+        if segments is None or others or not self._knows(segments, arguments):
             return self.own(hidden_states, *others, **arguments)
-        assert isinstance(segments, Segments)
         parts, cosine_sine = self.parts, arguments["position_embeddings"]
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
         with torch.autocast("cpu", enabled=False):
             stream, normed = self._norm(hidden_states[0].contiguous(), None, parts.input_norm, dtype)
-            packed = _products(normed, *parts.projections)
+            packed = trained_products(normed, *parts.projections)
             layout = _Layout(self.kernels, parts.heads, segments, parts.rotation(*cosine_sine))
             norms = (None, None) if parts.head_norms is None else tuple(norm.weight for norm in parts.head_norms)
             attended = _attention(packed, *norms, layout)
-            stream, normed = self._norm(stream, _products(attended, parts.output), parts.mlp_norm, dtype)
-            gated = _swiglu(_products(normed, *parts.gate_up), self.kernels)
-            return _add(stream, _products(gated, parts.down))[None]
+            stream, normed = self._norm(stream, trained_products(attended, parts.output), parts.mlp_norm, dtype)
+            gated = _swiglu(trained_products(normed, *parts.gate_up), self.kernels)
+            return _add(stream, trained_products(gated, parts.down))[None]
 
-    def _knows(self, segments: object, arguments: dict[str, Any]) -> bool:
+    def _knows(self, segments: Segments, arguments: dict[str, Any]) -> bool:
         """Whether this is a packed row of short segments: longer ones are left to torch's blockwise attention."""
-        config: Any = self.parts.attention.config
         return (
-            isinstance(segments, Segments)
-            and config._attn_implementation == PACKED_ATTENTION
-            and arguments.get("attention_mask") is None
+            arguments.get("attention_mask") is None
             and arguments["position_embeddings"][0].shape[-1] == self.parts.heads.size
             and all(group.max_len <= MATERIALIZE_UP_TO for group in segments.groups)
         )
@@ -134,39 +147,6 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         return ctx.kernels.swiglu_backward(gate_up, grads[0].contiguous()), None
-
-
-def _products(inputs: Tensor, *linears: nn.Linear) -> Tensor:
-    """[rows, sum of outputs]: linear layers that share their input, as one product."""
-    biases: list[Tensor | None] = [linear.bias for linear in linears]
-    whole = None
-    if any(bias is not None for bias in biases):
-        pairs = zip(linears, biases, strict=True)
-        whole = torch.cat(
-            [linear.weight.new_zeros(linear.out_features) if own is None else own for linear, own in pairs]
-        )
-    return _joined_product(inputs, whole, *(linear.weight for linear in linears))
-
-
-class _Products(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
-        parts = [weight.to(inputs.dtype) for weight in weights]
-        matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
-        ctx.save_for_backward(inputs, matrix)
-        ctx.rows = [len(weight) for weight in weights]
-        return fast_product(inputs, matrix, None if bias is None else bias.to(inputs.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, matrix = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_inputs = fast_product(grad, matrix.t()) if ctx.needs_input_grad[0] else None
-        grad_bias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        if not any(ctx.needs_input_grad[2:]):
-            return grad_inputs, grad_bias, *(None for _ in ctx.rows)
-        grad_matrix = outer_product(grad, inputs).float()
-        return grad_inputs, grad_bias, *torch.split(grad_matrix, ctx.rows)
 
 
 class _Layout(NamedTuple):
@@ -234,13 +214,12 @@ class _Attention(torch.autograd.Function):
 
 def _padded_places(group: SegmentGroup) -> Tensor:
     """[num_segments * max_len]: the token of every place, -1 for padding."""
-    places = torch.full_like(group.gather, -1)
+    places = torch.full((group.num_segments * group.max_len,), -1)
     places[group.scatter] = group.positions
     places[group.borrowed_scatter] = group.borrowed_positions
     return places
 
 
-_joined_product: Callable[..., Tensor] = _Products.apply
 _add_norm: Callable[..., tuple[Tensor, Tensor]] = _AddNorm.apply
 _add: Callable[[Tensor, Tensor], Tensor] = _Add.apply
 _swiglu: Callable[[Tensor, Kernels], Tensor] = _SwiGlu.apply

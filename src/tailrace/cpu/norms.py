@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tailrace.generation.engines.native.layers import rms_norm
+from tailrace.cpu.layers import rms_norm
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -45,7 +45,7 @@ class _Norm(torch.autograd.Function):
         normed: Tensor = x * inverse
         ctx.save_for_backward(normed, inverse, weight)
         ctx.dtype = x.dtype
-        return normed * weight
+        return (normed * weight).to(torch.promote_types(x.dtype, weight.dtype))  # as transformers' norms
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

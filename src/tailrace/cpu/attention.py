@@ -8,14 +8,13 @@ written out, for autograd (`materialized_attention`) and for larger functions wi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tailrace.generation.engines.native import Kernels
+from tailrace.cpu.kernels import Kernels
 
 MATERIALIZE_UP_TO = 512
 """Longest segments whose scores are held at once; longer ones go through torch's blockwise kernel."""
@@ -27,13 +26,16 @@ _KEEP_BYTES = 16 << 20
 """Probabilities of one group in one layer that are kept at most; more are computed twice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a query sees besides its own segment's past: nothing, with these two numbers."""
+def materialized_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor | None:
+    """Causal attention [segments, heads, length, size], each query over the last `window` keys, itself included.
 
-    scale: float
-    window: int | None
-    """Tokens that a query sees at most, itself included; None is all."""
+    With a gradient. `key` and `value` have as many heads, or a divisor of it. None where torch's kernel is faster.
+    """
+    if query.shape[2] > MATERIALIZE_UP_TO:
+        return None
+    return _materialized_attention(query, key, value, scale, window)
 
 
 def attend(
@@ -87,28 +89,22 @@ def attend_backward(
     return grad_query.view(query.shape), grad_keys.view(key.shape), grad_values.view(value.shape)
 
 
-def causal_bias(length: int, window: int | None, like: Tensor) -> Tensor:
-    """[length, length]: 0 where a query may look, -inf elsewhere."""
-    forbidden = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
-    if window is not None and length > window:
-        forbidden |= torch.ones_like(forbidden).tril(-window)
-    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(forbidden, float("-inf"))
-
-
 class _MaterializedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        query, key, value = (query * rule.scale).contiguous(), key.contiguous(), value.contiguous()
-        output, kept = attend(query, key, value, window=rule.window)
+    def forward(  # noqa: PLR0917
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
+        output, kept = attend(query, key, value, window=window)
         ctx.save_for_backward(query, key, value, *kept)
-        ctx.rule = rule
+        ctx.scale, ctx.window = scale, window
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *kept = ctx.saved_tensors
-        grad_query, grad_key, grad_value = attend_backward((query, key, value), kept, grads[0], window=ctx.rule.window)
-        return grad_query.mul_(ctx.rule.scale), grad_key, grad_value, None
+        grad_query, grad_key, grad_value = attend_backward((query, key, value), kept, grads[0], window=ctx.window)
+        return grad_query.mul_(ctx.scale), grad_key, grad_value, None, None
 
 
 def _stacked(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,8 +131,12 @@ def _probabilities(block: Tensor, keys: Tensor, start: int, window: int | None, 
     scores = torch.bmm(block, keys.mT)
     if kernels is not None and window is None:
         return kernels.causal_softmax(scores, block=length - start, start=start)
-    bias = causal_bias(length, window, block)[start:].repeat(block.shape[1] // (length - start), 1)
-    return torch.softmax(scores.add_(bias), dim=-1)
+    queries, positions = torch.arange(start, length)[:, None], torch.arange(length)
+    forbidden = positions > queries
+    if window is not None:
+        forbidden |= positions <= queries - window
+    bias = torch.zeros(forbidden.shape, dtype=scores.dtype).masked_fill_(forbidden, float("-inf"))
+    return torch.softmax(scores.add_(bias.repeat(block.shape[1] // len(queries), 1)), dim=-1)
 
 
-materialized_attention: Callable[[Tensor, Tensor, Tensor, Rule], Tensor] = _MaterializedAttention.apply
+_materialized_attention: Callable[..., Tensor] = _MaterializedAttention.apply

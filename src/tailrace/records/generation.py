@@ -1,0 +1,68 @@
+"""The request of one completion, and who answers it: one record from the policy to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from tailrace.records.arrays import Int32Array
+from tailrace.records.completion import Completion
+from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId
+from tailrace.records.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One call of `generate`. Whoever passes it on passes on the record itself, or a copy with a longer `prefix`."""
+
+    request_id: RequestId
+    session_id: SessionId
+    """Requests of one session share a growing prefix, whose cache an engine may keep."""
+    group_id: GroupId
+    """Requests of one group share a prompt, which an engine may compute once."""
+    prompt_token_ids: Int32Array  # [num_prompt_tokens]
+    sampling: SamplingParams
+    owner: RolloutId | None = None
+    """The rollout that may be trained on this completion. None for a judge or an outside program: what an engine
+    records for the trainer (routed experts) is not kept then.
+    """
+    prefix: Completion | None = None
+    """Already sampled by an earlier, interrupted request; counts against `sampling.max_tokens`, never sampled again."""
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of the completion that are there already."""
+        return 0 if self.prefix is None else self.prefix.num_tokens
+
+    @property
+    def context_token_ids(self) -> Int32Array:
+        """Every token that is known before sampling starts: the prompt, and the prefix where there is one."""
+        if self.prefix is None:
+            return self.prompt_token_ids
+        return np.concatenate([self.prompt_token_ids, self.prefix.token_ids])
+
+
+OnChunk: TypeAlias = Callable[[Completion], None]
+"""Told newly sampled tokens of a running request, on the event loop of its caller.
+
+A chunk holds only tokens that were not told before, with their log-probabilities and versions. All chunks together are
+the completion without the request's `prefix`, in order, each token once, whatever interrupted the request meanwhile.
+Its finish reason is `RUNNING`, or that of the stretch that it ends; that of the completion comes with the completion.
+An exception that it raises aborts the request and is raised to the caller.
+"""
+
+
+class Generate(Protocol):
+    """All that a rollout knows of generation.
+
+    Interruption is below: preempting, moving to another replica and swapping weights only make the `await` take longer.
+    Raises `RequestRefused` for an impossible request and `EngineFailed` when no engine can serve it; cancelling the
+    awaiting task aborts the request.
+    """
+
+    async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """Sample one completion, `request.prefix` included; without an `on_chunk` nothing is told before its end."""
+        ...
