@@ -6,7 +6,7 @@ Run it from the folder above this one. `answer_tool_calls` runs the tool calls o
 back to the policy as a message.
 """
 
-from tailrace.environments import EnvironmentSpec, Message, Policy, Reward, Task, ToolSpec, answer_tool_calls
+from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy, Task, ToolSpec, answer_tool_calls
 from tailrace.errors import ToolError
 
 PRICES = {"apple": 3, "bread": 12, "honey": 27, "lamp": 140}
@@ -24,7 +24,7 @@ def price_of(thing: str) -> str:
     return str(PRICES[thing])
 
 
-async def agent(task: Task, policy: Policy) -> Reward:
+async def agent(task: Task, policy: Policy) -> AgentResult:
     """At most four turns: call the tool as often as needed, then answer without a call."""
     messages: list[Message] = [{"role": "user", "content": f"What do {task['things']} cost together?"}]
     called = 0
@@ -35,7 +35,7 @@ async def agent(task: Task, policy: Policy) -> Reward:
             break
         messages += await answer_tool_calls(reply, {"price_of": price_of})
         called += len(reply.tool_calls)
-    return Reward(float(reply.content.strip() == task["total"]), components={"tool_calls": called})
+    return AgentResult(float(reply.content.strip() == task["total"]), metrics={"tool_calls": called})
 
 
 shopping = EnvironmentSpec(

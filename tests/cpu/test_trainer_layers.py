@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tailrace.cpu.kernels import find_kernels
-from tailrace.training.losses import policy_loss
+from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.settings import LossSettings
@@ -38,7 +38,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
 }
-SMOOTH = LossSettings(correction="none")  # no token sits on the edge of a clip
+SMOOTH = ClippedRatio(LossSettings(correction="none"))  # no token sits on the edge of a clip
 LENGTHS = (40, 9, 14, 37, 5, 12, 38)
 
 
@@ -56,15 +56,12 @@ def gradients(policy: PolicyModel, lengths: tuple[int, ...]) -> dict[str, torch.
     for start in (0, lengths[0]):  # two samples begin alike
         row.token_ids[start : start + 4] = [1, 2, 3, 4]
     micro_batch = MicroBatch.of(row, 0)
-
-    def pointwise(logprobs: torch.Tensor, where: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        return policy_loss(logprobs, micro_batch.tokens.part(where), SMOOTH, 10.0)
-
     policy.model.zero_grad()
-    output = policy.loss(micro_batch, pointwise)
-    output.loss.backward()
+    output = policy(micro_batch, SMOOTH)
+    loss = output.total / 10.0
+    loss.backward()
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
-    return found | {"loss": output.loss.detach(), "logprobs": output.logprobs}
+    return found | {"loss": loss.detach(), "logprobs": output.logprobs}
 
 
 needs_kernels = pytest.mark.skipif(find_kernels() is None, reason="no C++ compiler, or several threads")

@@ -12,6 +12,7 @@ from tailrace.environments import EnvironmentSettings, EnvironmentSpec, Json, lo
 from tailrace.environments.answers import extract_number, text_similarity
 from tailrace.environments.calculator import evaluate
 from tailrace.environments.generated import GeneratedRows, is_held_out
+from tailrace.environments.results import as_agent_result
 from tailrace.errors import SettingsError, ToolError
 from tests.support.scripted_policy import Said, ScriptedPolicy, calls, play
 
@@ -24,9 +25,9 @@ async def test_reverse_text_rewards_by_likeness() -> None:
     spec = load("reverse-text", min_words=2, max_words=2)
     task = spec.train_task(11)
     assert task["answer"] == task["text"][::-1]
-    assert (await play(spec, task, [task["answer"]])).value == 1.0
-    assert 0 < (await play(spec, task, [task["text"]])).value < 1
-    assert (await play(spec, task, [""])).value == 0.0
+    assert (await play(spec, task, [task["answer"]])).reward == 1.0
+    assert 0 < (await play(spec, task, [task["text"]])).reward < 1
+    assert (await play(spec, task, [""])).reward == 0.0
 
 
 def test_a_reply_that_goes_on_and_on_earns_almost_nothing() -> None:
@@ -46,9 +47,9 @@ async def test_arithmetic_rewards_the_right_number_alone(terms: int) -> None:
     for index in range(30):
         task = spec.train_task(index)
         assert evaluate(task["expression"]) == str(task["answer"])
-        assert (await play(spec, task, [f"That makes {task['answer']}."])).value == 1.0
-        assert (await play(spec, task, [f"{task['answer'] + 1}"])).value == 0.0
-        assert (await play(spec, task, ["I do not know"])).value == 0.0
+        assert (await play(spec, task, [f"That makes {task['answer']}."])).reward == 1.0
+        assert (await play(spec, task, [f"{task['answer'] + 1}"])).reward == 0.0
+        assert (await play(spec, task, ["I do not know"])).reward == 0.0
 
 
 def test_arithmetic_refuses_what_makes_no_expression() -> None:
@@ -71,10 +72,8 @@ async def test_the_calculator_is_called_and_its_result_comes_back() -> None:
     task = spec.train_task(0)
     policy = ScriptedPolicy([calls("calculator", {"expression": task["expression"]}), f"It is {task['answer']}"])
     assert spec.agent is not None
-    reward = await spec.agent(task, policy)
-    assert reward is not None
-    assert not isinstance(reward, float)
-    assert (reward.value, reward.components) == (1.0, {"tool_calls": 1, "tool_errors": 0})
+    result = as_agent_result(await spec.agent(task, policy))
+    assert (result.reward, result.metrics) == (1.0, {"tool_calls": 1, "tool_errors": 0})
     assert policy.conversations[1][-1] == {
         "role": "tool",
         "name": "calculator",
@@ -98,15 +97,15 @@ async def test_the_calculator_is_called_and_its_result_comes_back() -> None:
 async def test_a_wrong_tool_call_comes_back_as_a_message_and_the_rollout_goes_on(mistake: Said) -> None:
     spec = load("calculator")
     task = spec.train_task(0)
-    reward = await play(spec, task, [mistake, str(task["answer"])])
-    assert (reward.value, reward.components["tool_errors"]) == (1.0, 1)
+    result = await play(spec, task, [mistake, str(task["answer"])])
+    assert (result.reward, result.metrics["tool_errors"]) == (1.0, 1)
 
 
 async def test_a_policy_that_only_ever_calls_the_tool_ends_at_the_turn_cap() -> None:
     spec = load("calculator", max_turns=3)
     task = spec.train_task(0)
-    reward = await play(spec, task, [calls("calculator", {"expression": task["expression"]})] * 3)
-    assert (reward.value, reward.components["tool_calls"]) == (0.0, 3)
+    result = await play(spec, task, [calls("calculator", {"expression": task["expression"]})] * 3)
+    assert (result.reward, result.metrics["tool_calls"]) == (0.0, 3)
 
 
 @pytest.mark.parametrize(

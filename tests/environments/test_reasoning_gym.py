@@ -21,17 +21,17 @@ def load(**args: Json) -> EnvironmentSpec:
 async def test_a_right_answer_earns_its_data_sets_own_score() -> None:
     spec = load(dataset="basic_arithmetic", max_terms=2, max_digits=2)
     task = spec.train_task(4)
-    assert (await play(spec, task, [f"Let me think. <answer>{task['answer']}</answer>"])).value == 1.0
-    assert (await play(spec, task, [f"So it is\n{task['answer']}"])).value == 1.0
-    assert (await play(spec, task, ["<answer>no</answer>"])).value < 1.0
+    assert (await play(spec, task, [f"Let me think. <answer>{task['answer']}</answer>"])).reward == 1.0
+    assert (await play(spec, task, [f"So it is\n{task['answer']}"])).reward == 1.0
+    assert (await play(spec, task, ["<answer>no</answer>"])).reward < 1.0
 
 
 @pytest.mark.parametrize("dataset", ["knights_knaves", "rearc", "spell_backward", "word_ladder", "zebra_puzzles"])
 async def test_a_task_scores_the_same_after_travelling_as_json(dataset: str) -> None:
     task = load(dataset=dataset, size=400, eval_size=4).train_task(3)
     arrived = Task(task.task_id, task.environment, task.index, json.loads(json.dumps(task.row)), task.seed)
-    reward = await play(load(dataset=dataset, size=400, eval_size=4), arrived, [f"<answer>{task['answer']}</answer>"])
-    assert reward.value == 1.0
+    result = await play(load(dataset=dataset, size=400, eval_size=4), arrived, [f"<answer>{task['answer']}</answer>"])
+    assert result.reward == 1.0
 
 
 async def test_the_policy_is_asked_with_reasoning_gyms_own_system_prompt() -> None:
@@ -57,8 +57,8 @@ def test_a_row_is_the_same_each_time_it_is_asked_for() -> None:
 
 async def test_an_answer_that_scoring_cannot_read_is_wrong_and_counted() -> None:
     spec = load(dataset="prime_factorization")
-    reward = await play(spec, spec.train_task(0), ["<answer>a few primes</answer>"])
-    assert (reward.value, reward.components["unreadable"]) == (0.0, 1.0)
+    result = await play(spec, spec.train_task(0), ["<answer>a few primes</answer>"])
+    assert (result.reward, result.metrics["unreadable"]) == (0.0, 1.0)
 
 
 def test_its_scoring_is_untrusted() -> None:

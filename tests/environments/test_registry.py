@@ -80,13 +80,13 @@ def test_loading_twice_gives_the_same_held_out_tasks(own: Callable[..., Environm
 
 async def test_a_bare_agent_plays_a_data_set(own: Callable[..., EnvironmentSettings]) -> None:
     spec = load_environment(own("agent", data="rows.jsonl", args={"bonus": "0.5"}))
-    reward = await play(spec, spec.train_task(1), ["B"])
-    assert (spec.name, reward.value) == ("agent", 1.5)
+    result = await play(spec, spec.train_task(1), ["B"])
+    assert (spec.name, result.reward) == ("agent", 1.5)
 
 
 async def test_a_bare_environment_class_plays_a_data_set(own: Callable[..., EnvironmentSettings]) -> None:
     spec = load_environment(own("Echo", data="rows.jsonl", args={"factor": 3}))
-    assert (await play(spec, spec.train_task(0), ["a"])).value == 3.0
+    assert (await play(spec, spec.train_task(0), ["a"])).reward == 3.0
 
 
 def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -> None:

@@ -30,7 +30,7 @@ def page() -> dict[str, Any]:
 async def test_the_environments_on_the_page_play(page: dict[str, Any], name: str, reply: str, reward: float) -> None:
     spec: EnvironmentSpec = page[name]
     task = spec.train_task(0)
-    assert (await play(spec, task, [reply.format(**task.row)])).value == reward
+    assert (await play(spec, task, [reply.format(**task.row)])).reward == reward
 
 
 async def test_the_tool_on_the_page_answers(page: dict[str, Any]) -> None:

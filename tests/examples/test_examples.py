@@ -16,17 +16,17 @@ ROOT = Path(__file__).parents[2]
 async def test_own_agent_rewards_the_sorted_names() -> None:
     spec = load_environment(EnvironmentSettings(name="examples.own_agent:first_names"))
     task = spec.train_task(0)
-    assert (await play(spec, task, ["\n".join(sorted(task["names"]))])).value == 1.0
-    assert (await play(spec, task, ["no names"])).value == 0.0
+    assert (await play(spec, task, ["\n".join(sorted(task["names"]))])).reward == 1.0
+    assert (await play(spec, task, ["no names"])).reward == 0.0
     assert len(spec.eval_tasks) == 32
 
 
 async def test_own_environment_rewards_the_quicker_guess() -> None:
     spec = load_environment(EnvironmentSettings(name="examples.own_environment:guess_the_name"))
     task = spec.train_task(5)
-    assert (await play(spec, task, [task["name"]])).value == 1.0
-    assert (await play(spec, task, ["Ada", task["name"]])).value == 0.5
-    assert (await play(spec, task, ["Ada"] * 4)).value == 0.0
+    assert (await play(spec, task, [task["name"]])).reward == 1.0
+    assert (await play(spec, task, ["Ada", task["name"]])).reward == 0.5
+    assert (await play(spec, task, ["Ada"] * 4)).reward == 0.0
 
 
 async def test_own_dataset_rewards_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +35,8 @@ async def test_own_dataset_rewards_capitals(monkeypatch: pytest.MonkeyPatch) -> 
         EnvironmentSettings(name="examples.own_dataset:shout", data="examples/words.jsonl", eval_tasks=4)
     )
     task = spec.train_task(0)
-    assert (await play(spec, task, [task["answer"]])).value == 1.0
-    assert (await play(spec, task, [task["answer"].lower()])).value == 0.0
+    assert (await play(spec, task, [task["answer"]])).reward == 1.0
+    assert (await play(spec, task, [task["answer"].lower()])).reward == 0.0
     assert len(spec.eval_tasks) == 4
 
 
@@ -44,8 +44,8 @@ async def test_own_tool_looks_prices_up_and_learns_from_a_refusal() -> None:
     spec = load_environment(EnvironmentSettings(name="examples.own_tool:shopping"))
     task = spec.train_task(1)  # one apple and one bread
     script = [calls("price_of", {"thing": "sun"}), calls("price_of", {"thing": "apple"}), task["total"]]
-    reward = await play(spec, task, script)
-    assert (reward.value, reward.components["tool_calls"]) == (1.0, 2)
+    result = await play(spec, task, script)
+    assert (result.reward, result.metrics["tool_calls"]) == (1.0, 2)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("own_*.py")), ids=lambda path: path.stem)
@@ -58,7 +58,7 @@ def test_every_example_names_itself_in_the_command_that_runs_it(path: Path) -> N
 async def test_the_stalling_reward_compares_letter_by_letter() -> None:
     spec = load_environment(EnvironmentSettings(name="examples.stalling_reward:copy_text"))
     task = spec.train_task(0)
-    assert (await play(spec, task, [task["reference"]])).value == 1.0
-    assert 0.0 < (await play(spec, task, ["The mill"])).value < 0.5
+    assert (await play(spec, task, [task["reference"]])).reward == 1.0
+    assert 0.0 < (await play(spec, task, ["The mill"])).reward < 0.5
     mended = load_environment(EnvironmentSettings(name="examples.stalling_reward:mended"))
     assert (spec.trusted, mended.trusted) == (True, False)

@@ -18,7 +18,7 @@ from tailrace.records import (
     TaskId,
     ToolSpec,
 )
-from tailrace.rollouts import ChatRenderer, RolloutBudget, RolloutPolicy
+from tailrace.rollouts import ChatRenderer, RolloutPolicy
 from tests.support.scripted_generate import Sampled, ScriptedGenerate
 
 ADD: ToolSpec = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
@@ -43,15 +43,19 @@ class Talk:
         max_turns: int = 9,
         sampling: SamplingParams | None = None,
         system_prompt: str | None = None,
-        **budget: int,
+        **limits: int,
     ) -> None:
         task = Task(TaskId("names/train/7"), "names", 7, {})
         self.rollout = Rollout(RolloutId("r7"), GroupId("g7"), task, sampling or SamplingParams(max_tokens=64))
         self.generate = ScriptedGenerate(renderer.tokenizer, replies)
         self.tokenizer = renderer.tokenizer
-        limits = RolloutBudget(max_turns=max_turns, **budget)
         self.policy = RolloutPolicy(
-            self.rollout, renderer=renderer, generate=self.generate, budget=limits, system_prompt=system_prompt
+            self.rollout,
+            renderer=renderer,
+            generate=self.generate,
+            max_turns=max_turns,
+            system_prompt=system_prompt,
+            **limits,
         )
 
     def prompt(self, call: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tailrace.environments import EnvironmentSpec, Observation, Policy
+from tailrace.environments import AgentResult, EnvironmentSpec, Observation, Policy
 from tailrace.errors import (
     BudgetExceeded,
     EngineFailed,
@@ -92,6 +92,36 @@ async def test_a_first_prompt_that_does_not_fit_costs_the_rollout(renderer: Chat
 
 async def test_an_agent_is_scored_by_what_it_returns(renderer: ChatRenderer) -> None:
     assert (await run(renderer, spec_of(ask))).reward == Reward(1.0)
+
+
+@pytest.mark.parametrize(
+    "returned", [AgentResult(0.5, {"effort": 2}, {"said": "hi"}), Reward(0.5, {"effort": 2}, {"said": "hi"})]
+)
+async def test_a_result_and_a_reward_are_two_forms_of_the_same(renderer: ChatRenderer, returned: object) -> None:
+    async def agent(task: Task, policy: Policy) -> object:
+        await ask(task, policy)
+        return returned
+
+    async def reward(task: Task, messages: list[Message]) -> object:
+        return returned
+
+    for spec in (spec_of(agent), spec_of(ask, reward=reward)):
+        assert (await run(renderer, spec)).reward == Reward(0.5, {"effort": 2.0}, {"said": "hi"})
+
+
+async def test_a_result_without_a_reward_is_kept_for_whoever_scores_the_group(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> AgentResult:
+        await ask(task, policy)
+        return AgentResult(metrics={"effort": 2.0}, info={"said": "hi"})
+
+    async def rank(group: Group) -> Group:
+        return group
+
+    rollout = await run(renderer, spec_of(agent, score_group=rank))
+    assert rollout.reward is None
+    assert (rollout.metrics["effort"], rollout.metadata) == (2.0, {"said": "hi"})
+    with pytest.raises(InvalidReward, match=r"is None \(NoneType\); it must be a number"):
+        await run(renderer, spec_of(agent))
 
 
 async def test_a_reward_function_takes_precedence_and_keeps_what_the_agent_reported(renderer: ChatRenderer) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from tailrace.environments import EnvironmentSpec, Message, Observation, Reply, Reward, Task, ToolCall, ToolSpec
+from tailrace.environments import AgentResult, EnvironmentSpec, Message, Observation, Reply, Task, ToolCall, ToolSpec
+from tailrace.environments.callables import settled
+from tailrace.environments.results import as_agent_result
 from tailrace.errors import BudgetExceeded
 from tailrace.records import Completion, FinishReason
 
@@ -64,36 +64,30 @@ class ScriptedPolicy:
         )
 
 
-async def play(spec: EnvironmentSpec, task: Task, replies: Sequence[str | Said]) -> Reward:
-    """Play one rollout of any environment with scripted replies and return its reward."""
+async def play(spec: EnvironmentSpec, task: Task, replies: Sequence[str | Said]) -> AgentResult:
+    """Play one rollout of any environment with scripted replies and return its result."""
     policy = ScriptedPolicy(replies)
     if spec.agent is None:
-        reward, messages = await _play_environment(spec, task, policy)
+        result, messages = await _play_environment(spec, task, policy)
     else:
-        returned = await spec.agent(task, policy)
-        reward = returned if isinstance(returned, Reward) else Reward(float("nan") if returned is None else returned)
+        result = as_agent_result(await spec.agent(task, policy))
         last = replies[len(policy.conversations) - 1]
         messages = [*policy.conversations[-1], Message(role="assistant", content=str(getattr(last, "content", last)))]
-    if spec.reward is None:
-        return reward
-    scored: float | Reward = await _settled(spec.reward(task, messages))
-    return scored if isinstance(scored, Reward) else Reward(scored)
+    return result if spec.reward is None else as_agent_result(await settled(spec.reward(task, messages)))
 
 
-async def _play_environment(spec: EnvironmentSpec, task: Task, policy: ScriptedPolicy) -> tuple[Reward, list[Message]]:
+async def _play_environment(
+    spec: EnvironmentSpec, task: Task, policy: ScriptedPolicy
+) -> tuple[AgentResult, list[Message]]:
     assert spec.environment is not None
     environment = spec.environment()
-    observation: Observation = await _settled(environment.reset(task))
+    observation: Observation = await settled(environment.reset(task))
     total, metrics, messages = observation.reward or 0.0, dict(observation.metrics), list(observation.messages)
     while not observation.done:
         reply = await policy.chat(messages, tools=list(spec.tools) or None)
         messages.append(reply.message)
-        observation = await _settled(environment.step(reply.message))
+        observation = await settled(environment.step(reply.message))
         messages += observation.messages
         total += observation.reward or 0.0
         metrics |= observation.metrics
-    return Reward(total, components=metrics), messages
-
-
-async def _settled(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+    return AgentResult(total, metrics), messages

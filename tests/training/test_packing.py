@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tailrace.records import BatchRow
-from tailrace.training.head import PointwiseLoss
-from tailrace.training.losses import policy_loss
+from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch, split_samples
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.settings import LossSettings
@@ -37,10 +36,6 @@ def reference(model: PreTrainedModel, row: BatchRow, denominator: float) -> tupl
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def pointwise(micro_batch: MicroBatch, denominator: float) -> PointwiseLoss:
-    return lambda logprobs, where: policy_loss(logprobs, micro_batch.tokens.part(where), SETTINGS, denominator)
-
-
 def packed(model: PreTrainedModel, row: BatchRow, denominator: float) -> tuple[float, dict[str, torch.Tensor]]:
     policy = PolicyModel(model)
     model.zero_grad()
@@ -48,9 +43,9 @@ def packed(model: PreTrainedModel, row: BatchRow, denominator: float) -> tuple[f
     total = 0.0
     for piece in pieces:
         micro_batch = MicroBatch.of(piece, 0)
-        output = policy.loss(micro_batch, pointwise(micro_batch, denominator))
-        output.loss.backward()
-        total += float(output.loss.detach())
+        loss = policy(micro_batch, ClippedRatio(SETTINGS)).total / denominator
+        loss.backward()
+        total += float(loss.detach())
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

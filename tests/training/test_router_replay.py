@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tailrace.errors import ModelError, TrainingError
 from tailrace.records import BatchRow
-from tailrace.training.losses import policy_loss
+from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.router_replay import ReplayCounts, RouterReplay, add_routing_rule, softmax_rule
@@ -74,11 +74,8 @@ def train_on(
     micro_batch = MicroBatch.of(row, 0, routed_experts=None if experts is None else experts.copy())
     model.zero_grad()
     with policy.replaying(micro_batch):
-        output = policy.loss(
-            micro_batch,
-            lambda logprobs, where: policy_loss(logprobs, micro_batch.tokens.part(where), LossSettings(), 100.0),
-        )
-        output.loss.backward()
+        output = policy(micro_batch, ClippedRatio(LossSettings()))
+        (output.total / 100.0).backward()
     return output.logprobs, policy.take_replay_counts()
 
 

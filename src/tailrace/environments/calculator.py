@@ -23,9 +23,10 @@ from tailrace.environments.answers import extract_number
 from tailrace.environments.arithmetic import draw_expression
 from tailrace.environments.generated import GeneratedRows
 from tailrace.environments.protocol import EnvironmentSpec, Policy
+from tailrace.environments.results import AgentResult
 from tailrace.environments.tools import ERROR_PREFIX, answer_tool_calls
 from tailrace.errors import SettingsError, ToolError
-from tailrace.records import Json, Message, Reward, Task, ToolSpec
+from tailrace.records import Json, Message, Task, ToolSpec
 
 CALCULATOR: Final = ToolSpec(
     name="calculator",
@@ -71,7 +72,7 @@ def calculator(
     )
 
 
-async def calculator_agent(task: Task, policy: Policy, *, max_turns: int) -> Reward:
+async def calculator_agent(task: Task, policy: Policy, *, max_turns: int) -> AgentResult:
     """Let the policy call the tool until it answers without a call, or its turns are used up."""
     messages: list[Message] = [{"role": "user", "content": task["prompt"]}]
     answers: list[Message] = []
@@ -86,7 +87,7 @@ async def calculator_agent(task: Task, policy: Policy, *, max_turns: int) -> Rew
     answered = messages[-1]["role"] == "assistant"
     right = answered and extract_number(messages[-1]["content"]) == float(task["answer"])
     errors = sum(answer["content"].startswith(ERROR_PREFIX) for answer in answers)
-    return Reward(float(right), components={"tool_calls": len(answers), "tool_errors": errors})
+    return AgentResult(float(right), metrics={"tool_calls": len(answers), "tool_errors": errors})
 
 
 def draw_row(rng: random.Random, *, terms: int, max_number: int) -> dict[str, Json]:

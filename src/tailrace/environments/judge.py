@@ -1,4 +1,4 @@
-"""What an environment says of the language model that judges its groups; who asks it is in `rollouts.judge`."""
+"""What an environment says of the language model that judges its groups; `rollouts.scoring.judge` calls it."""
 
 from __future__ import annotations
 

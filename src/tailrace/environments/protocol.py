@@ -1,6 +1,6 @@
 """The seams of an environment.
 
-An environment is told in one of two ways, and everything else of `EnvironmentSpec` is the same for both:
+An environment is written in one of two ways, and everything else of `EnvironmentSpec` is the same for both:
 
     agent         async def agent(task, policy) -> AgentResult  the rollout, written as an ordinary coroutine
     environment   reset(task) -> Observation                    the rollout, turned inside out: the loop asks the policy

@@ -36,7 +36,7 @@ BUILT_IN = {
     "reasoning-gym": "tailrace.environments.adapters.reasoning_gym:reasoning_gym",
     "reverse-text": "tailrace.environments.reverse_text:reverse_text",
 }
-"""Imported when asked for."""
+"""Imported when first used."""
 
 
 _ROWS_CHECKED = 10_000
@@ -76,22 +76,24 @@ def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) 
 
 def _judge(spec: EnvironmentSpec, settings: EnvironmentSettings) -> JudgeSettings | None:
     """The environment's own judge, with what the settings say in its place."""
-    told = settings.judge
-    if told is None or spec.judge is None:
-        return told or spec.judge
-    return spec.judge.model_copy(update={name: getattr(told, name) for name in told.model_fields_set})
+    changes = settings.judge
+    if changes is None or spec.judge is None:
+        return changes or spec.judge
+    return spec.judge.model_copy(update={name: getattr(changes, name) for name in changes.model_fields_set})
 
 
 def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, NamedReward]:
     """The reward functions that the settings name or weigh anew."""
     chosen: dict[str, NamedReward] = {}
-    for name, told in settings.rewards.items():
+    for name, changes in settings.rewards.items():
         own = spec.rewards.get(name)
         key = ("rewards", name, "function")
-        if told.function is not None:
-            function = _import_attribute(told.function, told.function, setting=f"environment.rewards.{name}.function")
+        if changes.function is not None:
+            function = _import_attribute(
+                changes.function, changes.function, setting=f"environment.rewards.{name}.function"
+            )
             if not callable(function):
-                raise SettingsError(f"environment.rewards.{name}: {told.function} is not a function", key=key)
+                raise SettingsError(f"environment.rewards.{name}: {changes.function} is not a function", key=key)
         elif own is not None:
             function = own.function
         else:
@@ -102,8 +104,8 @@ def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, 
                 key=key,
             )
         default = own or NamedReward(function)
-        weight = default.weight if told.weight is None else told.weight
-        together = default.together if told.together is None else told.together
+        weight = default.weight if changes.weight is None else changes.weight
+        together = default.together if changes.together is None else changes.together
         chosen[name] = NamedReward(function, weight, together)
     return chosen
 
@@ -127,7 +129,7 @@ def _with_tasks(spec: EnvironmentSpec, settings: EnvironmentSettings) -> Environ
 
 
 def _require_columns(spec: EnvironmentSpec) -> None:
-    """Tell a missing column before the run starts, not when its row is drawn."""
+    """Report a missing column before the run starts, not when its row is drawn."""
     if spec.required_columns:
         for rows, make in ((spec.train_tasks, spec.train_task), (spec.eval_tasks, spec.eval_task)):
             is_written = isinstance(rows, list | tuple | JsonlRows | ArrowRows)

@@ -15,9 +15,10 @@ from typing import Final
 from tailrace.environments.answers import text_similarity
 from tailrace.environments.generated import GeneratedRows
 from tailrace.environments.protocol import EnvironmentSpec
+from tailrace.environments.results import AgentResult
 from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
-from tailrace.records import Message, Reward, Task
+from tailrace.records import Message, Task
 
 _WORDS: Final = (
     "apple autumn bird blue boat book bread bridge bright candle cat cloud cold corn dark deer dog dream drum "
@@ -61,7 +62,7 @@ def draw_row(rng: random.Random, *, min_words: int, max_words: int) -> dict[str,
     return {"text": text, "prompt": f"Reverse this text: {text}", "answer": text[::-1]}
 
 
-def similarity_reward(task: Task, messages: list[Message]) -> Reward:
+def similarity_reward(task: Task, messages: list[Message]) -> AgentResult:
     """How much of the answer the last reply has, from 0 to 1."""
     value = text_similarity(messages[-1]["content"].strip(), task["answer"])
-    return Reward(value, components={"exact": float(value == 1.0)})
+    return AgentResult(value, metrics={"exact": float(value == 1.0)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -152,6 +152,8 @@ class BatchRow:
     temperatures: Float32Array  # [num_samples]
     sample_lengths: Int32Array  # [num_samples]
     payloads: PayloadTable = field(default_factory=PayloadTable.empty)
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    """More that a loss may want to know, by name: [num_tokens] or [num_tokens, k]."""
 
     def routed_experts(
         self,

@@ -9,7 +9,7 @@ from tailrace.rollouts.chat import ChatRenderer, ChatTokenizer, ParsedReply, Ren
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorBudget
 from tailrace.rollouts.gathering import gather_groups, stream_groups
-from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
+from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.rollouter import Rollouter
 from tailrace.rollouts.settings import EvaluationSampling, RolloutSettings
 from tailrace.rollouts.workers import WorkerPool
@@ -22,7 +22,6 @@ __all__ = [
     "LoadedEnvironment",
     "ParsedReply",
     "Renderer",
-    "RolloutBudget",
     "RolloutPolicy",
     "RolloutSettings",
     "Rollouter",

@@ -15,10 +15,10 @@ OnError: TypeAlias = Literal["raise", "drop", "keep_unscored"]
 GRACE = 20
 """A share means nothing before so many have started."""
 ERRORS_KEPT = 32
-"""Of all failures, the latest so many are told in full."""
+"""Of all failures, the latest so many are listed in full."""
 
 _BEYOND = (EngineFailed, TransportError, SettingsError)
-"""Errors that tell of more than one rollout: no budget counts them, they end everything at once."""
+"""Errors that concern more than one rollout: no error budget counts them, they end everything at once."""
 
 
 class ErrorBudget(BaseModel):
@@ -51,7 +51,7 @@ class ErrorBudget(BaseModel):
         return self
 
     def allows(self, *, failed: int, started: int, is_over: bool = False) -> bool:
-        """Whether so many failures of those started are within the budget."""
+        """Whether so many failures of those started are within the error budget."""
         if self.on_error == "raise":
             return not failed
         if self.max_count is not None and failed > self.max_count:
@@ -61,8 +61,8 @@ class ErrorBudget(BaseModel):
 
     def __str__(self) -> str:
         limits = {"max_count": self.max_count, "max_share": self.max_share}
-        told = ", ".join(f"{name} = {value}" for name, value in limits.items() if value is not None)
-        return told or f"on_error = {self.on_error}"
+        listed = ", ".join(f"{name} = {value}" for name, value in limits.items() if value is not None)
+        return listed or f"on_error = {self.on_error}"
 
 
 RAISE = ErrorBudget(on_error="raise")
@@ -70,7 +70,7 @@ RAISE = ErrorBudget(on_error="raise")
 
 
 class ErrorTally:
-    """Counts what was started and what failed against one budget."""
+    """Counts what was started and what failed against one error budget."""
 
     def __init__(self, budget: ErrorBudget, what: str, setting: str) -> None:
         """`what` are the things counted, in the plural; `setting` is the budget's name for people."""
@@ -84,7 +84,7 @@ class ErrorTally:
     def fail(self, error: Exception) -> None:
         """Count a failure.
 
-        Raises `ErrorBudgetSpent` where it is one too many, and an error that no budget counts as it is.
+        Raises `ErrorBudgetSpent` where it is one too many, and an error that no error budget counts as it is.
         """
         if any(isinstance(leaf, _BEYOND) for leaf in leaves_of(error)):
             raise error

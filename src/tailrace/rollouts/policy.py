@@ -43,16 +43,6 @@ _REFUSAL_S = 0.02
 """How long a request of a rollout that was cancelled waits for its refusal."""
 
 
-class RolloutBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rollout may use."""
-
-    max_turns: int
-    max_rollout_tokens: int | None = None
-    """Context and completions of all branches."""
-    max_model_tokens: int | None = None
-    """The model's context: prompt and completion of one turn. None where only the engine knows it."""
-
-
 class RolloutPolicy:
     """The model, for one rollout. Any number of `chat` calls may run at once, each on a branch of its own."""
 
@@ -62,13 +52,21 @@ class RolloutPolicy:
         *,
         renderer: Renderer,
         generate: Generate,
-        budget: RolloutBudget,
+        max_turns: int,
+        max_rollout_tokens: int | None = None,
+        max_model_tokens: int | None = None,
         system_prompt: str | None = None,
     ) -> None:
+        """`max_rollout_tokens` bounds context and completions of all branches.
+
+        `max_model_tokens` is the model's context, prompt and completion of one turn; None where only the engine
+        knows it.
+        """
         self._rollout = rollout
         self._renderer = renderer
         self._generate = generate
-        self._budget = budget
+        self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
+        self._max_model_tokens = max_model_tokens
         self._system_prompt = system_prompt
         self._conversations: list[BranchConversation] = []
         self._closed = False
@@ -168,8 +166,8 @@ class RolloutPolicy:
     # ---- what it may cost
 
     def _require_turn(self) -> None:
-        if self._rollout.turns >= self._budget.max_turns:
-            raise self._exhausted(f"all of its {self._budget.max_turns} turns are used (rollouts.max_turns)")
+        if self._rollout.turns >= self._max_turns:
+            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
 
     def _completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int:
         """Tokens that this completion may have."""
@@ -177,11 +175,11 @@ class RolloutPolicy:
         limits = [self._rollout.sampling.max_tokens]
         if asked is not None:
             limits.append(asked)
-        if (context := self._budget.max_model_tokens) is not None:
+        if (context := self._max_model_tokens) is not None:
             if prompt >= context:
                 raise self._exhausted(f"a prompt of {prompt} tokens leaves no room in the model's context of {context}")
             limits.append(context - prompt)
-        if (most := self._budget.max_rollout_tokens) is not None:
+        if (most := self._max_rollout_tokens) is not None:
             used = self._used_tokens() + context_tokens
             if conversation.index == len(self._conversations):
                 used += conversation.branch.num_tokens

@@ -19,7 +19,7 @@ from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorTally
-from tailrace.rollouts.policy import RolloutBudget, RolloutPolicy
+from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, RewardFunctions, Scorer
 from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
@@ -238,11 +238,9 @@ class Rollouter:
             rollout,
             renderer=self._renderer,
             generate=self._generate,
-            budget=RolloutBudget(
-                max_turns=environment.max_turns,
-                max_rollout_tokens=self._settings.max_rollout_tokens,
-                max_model_tokens=self._max_model_tokens,
-            ),
+            max_turns=environment.max_turns,
+            max_rollout_tokens=self._settings.max_rollout_tokens,
+            max_model_tokens=self._max_model_tokens,
             system_prompt=self._settings.system_prompt,
         )
 

@@ -1,4 +1,4 @@
-"""How rollouts are run: sampling, budgets, time limits, worker processes."""
+"""How rollouts are run: sampling, limits, error budgets, worker processes."""
 
 from __future__ import annotations
 

@@ -81,10 +81,11 @@ class Segments:
     """[num_tokens]: where each token of the row lies among the groups' real tokens, one group after the other."""
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], device: torch.device | str = "cpu", shared: SharedPrefixes | None = None
-    ) -> Segments:
-        """Divide a row into segments of these lengths, each 1 or more; with `shared`, the row holds computed tokens."""
+    def of(cls, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> Segments:
+        """Divide a row into segments of these lengths, each 1 or more; with `shared`, the row holds computed tokens.
+
+        On the CPU: see `transfer.to_device`.
+        """
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + int(length))
@@ -93,30 +94,12 @@ class Segments:
         place = torch.arange(starts[-1]) if shared is None else torch.from_numpy(shared.place)
         groups = tuple(_group(members, lengths, starts, computed, place) for members in _by_length(lengths))
         order = torch.cat([group.positions for group in groups])
-        segments = cls(
+        return cls(
             lengths=tuple(int(length) for length in lengths),
             groups=groups,
             position_ids=position_ids[computed][None],
             offsets=torch.tensor(starts, dtype=torch.int32),
             restore=torch.empty_like(order).scatter_(0, order, torch.arange(len(order))),
-        )
-        return segments if torch.device(device).type == "cpu" else segments._to(torch.device(device))
-
-    def _to(self, device: torch.device) -> Segments:
-        groups = tuple(
-            SegmentGroup(
-                group.num_segments,
-                group.max_len,
-                group.gather.to(device),
-                group.scatter.to(device),
-                group.positions.to(device),
-                group.borrowed_scatter.to(device),
-                group.borrowed_positions.to(device),
-            )
-            for group in self.groups
-        )
-        return Segments(
-            self.lengths, groups, self.position_ids.to(device), self.offsets.to(device), self.restore.to(device)
         )
 
 

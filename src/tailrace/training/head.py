@@ -1,137 +1,307 @@
-"""From hidden states to loss and gradients, without ever holding the logits of a whole row.
+"""From hidden states to log-probabilities and entropies, without ever holding the logits of a whole row.
 
-The loss of a token depends on its logits through one number, its log-probability, and the derivative by that number is
-known as soon as it is. So one pass over chunks of tokens computes logits, log-probabilities, loss and the gradients of
-hidden states and head at once, and drops the logits again: memory is chunk × vocabulary, where autograd alone would
-keep several copies of tokens × vocabulary.
+A head's logits are tokens × vocabulary, of which autograd would keep several copies. Here they exist for a chunk of
+tokens at a time, in one of two ways:
 
-    d loss_t / d logits_t = d loss_t / d logprob_t · (onehot(y_t) - softmax(logits_t / T)) / T
+    any loss:        forward: chunk ─► logits ─► log-probability, entropy, log-sum-exp       (logits are dropped)
+                     backward: chunk ─► logits again ─► gradients of hidden states and head
+    pointwise loss:  forward: chunk ─► logits ─► log-probability ─► its derivative ─► both gradients; no second pass
+
+With z the logits at the sample's temperature, p = softmax(z), y the target and H the entropy:
+
+    d logprob / d z = onehot(y) - p,      d H / d z = -p (log p + H)
+
+The head's gradient grows in float32, or the head's own wider type, whatever logits are computed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-PointwiseLoss: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""From log-probabilities of the tokens in a slice to their loss and its derivative, both [num_tokens in the slice]."""
+from tailrace.models.heads import OutputHead
+from tailrace.training.losses import Loss, LossTokens, PointwiseLoss
 
-_CHUNK_ELEMENTS = 1 << 20
-"""Logits per chunk: 4 MB in float32, so that the passes over a chunk stay in cache."""
+GPU_CHUNK_BYTES = 256 << 20
+"""Logits per chunk: each chunk rewrites the whole gradient of the head, so that few and big ones are cheaper."""
 
+CPU_CHUNK_BYTES = 4 << 20
+"""Logits per chunk on a CPU, so that the passes over them stay in cache."""
 
-@dataclass(frozen=True, slots=True)
-class HeadLoss:
-    """What the head's output is measured by; tensors are [num_loss_tokens]."""
+_MIN_CPU_TOKENS = 128
+"""Fewer tokens per chunk would leave a CPU waiting for the head and its gradient, which no cache holds."""
 
-    targets: Tensor
-    """Token ids, int64."""
-    inverse_temperatures: Tensor
-    """Logits are multiplied by it."""
-    pointwise: PointwiseLoss
+_GRADIENT_BLOCK_BYTES = 16 << 20
+"""Of a 16-bit product on its way into the head's wider gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOutput:
-    """Per-token results, float32 and [num_loss_tokens], without gradient; `loss` alone carries it."""
+class LossOutput(NamedTuple):
+    """Of the tokens that bear loss; all but `total` are [num_loss_tokens], without gradient."""
 
-    loss: Tensor
-    """Scalar; its backward reaches hidden states and head."""
-    token_losses: Tensor
+    total: Tensor
+    """Scalar: the sum of `losses`; its backward reaches hidden states and head."""
+    losses: Tensor
+    """0 where the loss did not keep the token."""
+    kept: Tensor
     logprobs: Tensor
     entropy: Tensor
 
 
-def loss_from_hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) -> HeadOutput:
-    """Loss of `hidden` [num_loss_tokens, hidden_size] under the head `weight` [vocabulary, hidden_size].
+def chunk_tokens(vocabulary: int, device: torch.device, chunk_bytes: int | None = None) -> int:
+    """Tokens whose float32 logits are held at once; `chunk_bytes` of logits instead of what suits the device.
 
-    Logits are computed in `weight`'s dtype and reduced in float32.
+    >>> chunk_tokens(151_936, torch.device("cuda")), chunk_tokens(1024, torch.device("cpu"))
+    (441, 1024)
     """
-    return HeadOutput(*_fused_head(hidden, weight, bias, loss))
+    if chunk_bytes is not None:
+        return max(1, chunk_bytes // (4 * vocabulary))
+    if device.type == "cpu":
+        return max(_MIN_CPU_TOKENS, CPU_CHUNK_BYTES // (4 * vocabulary))
+    return max(1, GPU_CHUNK_BYTES // (4 * vocabulary))
 
 
-def loss_from_logits(logits: Tensor, loss: HeadLoss) -> HeadOutput:
-    """The same for heads that are more than one matrix (soft-capped or scaled logits); holds [tokens, vocabulary]."""
-    scaled = torch.log_softmax(logits.float() * loss.inverse_temperatures[:, None], dim=-1)
-    logprobs = scaled.gather(1, loss.targets[:, None]).squeeze(1)
-    with torch.no_grad():
-        losses, derivative = loss.pointwise(logprobs.detach(), slice(0, len(logprobs)))
-        entropy = -(scaled.exp() * scaled).sum(-1)
-    slope = (logprobs * derivative).sum()  # its gradient is the derivative; its value is taken off again
-    return HeadOutput(losses.sum() + slope - slope.detach(), losses, logprobs.detach(), entropy)
+class LogprobHead:
+    """A model's head as the trainer uses it.
+
+    It computes inside the forward of the head's own module, which gets a second argument for it: hooks on that module
+    (FSDP's, which gather and free its weights) see every use, and everybody else gets logits as before.
+    """
+
+    def __init__(self, head: OutputHead, dtype: torch.dtype, chunk_bytes: int | None = None) -> None:
+        """Logits are computed in `dtype`, and reduced in float32 at least."""
+        self._head, self._dtype, self._chunk_bytes = head, dtype, chunk_bytes
+        own = head.linear.forward
+
+        def forward(hidden: Tensor, scored: _Scored | None = None) -> Tensor | LossOutput:
+            return own(hidden) if scored is None else self._score(hidden, scored)
+
+        head.linear.forward = forward  # type: ignore[method-assign, assignment]
+
+    def __call__(self, hidden: Tensor, tokens: LossTokens, loss: Loss) -> LossOutput:
+        """Loss of `hidden` [num_loss_tokens, hidden_size]."""
+        output: LossOutput = self._head.linear(hidden, _Scored(tokens, loss))
+        return output
+
+    def _score(self, hidden: Tensor, scored: _Scored) -> LossOutput:
+        tokens, loss, weight, bias = scored.tokens, scored.loss, self._head.linear.weight, self._head.linear.bias
+        chunk = chunk_tokens(len(weight), weight.device, self._chunk_bytes)
+        rule = LogitRule(
+            tokens.targets, tokens.temperatures.reciprocal(), self._dtype, chunk, self._head.scale, self._head.softcap
+        )
+        if isinstance(loss, PointwiseLoss):
+            return LossOutput(*_pointwise_head(hidden, weight, bias, rule, _Derivative(loss, tokens)))
+        return apply_loss(loss, *logprobs_and_entropy(hidden, weight, bias, rule), tokens)
 
 
-class _FusedHead(torch.autograd.Function):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """What hidden states are scored with."""
+
+    tokens: LossTokens
+    loss: Loss
+
+
+def apply_loss(loss: Loss, logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> LossOutput:
+    """What `loss` says of differentiable `logprobs` and `entropy`, both [num_loss_tokens]."""
+    losses, kept = loss(logprobs, entropy, tokens)
+    losses = losses.where(kept, 0.0)
+    return LossOutput(losses.sum(), losses.detach(), kept, logprobs.detach(), entropy.detach())
+
+
+def score_logits(logits: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities and entropies where the head is not known; holds [tokens, vocabulary]."""
+    scaled = torch.log_softmax(logits.float() * tokens.temperatures.reciprocal()[:, None], dim=-1)
+    logprobs = scaled.gather(1, tokens.targets[:, None]).squeeze(1)
+    return logprobs, -(scaled.exp() * scaled).sum(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRule:
+    """How hidden states and weights become the logits of tokens, and of how many tokens at a time."""
+
+    targets: Tensor
+    """[num_tokens], int64."""
+    inverse_temperatures: Tensor
+    """[num_tokens]; logits are multiplied by it."""
+    dtype: torch.dtype
+    """Of the head's product."""
+    chunk: int
+    """Tokens at a time."""
+    scale: float = 1.0
+    softcap: float | None = None
+    """As in `OutputHead`."""
+
+    def chunks(self) -> Iterator[slice]:
+        """Of the tokens, in order."""
+        for start in range(0, len(self.targets), self.chunk):
+            yield slice(start, min(start + self.chunk, len(self.targets)))
+
+
+def logprobs_and_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities of the targets and entropies, [num_tokens], of `hidden` [num_tokens, size].
+
+    `weight` is [vocabulary, size]. What is kept for the backward pass is `hidden` and two numbers per token.
+    """
+    logprobs, entropy = _recomputing_head(hidden, weight, bias, rule)
+    return logprobs, entropy
+
+
+class _RecomputingHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) -> tuple[Tensor, ...]:
-        head_input = hidden.detach().to(weight.dtype)
-        grads = _HeadGradients(head_input, weight, bias)
-        num_tokens = len(loss.targets)
-        losses, logprobs, entropy = (hidden.new_empty(num_tokens, dtype=torch.float32) for _ in range(3))
-        chunk = max(16, _CHUNK_ELEMENTS // weight.shape[0])
-        for start in range(0, num_tokens, chunk):
-            where = slice(start, min(start + chunk, num_tokens))
-            scale, targets = loss.inverse_temperatures[where, None], loss.targets[where, None]
-            logits = _logits(head_input[where], weight, bias).mul_(scale)
-            logprobs[where], entropy[where], probabilities = _normalise(logits, targets)
-            losses[where], derivative = loss.pointwise(logprobs[where], where)
-            grads.add(where, probabilities, targets, derivative[:, None] * scale)
-        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
-        ctx.hidden_dtype = hidden.dtype
-        ctx.mark_non_differentiable(losses, logprobs, entropy)
-        return losses.sum(), losses, logprobs, entropy
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(hidden, weight, bias, rule)
+        logprobs, entropy, normaliser = (head.new_column() for _ in range(3))
+        for where in rule.chunks():
+            logits, _, _ = head.logits(where)
+            logprobs[where], entropy[where], normaliser[where], _ = _normalise(logits, rule.targets[where, None])
+        ctx.save_for_backward(hidden, weight, bias, entropy, normaliser)
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)  # a loss without entropy needs no gradient of it
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, entropy, normaliser = ctx.saved_tensors
+        rule: LogitRule = ctx.rule
+        head = _Head(hidden, weight, bias, rule)
+        found = _HeadGradients(head, ctx.needs_input_grad)
+        by_logprob, by_entropy = grads
+        by_logprob = torch.zeros_like(normaliser) if by_logprob is None else by_logprob
+        for where in rule.chunks():
+            logits, scales, bend = head.logits(where)
+            slope = by_logprob[where, None] * scales
+            log_probabilities = logits.sub_(normaliser[where, None])
+            if by_entropy is None:
+                gradient = log_probabilities.exp_().mul_(-slope)
+            else:
+                probabilities = log_probabilities.exp()
+                gradient = log_probabilities.add_(entropy[where, None]).mul_(by_entropy[where, None] * scales)
+                gradient = gradient.add_(slope).mul_(probabilities).neg_()
+            found.add(where, gradient.scatter_add_(1, rule.targets[where, None], slope), bend)
+        return *found.of(hidden, weight, bias), None
+
+
+class _PointwiseHead(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, derivative: _Derivative
+    ) -> tuple[Tensor, ...]:
+        head = _Head(hidden, weight, bias, rule)
+        found = _HeadGradients(head, ctx.needs_input_grad)
+        losses, logprobs, entropy = (head.new_column() for _ in range(3))
+        kept = torch.empty_like(losses, dtype=torch.bool)
+        for where in rule.chunks():
+            logits, scales, bend = head.logits(where)
+            targets = rule.targets[where, None]
+            logprobs[where], entropy[where], _, probabilities = _normalise(logits, targets)
+            losses[where], kept[where], derivatives = derivative(logprobs[where], where)
+            slope = derivatives[:, None] * scales
+            found.add(where, probabilities.mul_(-slope).scatter_add_(1, targets, slope), bend)
+        ctx.save_for_backward(*found.of(hidden, weight, bias))
+        ctx.mark_non_differentiable(losses, kept, logprobs, entropy)
+        return losses.sum(), losses, kept, logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            (hidden * scale).to(ctx.hidden_dtype),
-            weight * scale.to(weight.dtype),
-            None if bias is None else bias * scale,
-            None,
-        )
+        # In place: nobody else holds these, and a second backward pass is refused because they changed.
+        return *(None if grad is None else grad.mul_(grads[0]) for grad in ctx.saved_tensors), None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Derivative:
+    """A pointwise loss over all tokens of a row, asked slice by slice."""
+
+    loss: PointwiseLoss
+    tokens: LossTokens
+
+    def __call__(self, logprobs: Tensor, where: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses, kept, derivatives, all [chunk]."""
+        losses, derivatives, kept = self.loss.with_derivative(logprobs, self.tokens.part(where))
+        return losses.where(kept, 0.0), kept, derivatives.where(kept, 0.0)
+
+
+class _Head:
+    """Logits of a row, chunk by chunk, without gradient."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> None:
+        self.input, self.weight = hidden.detach().to(rule.dtype), weight.detach().to(rule.dtype)
+        self.bias = None if bias is None else bias.detach().to(rule.dtype)
+        self.wide = torch.promote_types(rule.dtype, torch.float32)
+        self._rule = rule
+
+    def new_column(self) -> Tensor:
+        """[num_tokens], with nothing in it yet."""
+        return self.input.new_empty(len(self.input), dtype=self.wide)
+
+    def logits(self, where: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[chunk, vocabulary] at the tokens' temperatures, and the two factors of their derivative by the head's
+        product: [chunk, 1], and where logits are capped [chunk, vocabulary]."""
+        logits = self.input[where] @ self.weight.t()
+        if self.bias is not None:
+            logits += self.bias
+        rule, logits = self._rule, logits.to(self.wide)
+        scales = rule.inverse_temperatures[where, None]
+        if rule.softcap is None:
+            scales = scales * rule.scale
+            return logits.mul_(scales), scales, None
+        capped = logits.mul_(rule.scale / rule.softcap).tanh_()
+        return capped * (scales * rule.softcap), scales * rule.scale, 1 - capped.square()
 
 
 class _HeadGradients:
-    """Gradients of the head's input and weights, grown chunk by chunk."""
+    """Gradients of the head's input, weight and bias, where they are needed; the latter two grow chunk by chunk."""
 
-    def __init__(self, head_input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._input, self._weight = head_input, weight.detach()
-        self.hidden = torch.empty_like(head_input)
-        self.weight = torch.zeros_like(self._weight)
-        self.bias = None if bias is None else torch.zeros_like(bias)
+    def __init__(self, head: _Head, needed: Sequence[bool]) -> None:
+        self._head = head
+        self._hidden = torch.empty_like(head.input) if needed[0] else None
+        self._weight = torch.zeros_like(head.weight, dtype=head.wide) if needed[1] else None
+        self._bias = torch.zeros_like(head.bias, dtype=head.wide) if needed[2] and head.bias is not None else None
 
-    def add(self, where: slice, probabilities: Tensor, targets: Tensor, derivative: Tensor) -> None:
-        """`probabilities` [chunk, vocabulary] are overwritten; `targets` and `derivative` are [chunk, 1]."""
-        gradient = probabilities.mul_(-derivative)
-        gradient.scatter_add_(1, targets, derivative.to(gradient.dtype))
-        gradient = gradient.to(self._weight.dtype)
-        torch.mm(gradient, self._weight, out=self.hidden[where])
-        self.weight.addmm_(gradient.t(), self._input[where])
-        if self.bias is not None:
-            self.bias += gradient.sum(0)
+    def add(self, where: slice, gradient: Tensor, bend: Tensor | None) -> None:
+        """`gradient` [chunk, vocabulary], which is overwritten, times `bend`, is that by the head's product."""
+        if bend is not None:
+            gradient.mul_(bend)
+        if self._bias is not None:
+            self._bias += gradient.sum(0)
+        gradient = gradient.to(self._head.weight.dtype)
+        if self._hidden is not None:
+            torch.mm(gradient, self._head.weight, out=self._hidden[where])
+        if self._weight is not None:
+            _add_product(self._weight, gradient.t(), self._head.input[where])
+
+    def of(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """In the dtypes of the function's inputs."""
+        found = (self._hidden, self._weight, self._bias)
+        return tuple(
+            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(found, tensors, strict=True)
+        )
 
 
-def _logits(head_input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[chunk, vocabulary] in float32."""
-    logits = head_input @ weight.detach().t()
-    if bias is not None:
-        logits += bias.detach()
-    return logits.float()
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right. A 16-bit product is added in blocks of rows, so that none is ever whole in memory."""
+    if total.dtype is right.dtype:
+        total.addmm_(left, right)
+        return
+    rows = max(1, _GRADIENT_BLOCK_BYTES // (right.shape[1] * right.element_size()))
+    for start in range(0, len(total), rows):
+        total[start : start + rows] += left[start : start + rows] @ right
 
 
-def _normalise(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the targets and entropies, [chunk], and probabilities, [chunk, vocabulary]."""
+def _normalise(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of the targets, entropies, log-sum-exps, [chunk], and probabilities, [chunk, vocabulary]."""
     chosen = logits.gather(1, targets).squeeze(1)
     normaliser = torch.logsumexp(logits, dim=1)
     probabilities = torch.softmax(logits, dim=1)
     entropy = normaliser - torch.linalg.vecdot(probabilities, logits)
-    return chosen - normaliser, entropy, probabilities
+    return chosen - normaliser, entropy, normaliser, probabilities
 
 
-_fused_head: Callable[[Tensor, Tensor, Tensor | None, HeadLoss], tuple[Tensor, ...]] = _FusedHead.apply
+_recomputing_head: Callable[..., tuple[Tensor, Tensor]] = _RecomputingHead.apply
+_pointwise_head: Callable[..., tuple[Tensor, ...]] = _PointwiseHead.apply

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from tailrace.records import BatchRow, ExpertArray
 from tailrace.training.attention import Segments
 from tailrace.training.losses import LossTokens
 from tailrace.training.shared_prefixes import share_prefixes
+from tailrace.training.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +42,56 @@ class MicroBatch:
         device: torch.device | str = "cpu",
         routed_experts: ExpertArray | None = None,  # [num_tokens, layers, top_k], for every token of the row
     ) -> MicroBatch:
-        """Prepare a row for a trainer that holds policy `version`. On a CPU samples share the beginnings they share;
-        elsewhere attention's own packing leaves no room for that.
+        """Prepare a row for a trainer that holds policy `version`; to a GPU it goes in one copy.
 
-        On a CPU `routed_experts` may stay where they are, until the row is trained on; where they are unknown, they may
-        be filled in.
+        On a CPU samples that begin alike share what they begin with, and `routed_experts` may stay where they are until
+        the row is trained on; where they are unknown, they may be filled in.
 
         Raises `TrainingError` for a sample whose first token bears loss: nothing predicts it.
         """
-        positions = np.flatnonzero(row.loss_mask)
-        lengths = row.sample_lengths
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-        if row.loss_mask[starts].any():
-            raise TrainingError("a sample's first token bears loss, but nothing comes before it to predict it")
-        temperatures = np.repeat(row.temperatures, lengths)[positions]
-        tokens = LossTokens(
-            targets=_tensor(row.token_ids[positions].astype(np.int64), device),
-            logprobs=_tensor(row.logprobs[positions], device),
-            advantages=_tensor(row.advantages[positions], device),
-            inverse_temperatures=_tensor((1.0 / temperatures).astype(np.float32), device),
-        )
-        own, mixed = row.policy_versions[positions] == version, row.mixed_cache[positions]
+        lengths = row.sample_lengths.tolist()
+        positions = _loss_positions(row)
+        # A GPU's variable-length kernel needs each segment's keys and values side by side. Sharing there would gather
+        # them in every layer, and add up their gradients by atomics: not the same bits twice.
         on_cpu = torch.device(device).type == "cpu"
-        shared = share_prefixes(row.token_ids, lengths.tolist(), routed_experts) if on_cpu else None
+        shared = share_prefixes(row.token_ids, lengths, routed_experts) if on_cpu else None
         if shared is not None and routed_experts is not None:
             routed_experts = shared.gather_experts(routed_experts)
         token_ids = row.token_ids if shared is None else row.token_ids[shared.computed]
         predictors = positions - 1 if shared is None else shared.place[positions - 1]
-        return cls(
-            input_ids=_tensor(token_ids.astype(np.int64), device)[None],
-            segments=Segments.of(lengths.tolist(), device, shared),
-            predictors=_tensor(predictors, device),
-            tokens=tokens,
-            fresh=_tensor(own & ~mixed, device),
-            mixed=_tensor(own & mixed, device),
-            routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts).to(device),
+        own, mixed = row.policy_versions[positions] == version, row.mixed_cache[positions]
+        micro_batch = cls(
+            input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
+            segments=Segments.of(lengths, shared),
+            predictors=torch.from_numpy(predictors),
+            tokens=_loss_tokens(row, positions),
+            fresh=torch.from_numpy(own & ~mixed),
+            mixed=torch.from_numpy(own & mixed),
+            routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts),
         )
+        return to_device(micro_batch, device)
+
+
+def _loss_positions(row: BatchRow) -> NDArray[np.int64]:
+    """[num_loss_tokens]: where in the row tokens bear loss."""
+    starts = np.cumsum(row.sample_lengths) - row.sample_lengths
+    if row.loss_mask[starts].any():
+        raise TrainingError("a sample's first token bears loss, but nothing comes before it to predict it")
+    return np.flatnonzero(row.loss_mask)
+
+
+def _loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
+    """Copies, since selected by index: batches lie in shared memory that is recycled, and may be read-only."""
+    edges = np.concatenate([[0], np.cumsum(row.sample_lengths)])
+    return LossTokens(
+        targets=torch.from_numpy(row.token_ids[positions].astype(np.int64)),
+        logprobs=torch.from_numpy(row.logprobs[positions]),
+        advantages=torch.from_numpy(row.advantages[positions]),
+        temperatures=torch.from_numpy(np.repeat(row.temperatures, row.sample_lengths)[positions]),
+        policy_versions=torch.from_numpy(row.policy_versions[positions]),
+        sample_offsets=torch.from_numpy(np.searchsorted(positions, edges)),
+        columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
+    )
 
 
 def split_samples(row: BatchRow) -> list[BatchRow]:
@@ -94,11 +108,7 @@ def split_samples(row: BatchRow) -> list[BatchRow]:
             temperatures=row.temperatures[index : index + 1],
             sample_lengths=row.sample_lengths[index : index + 1],
             payloads=row.payloads.between(end - length, end),
+            columns={name: column[end - length : end] for name, column in row.columns.items()},
         )
         for index, (end, length) in enumerate(zip(ends.tolist(), row.sample_lengths.tolist(), strict=True))
     ]
-
-
-def _tensor(array: NDArray[Any], device: torch.device | str) -> Tensor:
-    """A copy: batches lie in shared memory that is recycled, and may be read-only."""
-    return torch.tensor(array, device=device)

@@ -1,8 +1,8 @@
 """A transformers model as the trainer uses it: packed rows in, per-token losses out.
 
-Nothing here knows an architecture. What packing and the fused head assume is tried out once, on the model itself, with
-a few tokens; where the model answers differently (a state that runs along the row, soft-capped logits, ...) the general
-way is taken instead, which is slower and right.
+Nothing here knows an architecture. What packing and the chunked head assume is tried out once, on the model itself,
+with a few tokens; where the model answers differently (a state that runs along the row, a head of several layers, ...)
+the general way is taken instead, which is slower and right.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 from tailrace.errors import ModelError
+from tailrace.models.heads import OutputHead, find_head
 from tailrace.training.acceleration import accelerate
 from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
 from tailrace.training.checkpointed_layers import checkpoint_layers
-from tailrace.training.head import HeadLoss, HeadOutput, PointwiseLoss, loss_from_hidden_states, loss_from_logits
+from tailrace.training.head import LogprobHead, LossOutput, apply_loss, score_logits
+from tailrace.training.losses import Loss
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.router_replay import ReplayCounts, RouterReplay
+from tailrace.training.transfer import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,17 +33,19 @@ if TYPE_CHECKING:
 _PROBE_LENGTHS = [5, 3, 7]
 _PACKING_TOLERANCE = 1e-3
 _HEAD_TOLERANCE = 1e-6
-"""The very same computation, unless something comes after the matrix."""
+"""Tolerance for logits == hidden @ headᵀ, scaled and capped as the configuration says: the very same computation."""
 
 _log = logging.getLogger(__name__)
 
 
-class PolicyModel:
+class PolicyModel(nn.Module):
     """Wraps a model whose weights are float32, for training.
 
-    `packs` says whether rows of several samples may be given to it, `has_plain_head` whether logits are hidden states
-    times one matrix, `num_fused_layers` how many layers native passes compute (on a CPU). `replay` holds the
-    hooks on this model's routers. Raises `ModelError` where `gradient_checkpointing` is asked of a model that can't.
+    Calling it trains on a micro-batch. Every weight is used inside its own module's forward, so that hooks on modules
+    (FSDP's, which gather and free weights) see every use. `packs` says whether rows of several samples may be given to
+    it, `num_fused_layers` how many layers native passes compute (on a CPU); `head` is None where logits are more than
+    hidden states times one matrix. `replay` holds the hooks on this model's routers. Raises `ModelError` where
+    `gradient_checkpointing` is asked of a model that can't.
     """
 
     def __init__(
@@ -52,14 +58,16 @@ class PolicyModel:
         gradient_checkpointing: bool = False,
         replay: RouterReplay | None = None,
     ) -> None:
+        super().__init__()
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
         self._autocast = dtype == "bfloat16"
-        self._head_dtype = torch.bfloat16 if self._autocast and head_dtype == "bfloat16" else torch.float32
         self._device = next(model.parameters()).device
         if self._autocast:
             cast_experts_under_autocast(self.model)
         self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
-        self.packs, self.has_plain_head = self._probe()
+        self.packs, head = self._probe()
+        rounds_head = self._autocast and head_dtype == "bfloat16"
+        self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else torch.float32)
         if gradient_checkpointing:
             checkpoint_layers(self.model)
         self._replay = replay
@@ -77,17 +85,16 @@ class PolicyModel:
         """Layers that native passes compute."""
         return 0 if self._acceleration is None else len(self._acceleration.fused_layers)
 
-    def loss(self, micro_batch: MicroBatch, pointwise_loss: PointwiseLoss) -> HeadOutput:
+    @override
+    def forward(self, micro_batch: MicroBatch, loss: Loss) -> LossOutput:
         """Loss of a micro-batch. Raises `ModelError` for several samples in one when `packs` is False."""
         if len(micro_batch.segments.lengths) > 1 and not self.packs:
             raise ModelError(f"{type(self.model).__name__} cannot train on packed rows")
-        tokens = micro_batch.tokens
-        loss = HeadLoss(tokens.targets, tokens.inverse_temperatures, pointwise_loss)
-        if not self.has_plain_head:
-            return loss_from_logits(self._logits(micro_batch), loss)
+        if self.head is None:
+            scores = score_logits(self._logits(micro_batch), micro_batch.tokens)
+            return apply_loss(loss, *scores, micro_batch.tokens)
         hidden = self._hidden(micro_batch.input_ids, micro_batch.segments)[0].index_select(0, micro_batch.predictors)
-        head: Any = self.model.get_output_embeddings()
-        return loss_from_hidden_states(hidden, head.weight.to(self._head_dtype), head.bias, loss)
+        return self.head(hidden, micro_batch.tokens, loss)
 
     def _hidden(self, input_ids: Tensor, segments: Segments) -> Tensor:
         """[1, num_tokens, hidden_size]: what the head gets."""
@@ -114,8 +121,8 @@ class PolicyModel:
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast)
 
     @torch.no_grad()
-    def _probe(self) -> tuple[bool, bool]:
-        """Whether packing and the fused head give this model's own answers (see the module)."""
+    def _probe(self) -> tuple[bool, OutputHead | None]:
+        """Whether packing gives this model's own answers, and the head if it does too (see the module)."""
         config: Any = self.model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
         row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self._device)
@@ -126,11 +133,11 @@ class PolicyModel:
         if not self.packs and self._acceleration is not None and self.num_fused_layers:
             self._acceleration.restore_layers()
             self.packs = self._packs(row, expected)
-        return self.packs, self._has_plain_head(pieces[-1])
+        return self.packs, self._find_head(pieces[-1])
 
     def _packs(self, row: Tensor, expected: Tensor) -> bool:
         own_attention = self.model.config._attn_implementation
-        segments = Segments.of(_PROBE_LENGTHS, self._device)
+        segments = to_device(Segments.of(_PROBE_LENGTHS), self._device)
         register_packed_attention()
         try:
             if getattr(self.model.config.get_text_config(), "attention_chunk_size", None):
@@ -147,17 +154,17 @@ class PolicyModel:
             return False
         return True
 
-    def _has_plain_head(self, row: Tensor) -> bool:
-        head: Any = self.model.get_output_embeddings()
-        if not isinstance(head, torch.nn.Linear) or self.model.base_model is self.model:
-            return False
-        inputs = self._inputs(row, Segments.of(row.shape[1:], self._device))
+    def _find_head(self, row: Tensor) -> OutputHead | None:
+        head = find_head(self.model)
+        if head is None:
+            return None
+        inputs = self._inputs(row, to_device(Segments.of(row.shape[1:]), self._device))
         hidden = self.model.base_model(**inputs).last_hidden_state
         try:
-            _require_equal(head(hidden), self.model(**inputs).logits, _HEAD_TOLERANCE)
+            _require_equal(head.logits(hidden), self.model(**inputs).logits, _HEAD_TOLERANCE)
         except ModelError:
-            return False
-        return True
+            return None
+        return head
 
 
 def _require_equal(found: Tensor, expected: Tensor, tolerance: float) -> None:

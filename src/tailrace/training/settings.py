@@ -11,10 +11,15 @@ CorrectionName: TypeAlias = Literal["truncated_is", "none"]
 
 
 class LossSettings(BaseModel):
-    """The default loss: a clipped ratio against the generator's log-probabilities, its weight truncated."""
+    """What the trainer minimises; but for the name, settings of clipped_ratio."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    name: str = Field(
+        default="clipped_ratio",
+        description="clipped_ratio: the clipped ratio against the generator's log-probabilities, its weight truncated."
+        " Or module:function, a loss of your own (docs/losses.md).",
+    )
     correction: CorrectionName = Field(
         default="truncated_is",
         description="Weigh each token by its truncated probability ratio of trainer to generator (truncated_is), or not"

@@ -1,6 +1,6 @@
 """A batch in, a new policy version out: one process, one model.
 
-    train_step:  checks ─► row by row: forward, loss, backward ─► clip ─► AdamW ─► version + 1
+    train_step:  checks ─► row by row: forward, loss, backward ─► rescale, clip ─► AdamW ─► version + 1
                               └─ nothing trainable, or not finite: no weight changes, the step is skipped
 
 Pure compute: no event loop, no files but checkpoints. The loop that feeds it is `loop.run_trainer`.
@@ -27,7 +27,8 @@ from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training import checkpoints
 from tailrace.training.acceleration import tune_process
-from tailrace.training.losses import LossSums, policy_loss
+from tailrace.training.loss_sums import LossSums, LossTotals
+from tailrace.training.losses import load_loss
 from tailrace.training.micro_batch import MicroBatch, split_samples
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
@@ -84,6 +85,7 @@ class Trainer:
         self._max_staleness = max_staleness
         self._skipped_in_a_row = 0
         self._model = load_causal_lm(model_name, dtype="float32", device=settings.device)
+        self._loss = load_loss(settings.loss)
         self._open_payload = None if settings.router_replay == "off" else open_payload
         self._policy = PolicyModel(
             self._model,
@@ -116,10 +118,14 @@ class Trainer:
         if batch.summary.loss_tokens == 0:
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
-            sums = self._accumulate_gradients(batch)
-            grad_norm = self._clip_gradients()
-        metrics = sums.metrics() | self._policy.take_replay_counts().metrics() | {"training/grad_norm": grad_norm}
-        if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
+            totals = self._accumulate_gradients(batch)
+            kept = batch.summary.loss_tokens - totals.rejected
+            metrics = totals.metrics(max(kept, 1)) | self._policy.take_replay_counts().metrics()
+            if kept == 0:
+                return self._skip(NOTHING_TRAINABLE, metrics)
+            self._rescale_gradients(batch.summary.loss_tokens / kept)
+            metrics["training/grad_norm"] = self._clip_gradients()
+        if not all(math.isfinite(metrics[name]) for name in ("training/loss", "training/grad_norm")):
             return self._skip_not_finite(metrics)
         with phase("optimizer"):
             metrics["training/learning_rate"] = self._update()
@@ -189,10 +195,10 @@ class Trainer:
                 f"{self.version - oldest} versions old; max_staleness is {self._max_staleness}"
             )
 
-    def _accumulate_gradients(self, batch: Batch) -> LossSums:
+    def _accumulate_gradients(self, batch: Batch) -> LossTotals:
         """Forward and backward of every row; the loss is normalised by the planned number of loss tokens."""
         self._optimizer.zero_grad(set_to_none=True)
-        sums = LossSums()
+        sums = LossSums(self._loss)
         denominator = float(batch.summary.loss_tokens)
         for index in range(batch.num_rows):
             row = batch.row(index)
@@ -201,7 +207,7 @@ class Trainer:
                     experts = self._read_experts(piece)
                     micro_batch = MicroBatch.of(piece, self.version, self.settings.device, experts)
                     self._train_on(micro_batch, denominator, sums)
-        return sums
+        return sums.read()
 
     def _make_replay(self) -> RouterReplay | None:
         if self.settings.router_replay == "on":
@@ -224,15 +230,15 @@ class Trainer:
         return experts
 
     def _train_on(self, micro_batch: MicroBatch, denominator: float, sums: LossSums) -> None:
-        tokens, settings = micro_batch.tokens, self.settings.loss
-
-        def pointwise(logprobs: Tensor, where: slice) -> tuple[Tensor, Tensor]:
-            return policy_loss(logprobs, tokens.part(where), settings, denominator)
-
         with self._policy.replaying(micro_batch):
-            output = self._policy.loss(micro_batch, pointwise)
-            torch.autograd.backward(output.loss)
-        sums.add(output, tokens, fresh=micro_batch.fresh, mixed=micro_batch.mixed, settings=settings)
+            output = self._policy(micro_batch, self._loss)
+            torch.autograd.backward(output.total / denominator)
+        sums.add(output, micro_batch)
+
+    def _rescale_gradients(self, factor: float) -> None:
+        """To the mean over the tokens that the loss kept; `factor` is planned over kept tokens."""
+        if factor != 1:
+            torch._foreach_mul_([weight.grad for weight in self._model.parameters() if weight.grad is not None], factor)
 
     def _clip_gradients(self) -> float:
         """Scale gradients down to `max_grad_norm`; returns their norm before."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.records import FinishReason, GroupId, Message, Rollout, RolloutId, SamplingParams, Task, TaskId
-from tailrace.rollouts import ChatRenderer, RolloutBudget, RolloutPolicy
+from tailrace.rollouts import ChatRenderer, RolloutPolicy
 from tests.rollouts.conftest import QWEN3
 from tests.support.chat_models import HERMES, STRICT, save_chat_model
 from tests.support.scripted_generate import Sampled, ScriptedGenerate
@@ -31,7 +31,7 @@ def play(renderer: ChatRenderer, questions: list[str], replies: list[Sampled]) -
     """A conversation that only grows, its replies sampled as given."""
     generate = ScriptedGenerate(renderer.tokenizer, replies)
     played = rollout()
-    policy = RolloutPolicy(played, renderer=renderer, generate=generate, budget=RolloutBudget(max_turns=99))
+    policy = RolloutPolicy(played, renderer=renderer, generate=generate, max_turns=99)
 
     async def talk() -> None:
         messages: list[Message] = []

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tailrace.environments import EnvironmentSpec, Message, Policy
-from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, RolloutTimeout, ScoringFailed
+from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy
+from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, InvalidReward, RolloutTimeout, ScoringFailed
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.simulation.virtual_time import run_in_virtual_time
@@ -47,7 +47,7 @@ async def run(rollouts: Rollouter, spec: EnvironmentSpec) -> Rollout:
 
 def group_of(spec: EnvironmentSpec, number: int = 0) -> Group:
     task, group_id = spec.train_task(0), GroupId(f"g{number}")
-    rollout = Rollout(RolloutId(f"r{number}"), group_id, task, SamplingParams(), reward=Reward(0.5))
+    rollout = Rollout(RolloutId(f"r{number}"), group_id, task, SamplingParams(), reward=Reward(0.5, {"own": 0.5}))
     return Group(group_id, task, [rollout])
 
 
@@ -129,3 +129,30 @@ async def test_a_failed_score_leaves_the_rewards_as_they_were(renderer: ChatRend
         with pytest.raises(ScoringFailed):
             await rollouts.score(group)
     assert group.rewards == [0.5]
+
+
+async def test_results_for_a_group_replace_the_rewards_and_keep_what_came_with_them(renderer: ChatRenderer) -> None:
+    async def rank(group: Group) -> list[AgentResult]:
+        return [AgentResult(2, {"rank": 1.0}, {"why": "brief"})]
+
+    async def abstain(group: Group) -> list[AgentResult]:
+        return [AgentResult(None)]
+
+    async def too_many(group: Group) -> list[AgentResult]:
+        return [AgentResult(1.0)] * 2
+
+    async def endless(group: Group) -> list[AgentResult]:
+        return [AgentResult(float("inf"))]
+
+    specs = [spec_of(score_group=one, name=one.__name__) for one in (rank, abstain, too_many, endless)]
+    groups = {spec.name: group_of(spec) for spec in specs}
+    async with rollouter(renderer, *specs) as rollouts:
+        for name in ("rank", "abstain"):
+            assert await rollouts.score(groups[name]) == [groups[name]]
+        with pytest.raises(ScoringFailed, match="score_group returned 2 results for 1 rollouts"):
+            await rollouts.score(groups["too_many"])
+        with pytest.raises(InvalidReward, match="the reward of rollout r0 is inf; it must be finite"):
+            await rollouts.score(groups["endless"])
+    rewards = {name: group.rollouts[0].reward for name, group in groups.items()}
+    assert rewards["rank"] == Reward(2.0, {"own": 0.5, "rank": 1.0}, {"why": "brief"})
+    assert [rewards[name] for name in ("abstain", "too_many", "endless")] == [Reward(0.5, {"own": 0.5})] * 3

@@ -21,10 +21,11 @@ from tailrace.environments.answers import extract_answer
 from tailrace.environments.arguments import convert_argument, unknown_argument
 from tailrace.environments.generated import is_held_out
 from tailrace.environments.protocol import EnvironmentSpec
+from tailrace.environments.results import AgentResult
 from tailrace.environments.rows import LazyRows, Row
 from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
-from tailrace.records import Json, Message, Reward, Task
+from tailrace.records import Json, Message, Task
 
 
 def reasoning_gym(
@@ -90,14 +91,14 @@ class ReasoningGymDataset:
             "source_index": index,
         }
 
-    def reward(self, task: Task, messages: list[Message]) -> Reward:
+    def reward(self, task: Task, messages: list[Message]) -> AgentResult:
         """The data set's own score of the answer in the last reply."""
         answer = extract_answer(messages[-1]["content"])
         try:
             score = float(self._dataset.score_answer(answer=answer, entry=self._entry(task)))
         except ValueError:  # prime_factorization raises where the answer is no number: a wrong answer, not a failure
-            return Reward(0.0, components={"unreadable": 1.0}, columns={"extracted_answer": answer})
-        return Reward(score, components={"unreadable": 0.0}, columns={"extracted_answer": answer})
+            return AgentResult(0.0, metrics={"unreadable": 1.0}, info={"extracted_answer": answer})
+        return AgentResult(score, metrics={"unreadable": 0.0}, info={"extracted_answer": answer})
 
     def _entry(self, task: Task) -> dict[str, Any]:
         if task["entry"] is None:

@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+from typing_extensions import override
+
 from tailrace.errors import EnvironmentFailed
 from tailrace.records import Completion, Int32Array, Json, Message, ToolSpec, as_token_ids
 from tailrace.records.arrays import readonly
@@ -26,7 +28,7 @@ _REMEMBERED_CHARACTERS = 8192
 
 
 class Renderer(Protocol):
-    """All that a policy asks of the rendering of a model's chats: `ChatRenderer`, or a model of one."""
+    """All that a policy needs of the rendering of a model's chats: `ChatRenderer`, or a model of one."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -34,7 +36,10 @@ class Renderer(Protocol):
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
-        """See `ChatRenderer.render`."""
+        """The whole conversation up to where the next reply begins: [num_tokens].
+
+        Raises `EnvironmentFailed` where the model's template refuses the conversation (two user turns in a row, ...).
+        """
         ...
 
     def bridge(
@@ -45,21 +50,25 @@ class Renderer(Protocol):
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec] | None = None,
     ) -> Int32Array | None:
-        """See `ChatRenderer.bridge`."""
+        """What `new_messages` add after a reply: the tokens to append to `token_ids`.
+
+        `token_ids` [num_tokens] end with the sampled reply, which starts at `reply_start` and is the last message of
+        `history`. None where the extension cannot be proved; then render the whole conversation as a new branch.
+        """
         ...
 
     def parse(
         self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
     ) -> ParsedReply:
-        """See `ChatRenderer.parse`."""
+        """What the policy said in a turn whose prompt was `prompt_token_ids`."""
         ...
 
     def drifts(self, completion: Completion) -> bool:
-        """See `ChatRenderer.drifts`."""
+        """Whether the reply's text would be tokenized otherwise than it was sampled."""
         ...
 
 
-class ChatRenderer:
+class ChatRenderer(Renderer):
     """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
 
     `model` is the folder of its tokenizer; `name` the model's public name (`Qwen/Qwen3-0.6B`), by which its family is
@@ -89,11 +98,8 @@ class ChatRenderer:
         """Tokens that end a reply: hand them to the engine."""
         return (self._family or self._template).stop_token_ids
 
+    @override
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
-        """The whole conversation up to where the next reply begins: [num_tokens].
-
-        Raises `EnvironmentFailed` where the model's template refuses the conversation (two user turns in a row, ...).
-        """
         plain = _plain(messages) if self._remembers and not tools else None
         return self._render(messages, tools) if plain is None else self._remembered(plain)
 
@@ -115,6 +121,7 @@ class ChatRenderer:
                 f"the chat template of {self.tokenizer.name_or_path} refuses this conversation: {error}"
             ) from error
 
+    @override
     def bridge(
         self,
         token_ids: Int32Array,
@@ -123,11 +130,6 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec] | None = None,
     ) -> Int32Array | None:
-        """What `new_messages` add after a reply: the tokens to append to `token_ids`.
-
-        `token_ids` [num_tokens] end with the sampled reply, which starts at `reply_start` and is the last message of
-        `history`. None where the extension cannot be proved; then render the whole conversation as a new branch.
-        """
         if self._family is not None:
             before = token_ids.tolist()
             added = self._family.bridge(before[:reply_start], before[reply_start:], new_messages, _envelopes(tools))
@@ -136,17 +138,17 @@ class ChatRenderer:
             added = self._template.bridge(history, new_messages, _envelopes(tools), reply_is_closed=is_closed)
         return None if added is None else as_token_ids(added)
 
+    @override
     def parse(
         self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
     ) -> ParsedReply:
-        """What the policy said in a turn whose prompt was `prompt_token_ids`."""
         if self._family is not None:
             token_ids: list[int] = completion.token_ids.tolist()
             return self._family.parse(token_ids, prompt_ids=prompt_token_ids.tolist(), tools=_envelopes(tools))
         return read_reply(self._read(completion)[1], prompt_opens_reasoning=self._opens_reasoning(prompt_token_ids))
 
+    @override
     def drifts(self, completion: Completion) -> bool:
-        """Whether the reply's text would be tokenized otherwise than it was sampled."""
         token_ids, text = self._read(completion)
         return self.tokenizer.encode(text) != token_ids
 

@@ -82,11 +82,6 @@ class ChatTokenizer:
         """Whether the chat template may render the same conversation differently later."""
         return self._template.tells_time
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Tokens, those added later included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; nothing is put around it unless asked for."""
         # the batch call skips the offsets, a third of the time

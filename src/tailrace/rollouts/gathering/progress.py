@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing_extensions import override
 
 from tailrace.records import Group
 
@@ -72,7 +72,7 @@ class GroupCounts:
         self.reward_sum += sum(values)
 
 
-class GroupBars:
+class GroupBars(Progress):
     """Two progress bars over counts that somebody else changes: `with GroupBars(counts, ...): ...`.
 
     Rich draws them in a thread of its own, and they cost the event loop nothing. They are closed however the block
@@ -83,46 +83,34 @@ class GroupBars:
         self, counts: GroupCounts, *, groups: int | None, group_size: int, console: Console | None = None
     ) -> None:
         """`groups` is how many there will be; None where nobody knows."""
-        self._bars = _CountedProgress(counts, groups, group_size, console)
-
-    def __enter__(self) -> GroupBars:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(OSError):  # the terminal went away
-            self._bars.stop()
-
-
-class _CountedProgress(Progress):
-    """Rich's progress bars, read from the counts whenever they are drawn."""
-
-    def __init__(self, counts: GroupCounts, groups: int | None, group_size: int, console: Console | None) -> None:
         self._counts = counts
         super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[remark]}"),
             console=console,
             refresh_per_second=4,
         )
         rollouts = None if groups is None else groups * group_size
-        self._of_rollouts = self.add_task("rollouts", total=rollouts, told="")
-        self._of_groups = self.add_task("groups scored", total=groups, told="")
+        self._of_rollouts = self.add_task("rollouts", total=rollouts, remark="")
+        self._of_groups = self.add_task("groups scored", total=groups, remark="")
 
+    @override
+    def stop(self) -> None:
+        with suppress(OSError):  # the terminal went away
+            super().stop()
+
+    @override
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Called for every drawing."""
         counts = self._counts
-        for bar, completed, told in (
+        for bar, completed, remark in (
             (getattr(self, "_of_rollouts", None), counts.rollouts_over, _durations(counts)),
             (getattr(self, "_of_groups", None), counts.groups_over, _rewards(counts)),
         ):
             if bar is not None:
-                self.update(bar, completed=completed, told=told)
+                self.update(bar, completed=completed, remark=remark)
         yield from super().get_renderables()
 
 

@@ -109,8 +109,8 @@ async def stream_groups(
         counts: Filled while it runs, for whoever wants to know what was dropped.
 
     Raises:
-        ErrorBudgetSpent: More failed than a budget allows; an `ExceptionGroup` of what failed.
-        ExceptionGroup: An engine is gone or a setting is impossible, which no budget covers.
+        ErrorBudgetSpent: More failed than an error budget allows; an `ExceptionGroup` of what failed.
+        ExceptionGroup: An engine is gone or a setting is impossible, which no error budget covers.
 
     Whatever ends it, also a cancellation, every task that it started has ended before.
     """
@@ -191,7 +191,7 @@ class _Gathering:
         counts = self.counts
         counts.groups_started += 1
         group_id = GroupId(str(index))
-        with _own_cancellation_told():
+        with _surfaced_cancellation():
             async with asyncio.TaskGroup() as playing:
                 places = range(self.group_size)
                 attempts = [playing.create_task(self._attempt(task, group_id, place)) for place in places]
@@ -215,10 +215,10 @@ class _Gathering:
             self._finished.put_nowait(part)
 
     async def _attempt(self, task: Task, group_id: GroupId, place: int) -> Rollout | None:
-        """One rollout, played and scored on its own; None where it is lost and the budget allows that."""
+        """One rollout, played and scored on its own; None where it is lost and the error budget allows that."""
         rollout = Rollout(RolloutId(f"{group_id}.{place}"), group_id, task, _SAMPLING)
         counts = self.counts
-        with _own_cancellation_told():
+        with _surfaced_cancellation():
             try:
                 async with self._places:
                     self._waiting -= 1
@@ -228,7 +228,7 @@ class _Gathering:
                     rollout.started_s = self._clock()
                     returned = await self.play(rollout)
                     rollout.ended_s = self._clock()
-            except Exception as error:  # noqa: BLE001  user code may raise anything; the budget says what it costs
+            except Exception as error:  # noqa: BLE001  user code may raise anything; the error budget says what it costs
                 counts.rollouts_failed += 1
                 self.attempts.fail(error)
                 return None
@@ -266,7 +266,7 @@ class _CancelledItself(Exception):
 
 
 @contextmanager
-def _own_cancellation_told() -> Iterator[None]:
+def _surfaced_cancellation() -> Iterator[None]:
     """Task groups forget a task that ends as cancelled; here nothing is forgotten."""
     try:
         yield

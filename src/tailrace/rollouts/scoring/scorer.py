@@ -193,7 +193,7 @@ def _adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list
             part.index = group.index
             part.metadata = {**group.metadata, **part.metadata}
             own = {} if part.metrics is group.metrics else part.metrics
-            part.metrics = {**group.metrics, **own} if number == 0 else own  # sums: told once
+            part.metrics = {**group.metrics, **own} if number == 0 else own  # sums: counted once
     return groups
 
 

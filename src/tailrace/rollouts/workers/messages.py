@@ -11,31 +11,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tailrace.environments import Observation
-from tailrace.environments.results import as_agent_result
-from tailrace.records import Json, Message, Task, TaskId
+from tailrace.records import Message, Task
 
 LENGTH_BYTES = 4
 """Of the length, little-endian, in front of every message."""
-
-
-class TaskMessage(msgspec.Struct, frozen=True):
-    """A task on its way to a worker."""
-
-    task_id: str
-    environment: str
-    index: int
-    row: dict[str, Json]
-    seed: int
-
-    @classmethod
-    def of(cls, task: Task) -> TaskMessage:
-        """The task, its row as a plain dict."""
-        return cls(task.task_id, task.environment, task.index, dict(task.row), task.seed)
-
-    def task(self) -> Task:
-        """The task again."""
-        return Task(TaskId(self.task_id), self.environment, self.index, self.row, self.seed)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +34,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     """Make an environment, reset it, and step it through `replies` that it has answered before; answers the last."""
 
     instance: int
-    task: TaskMessage
+    task: Task
     replies: list[Message]
 
 
@@ -76,14 +55,14 @@ class ReadAttributes(msgspec.Struct, frozen=True, tag=True):
 class Score(msgspec.Struct, frozen=True, tag=True):
     """Call the environment's reward function."""
 
-    task: TaskMessage
+    task: Task
     messages: list[Message]
 
 
 class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
     """Call some of the environment's named reward functions with rollouts of one task; answers what each returned."""
 
-    task: TaskMessage
+    task: Task
     conversations: list[list[Message]]
     names: list[str]
 
@@ -116,23 +95,6 @@ def pack(message: Hello | Request | Answer) -> bytes:
     """A message with its length in front. Raises `TypeError` for a value that is not JSON-friendly."""
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-def observation_to_json(observation: Observation) -> dict[str, Json]:
-    """For the way to the orchestrator."""
-    return {
-        "messages": list(observation.messages),
-        "reward": observation.reward,
-        "done": observation.done,
-        "metrics": dict(observation.metrics),
-        "columns": dict(observation.columns),
-    }
-
-
-def result_to_json(returned: object) -> dict[str, Json]:
-    """What a reward function returned, for the way to the orchestrator, where its numbers are checked."""
-    result = as_agent_result(returned)
-    return {"reward": result.reward, "metrics": result.metrics, "info": result.info}
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,6 @@ from tailrace.rollouts.workers.messages import (
     Score,
     ScoreNamed,
     Step,
-    TaskMessage,
     answer_decoder,
     pack,
 )
@@ -70,14 +69,14 @@ class WorkerPool:
     async def reward(self, task: Task, messages: list[Message]) -> AgentResult:
         """What the reward function of the task's environment returns. Raises `RolloutError`."""
         async with self.least_busy(task.environment).process(task.environment) as process:
-            value = await process.call(Score(TaskMessage.of(task), messages), self._settings.worker_timeout_s, task)
+            value = await process.call(Score(task, messages), self._settings.worker_timeout_s, task)
         return AgentResult(**value)
 
     async def named_rewards(
         self, task: Task, conversations: Sequence[list[Message]], names: Sequence[str]
     ) -> Mapping[str, object]:
         """What these reward functions of the task's environment return, by name. Raises `RolloutError`."""
-        call = ScoreNamed(TaskMessage.of(task), list(conversations), list(names))
+        call = ScoreNamed(task, list(conversations), list(names))
         async with self.least_busy(task.environment).process(task.environment) as process:
             returned: Mapping[str, object] = await process.call(call, self._settings.worker_timeout_s, task)
         return returned
@@ -142,7 +141,7 @@ class WorkerEnvironment(EnvironmentHost):
     async def close(self) -> None:
         self._worker.load -= 1
         if self._home is not None:
-            self._home.released.append(self._instance)  # the worker is told with its next call
+            self._home.released.append(self._instance)  # sent to the worker with its next call
 
     async def _call(self, call: Call) -> Json:
         async with self._worker.process(self._task.environment) as process:
@@ -153,7 +152,7 @@ class WorkerEnvironment(EnvironmentHost):
     async def _open(self, process: _Process) -> Observation:
         """Reset in this process, and catch up with the replies so far."""
         limit_s = self._pool.timeout_s * (1 + len(self._replies))
-        call = Open(self._instance, TaskMessage.of(self._task), self._replies)
+        call = Open(self._instance, self._task, self._replies)
         value = await process.call(call, limit_s, self._task)
         self._home = process
         return Observation(**value)

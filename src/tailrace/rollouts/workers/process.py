@@ -26,6 +26,7 @@ from tailrace.environments import (
 )
 from tailrace.environments.callables import settled
 from tailrace.environments.protocol import read_attributes
+from tailrace.environments.results import as_agent_result
 from tailrace.errors import EnvironmentFailed
 from tailrace.records import Json
 from tailrace.rollouts.workers.messages import (
@@ -42,15 +43,13 @@ from tailrace.rollouts.workers.messages import (
     ScoreNamed,
     Step,
     hello_decoder,
-    observation_to_json,
     pack,
     request_decoder,
-    result_to_json,
 )
 
 
 class RolloutWorker:
-    """Environments by instance number, and what can be asked of them."""
+    """Environments by instance number, and the calls that they take."""
 
     def __init__(self, hello: Hello) -> None:
         self._settings = hello.environments
@@ -59,12 +58,12 @@ class RolloutWorker:
         self._coroutines = asyncio.Runner()
 
     def answer(self, request: Request) -> Answer:
-        """Do what is asked. What user code raises becomes the answer's failure."""
+        """Make the call. What user code raises becomes the answer's failure."""
         for instance in request.released:
             self._open.pop(instance, None)
         try:
             return Answer(value=self._do(request.call))
-        except Exception as error:  # noqa: BLE001  user code may raise anything; the orchestrator is told what
+        except Exception as error:  # noqa: BLE001  user code may raise anything; the orchestrator raises it again
             return failure(error)
 
     def _do(self, call: Call) -> Json:
@@ -73,23 +72,23 @@ class RolloutWorker:
                 self._spec(environment)
                 return None
             case Open():
-                return observation_to_json(self._reopen(call))
+                return self._reopen(call)
             case Step(instance, reply):
-                return observation_to_json(self._observe(self._open[instance].step(reply)))
+                return self._observe(self._open[instance].step(reply))
             case ReadAttributes(instance, names):
                 return read_attributes(self._open[instance], names)
             case Score(task, messages):
                 reward = self._spec(task.environment).reward
-                return result_to_json(self._settled(reward(task.task(), messages) if reward else None))
+                return as_agent_result(self._settled(reward(task, messages) if reward else None))
             case ScoreNamed(task, conversations, names):
-                rewards, tasks = self._spec(task.environment).rewards, [task.task()] * len(conversations)
+                rewards, tasks = self._spec(task.environment).rewards, [task] * len(conversations)
                 return {name: self._settled(rewards[name].call(tasks, conversations)) for name in names}
 
     def _reopen(self, call: Open) -> Observation:
         factory = self._spec(call.task.environment).environment
         assert factory is not None  # only reset/step environments are opened
         environment = factory()
-        observation = self._observe(environment.reset(call.task.task()))
+        observation = self._observe(environment.reset(call.task))
         for reply in call.replies:
             observation = self._observe(environment.step(reply))
         self._open[call.instance] = environment

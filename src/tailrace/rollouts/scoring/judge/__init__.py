@@ -1,8 +1,8 @@
 """A language model that scores the rollouts of a group relative to each other.
 
 In: a complete group. Out: the same group, each rollout's reward the judge's score of it. `RelativeJudge` is a
-`score_group` like any other; it asks a `Chat`: an OpenAI-compatible endpoint, or the policy's own engine. What cannot
-be read as valid scores is asked for again and then fails; it never becomes a reward.
+`score_group` like any other; it calls a `Chat`: an OpenAI-compatible endpoint, or the policy's own engine. What cannot
+be read as valid scores is requested again and then fails; it never becomes a reward.
 """
 
 from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer

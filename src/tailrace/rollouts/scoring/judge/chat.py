@@ -1,4 +1,4 @@
-"""Whom a judge asks."""
+"""The model that a judge calls."""
 
 from __future__ import annotations
 

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from typing_extensions import override
 
 from tailrace.errors import ChatFailed, SettingsError
 from tailrace.records import Message
-from tailrace.rollouts.scoring.judge.chat import ChatAnswer
+from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 
 if TYPE_CHECKING:
     import httpx
 
 _LONGEST_PAUSE_S = 30.0
-"""However long a server asks to be left alone."""
+"""At most, whatever a server requests by `retry-after`."""
 _MAY_RECOVER = (408, 409, 425, 429)
 """Besides all of 500 and above."""
 
@@ -42,7 +43,7 @@ class _Response(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Response).decode
 
 
-class EndpointChat:
+class EndpointChat(Chat):
     """Answers come from an endpoint. Connections are kept and reused; `close` it when done."""
 
     def __init__(self, url: str, model: str, *, api_key_variable: str | None = None) -> None:
@@ -52,8 +53,8 @@ class EndpointChat:
         self._headers = _authorization(api_key_variable)
         self._client: httpx.AsyncClient | None = None
 
+    @override
     async def __call__(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> ChatAnswer:
-        """See `Chat`."""
         body = {
             "model": self._model,
             "messages": list(messages),
@@ -62,8 +63,8 @@ class EndpointChat:
         }
         return self._read(await self._post(body))
 
+    @override
     async def close(self) -> None:
-        """See `Chat`."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
@@ -71,7 +72,7 @@ class EndpointChat:
     async def _post(self, body: Mapping[str, Any]) -> bytes:
         import httpx
 
-        if self._client is None:  # whoever asks has a deadline, and decides how many ask at once
+        if self._client is None:  # callers have a deadline, and bound how many call at once
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
         try:
@@ -106,7 +107,7 @@ def _authorization(variable: str | None) -> dict[str, str]:
 
 
 def _pause_s(retry_after: str) -> float:
-    """Seconds that a server asks to be left alone.
+    """Seconds that a server wants callers to wait.
 
     >>> _pause_s("2"), _pause_s("Wed, 21 Oct 2026 07:28:00 GMT")
     (2.0, 0.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
+from typing_extensions import override
+
 from tailrace.errors import ChatFailed, EnvironmentFailed, RequestRefused
 from tailrace.records import (
     FinishReason,
@@ -17,10 +19,10 @@ from tailrace.records import (
     SessionId,
 )
 from tailrace.rollouts.chat.rendering import Renderer
-from tailrace.rollouts.scoring.judge.chat import ChatAnswer
+from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 
 
-class EngineChat:
+class EngineChat(Chat):
     """Answers come through `generate`. What it samples has no owner and is never trained on."""
 
     _numbers = count()
@@ -30,8 +32,8 @@ class EngineChat:
         self._generate = generate
         self._max_model_tokens = max_model_tokens
 
+    @override
     async def __call__(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> ChatAnswer:
-        """See `Chat`."""
         name = f"judge/{next(self._numbers)}"
         try:
             prompt = self._renderer.render(messages)
@@ -50,14 +52,15 @@ class EngineChat:
                 )
             )
         except (RequestRefused, EnvironmentFailed) as error:
-            raise ChatFailed(f"the policy's engine cannot be asked: {error}", may_recover=False) from error
+            raise ChatFailed(f"the policy's engine cannot take it: {error}", may_recover=False) from error
         if completion.finish_reason in (FinishReason.ERROR, FinishReason.ABORTED):
             raise ChatFailed(f"the policy's engine ended it as {completion.finish_reason}", may_recover=True)
         parsed = self._renderer.parse(completion, prompt_token_ids=prompt)
         return ChatAnswer(parsed.message()["content"], len(prompt), completion.num_tokens)
 
+    @override
     async def close(self) -> None:
-        """Nothing to do: the engine is its owner's."""
+        pass  # the engine is its owner's
 
     def _limit(self, prompt_tokens: int, max_tokens: int) -> int:
         if self._max_model_tokens is None:

@@ -1,8 +1,8 @@
 """The judge's usual form: all rollouts of a group in one prompt, one score by id for each in one JSON object.
 
-What the rollouts share at their beginning is told once, and rollouts that are word for word the same are one candidate,
-so that they get one score. Relative scores need no scale that holds across tasks, since advantages compare the rollouts
-of a group; after RULER (OpenPipe's ART, https://art.openpipe.ai/fundamentals/ruler).
+What the rollouts share at their beginning is written once, and rollouts that are word for word the same are one
+candidate, so that they get one score. Relative scores need no scale that holds across tasks, since advantages compare
+the rollouts of a group; after RULER (OpenPipe's ART, https://art.openpipe.ai/fundamentals/ruler).
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from typing_extensions import override
+
+from tailrace.environments import JudgeFormat
 from tailrace.errors import JudgeFailed
 from tailrace.records import Group, Json, Message
 
@@ -24,16 +27,16 @@ Answer with one JSON object and nothing else, one entry for every attempt:
 {{"scores": [{{"id": "1", "why": "in a few words", "score": 0.5}}]}}"""
 
 
-class ScoresById:
+class ScoresById(JudgeFormat):
     """Numbered candidates in, `{"scores": [{"id": "1", "score": 0.5}, ...]}` out, in any order."""
 
+    @override
     def prompt(self, group: Group, rubric: str) -> list[Message]:
-        """See `JudgeFormat`."""
         conversations = [rollout.messages for rollout in group.rollouts]
         shared = shared_messages(conversations)
         parts = []
         if shared:
-            parts.append(f"<shared>\n{_told(conversations[0][:shared])}\n</shared>")
+            parts.append(f"<shared>\n{_as_text(conversations[0][:shared])}\n</shared>")
         for text, candidate in _candidates(group).items():
             parts.append(f'<attempt id="{candidate}">\n{text}\n</attempt>')
         return [
@@ -41,24 +44,24 @@ class ScoresById:
             {"role": "user", "content": "\n\n".join(parts)},
         ]
 
+    @override
     def scores(self, answer: str, group: Group) -> Sequence[float]:
-        """See `JudgeFormat`."""
         candidates = _candidates(group)
         found = read_scores(answer, list(candidates.values()))
         shared = shared_messages([rollout.messages for rollout in group.rollouts])
-        return [found[candidates[_told(rollout.messages[shared:])]] for rollout in group.rollouts]
+        return [found[candidates[_as_text(rollout.messages[shared:])]] for rollout in group.rollouts]
 
 
 def shared_messages(conversations: Sequence[Sequence[Message]]) -> int:
     """How many messages all conversations begin with; the last message of each is never among them.
 
-    >>> ask, yes, no = [{"role": "user", "content": text} for text in ("Is it?", "yes", "no")]
-    >>> shared_messages([[ask, yes], [ask, no]]), shared_messages([[ask], [ask]])
+    >>> question, yes, no = [{"role": "user", "content": text} for text in ("Is it?", "yes", "no")]
+    >>> shared_messages([[question, yes], [question, no]]), shared_messages([[question], [question]])
     (1, 0)
     """
     most = min((len(messages) for messages in conversations), default=0) - 1
-    places = takewhile(lambda place: all(one[place] == conversations[0][place] for one in conversations), range(most))
-    return sum(1 for _ in places)
+    positions = takewhile(lambda at: all(one[at] == conversations[0][at] for one in conversations), range(most))
+    return sum(1 for _ in positions)
 
 
 def read_scores(answer: str, ids: Sequence[str]) -> dict[str, float]:
@@ -95,11 +98,11 @@ def _candidates(group: Group) -> dict[str, str]:
     """The distinct rests of the conversations as text, with their ids, in order."""
     conversations = [rollout.messages for rollout in group.rollouts]
     shared = shared_messages(conversations)
-    texts = dict.fromkeys(_told(messages[shared:]) for messages in conversations)
+    texts = dict.fromkeys(_as_text(messages[shared:]) for messages in conversations)
     return {text: str(number) for number, text in enumerate(texts, start=1)}
 
 
-def _told(messages: Sequence[Message]) -> str:
+def _as_text(messages: Sequence[Message]) -> str:
     """Messages as JSON, one a line: tool calls and odd characters survive, and no attempt can close its tag."""
     return "\n".join(json.dumps(message, ensure_ascii=False).replace("</", "<\\/") for message in messages)
 

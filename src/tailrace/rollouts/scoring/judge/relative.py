@@ -1,4 +1,4 @@
-"""Asks a model to score a group, until the answer is valid or the calls are used up."""
+"""Has a model score a group, until the answer is valid or the calls are used up."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class JudgeUsage:
 
 
 class RelativeJudge:
-    """A `score_group` that asks `chat`; the same judge may score any number of groups at once.
+    """A `score_group` that calls `chat`; the same judge may score any number of groups at once.
 
     A rollout's reward becomes `weight` × score + `own_weight` × its own reward. The components `judge` and (where it
     had one) `own` tell them apart; what came with its own reward is kept.
     """
 
     def __init__(self, chat: Chat, settings: JudgeSettings | None = None, *, form: JudgeFormat | None = None) -> None:
-        """`form`: how it is asked and answers; None: scores by id, as JSON."""
+        """`form`: the form of prompt and answer; None: scores by id, as JSON."""
         self.usage = JudgeUsage()
         self._chat = chat
         self._settings = settings or JudgeSettings()
@@ -58,7 +58,7 @@ class RelativeJudge:
         """One result per rollout. Raises `JudgeFailed` when no call brought valid scores."""
         spent = JudgeUsage()
         try:
-            scores = await self._ask(group, spent)
+            scores = await self._scores(group, spent)
         finally:
             self.usage.add(spent)
             group.metrics.update(spent.metrics())
@@ -68,7 +68,7 @@ class RelativeJudge:
         """Let the chat's connections go."""
         await self._chat.close()
 
-    async def _ask(self, group: Group, spent: JudgeUsage) -> Sequence[float]:
+    async def _scores(self, group: Group, spent: JudgeUsage) -> Sequence[float]:
         """Call until an answer is valid. Waits for the model, and before a retry of one that failed."""
         settings, failure = self._settings, ""
         prompt = self._form.prompt(group, settings.rubric or RUBRIC)

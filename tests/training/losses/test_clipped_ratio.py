@@ -1,4 +1,4 @@
-"""The loss is what its docstring says, token by token."""
+"""The default loss is what its docstring says, token by token."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.training.losses import LossTokens, policy_loss
+from tailrace.training.losses import LossTokens
+from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.settings import LossSettings
 
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3, truncation=2.0)
+LOSS = ClippedRatio(SETTINGS)
 
 
 def one_token(logprob: float, advantage: float) -> LossTokens:
     one = torch.ones(1)
-    return LossTokens(torch.zeros(1, dtype=torch.int64), one * logprob, one * advantage, one)
+    zero = torch.zeros(1, dtype=torch.int32)
+    return LossTokens(zero.long(), one * logprob, one * advantage, one, zero, torch.tensor([0, 1]))
 
 
 def weight(ratio: float, advantage: float) -> float:
     """-d loss / d logprob over the advantage: the importance weight that the token got."""
     tokens = one_token(-1.0, advantage)
-    _, derivative = policy_loss(torch.tensor([ratio]).log() - 1.0, tokens, SETTINGS, 1.0)
+    _, derivative, kept = LOSS.with_derivative(torch.tensor([ratio]).log() - 1.0, tokens)
+    assert kept.all()
     return float(-derivative / advantage)
 
 
@@ -45,7 +49,7 @@ def test_weights_are_the_clipped_and_truncated_ratio(ratio: float, advantage: fl
 @given(st.floats(-12, 0), st.floats(-12, 0), st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3))
 def test_no_weight_leaves_its_bounds(logprob: float, sampled: float, advantage: float) -> None:
     tokens = one_token(sampled, advantage)
-    loss, derivative = policy_loss(torch.tensor([logprob]), tokens, SETTINGS, 1.0)
+    loss, derivative, _ = LOSS.with_derivative(torch.tensor([logprob]), tokens)
     assert 0 <= float(-derivative / advantage) <= SETTINGS.truncation + 1e-6
     assert abs(float(loss)) <= SETTINGS.truncation * abs(advantage) + 1e-6
 
@@ -57,7 +61,7 @@ def test_below_truncation_the_derivative_is_ppos(ratio: float, advantage: float)
     value = (logprob + 1.0).exp()
     surrogate = torch.minimum(value * advantage, value.clamp(0.8, 1.3) * advantage)
     (expected,) = torch.autograd.grad(-surrogate.sum(), logprob)
-    _, derivative = policy_loss(logprob.detach(), tokens, SETTINGS, 1.0)
+    _, derivative, _ = LOSS.with_derivative(logprob.detach(), tokens)
     if min(abs(ratio - 0.8), abs(ratio - 1.3)) > 1e-3:
         torch.testing.assert_close(derivative, expected, check_dtype=False, rtol=1e-5, atol=1e-6)
 

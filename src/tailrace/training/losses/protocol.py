@@ -1,0 +1,88 @@
+"""What a loss is given and what it answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """The tokens of a micro-batch that bear loss, sample after sample; columns are [num_loss_tokens]."""
+
+    targets: Tensor
+    """Token ids, int64."""
+    logprobs: Tensor
+    """Of the distribution that the generator sampled from, float32."""
+    advantages: Tensor
+    """float32."""
+    temperatures: Tensor
+    """Of each token's sample, float32; the policy's log-probabilities are at this temperature too."""
+    policy_versions: Tensor
+    """That sampled the token, int32."""
+    sample_offsets: Tensor
+    """[num_samples + 1], int64: tokens of sample i are `sample_offsets[i]` to `sample_offsets[i + 1]`, perhaps none."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """More that a batch knows of its tokens, by name: [num_loss_tokens] or [num_loss_tokens, k]."""
+
+    def part(self, where: slice) -> LossTokens:
+        """The tokens of a slice, as views; samples are cut at its ends."""
+        return LossTokens(
+            self.targets[where],
+            self.logprobs[where],
+            self.advantages[where],
+            self.temperatures[where],
+            self.policy_versions[where],
+            (self.sample_offsets - where.start).clamp(0, where.stop - where.start),
+            {name: column[where] for name, column in self.columns.items()},
+        )
+
+    def sum_by_sample(self, values: Tensor) -> Tensor:
+        """[num_samples]: differentiable sums of `values` [num_loss_tokens] over each sample's tokens; 0 over none."""
+        offsets = self.sample_offsets
+        return torch.segment_reduce(values, "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[num_loss_tokens]: of `values` [num_samples] to each token that of its sample."""
+        lengths = self.sample_offsets.diff()
+        return values.repeat_interleave(lengths, output_size=len(self.targets))
+
+
+class Loss(Protocol):
+    """The loss of every token, and which tokens it keeps.
+
+    `logprobs` and `entropy` are the policy's, [num_loss_tokens] and differentiable; both answers are [num_loss_tokens].
+    A token that is not kept (False) adds neither loss nor gradient. The trainer sums, divides by the planned number of
+    tokens, and multiplies by planned over kept once the whole batch is known.
+    """
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
+        """Loss and kept."""
+        ...
+
+
+class PointwiseLoss(ABC):
+    """A `Loss` that judges each token by its log-probability alone, and knows the derivative in the forward pass."""
+
+    @abstractmethod
+    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, derivative by `logprobs`, kept; of any slice of tokens, without gradient."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
+        """Loss and kept, as of any other loss."""
+        loss, derivative, kept = self.with_derivative(logprobs.detach(), tokens)
+        return loss + derivative * (logprobs - logprobs.detach()), kept
+
+
+@runtime_checkable
+class MeasuredLoss(Protocol):
+    """A loss with metrics of its own."""
+
+    def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
+        """By name in the table of metrics, [num_loss_tokens]: reported as means over tokens. Without gradient."""
+        ...

@@ -1,0 +1,38 @@
+"""From the name in settings to the loss."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import cast
+
+from tailrace.errors import SettingsError
+from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.losses.protocol import Loss
+from tailrace.training.settings import LossSettings
+
+LOSSES: dict[str, Callable[[LossSettings], Loss]] = {"clipped_ratio": ClippedRatio}
+"""By name; each is made from the settings of the loss."""
+
+
+def load_loss(settings: LossSettings) -> Loss:
+    """The loss that `settings` name. Raises `SettingsError` for one that is neither built in nor to be found."""
+    if ":" in settings.name:
+        return _import_loss(settings.name)
+    if settings.name not in LOSSES:
+        raise SettingsError(
+            f"trainer.loss.name is {settings.name!r}; it must be one of {', '.join(sorted(LOSSES))}, or module:function"
+            " for a loss of your own"
+        )
+    return LOSSES[settings.name](settings)
+
+
+def _import_loss(name: str) -> Loss:
+    module, _, attribute = name.partition(":")
+    try:
+        loss = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise SettingsError(f"trainer.loss.name is {name!r}, but {module} cannot be imported: {error}") from error
+    if not callable(loss):
+        raise SettingsError(f"trainer.loss.name is {name!r}, but {module} has no function {attribute!r}")
+    return cast("Loss", loss)

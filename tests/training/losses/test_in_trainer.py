@@ -1,0 +1,96 @@
+"""Losses of one's own in the trainer: whole sequences, rejected tokens, and the default one the general way."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.training.losses import LossTokens
+from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.settings import LossSettings
+from tailrace.training.trainer import NOTHING_TRAINABLE, StepResult
+from tests.training.test_trainer import make_trainer, weights
+from tests.training.tiny import build_batch
+
+DEFAULT = ClippedRatio(LossSettings())
+
+
+def clipped_ratio(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """The default loss as a plain function, so that nobody knows that it is pointwise."""
+    return DEFAULT(logprobs, entropy, tokens)
+
+
+def odd_tokens_only(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    return DEFAULT(logprobs, entropy, tokens)[0], tokens.targets % 2 == 1
+
+
+def nothing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    return -logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
+
+
+def sequence_ratio(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """A toy of GSPO (arXiv:2507.18071, eq. 7), unclipped, with a bonus for entropy."""
+    lengths = tokens.sample_offsets.diff().clamp(min=1)
+    ratio = tokens.spread((tokens.sum_by_sample(logprobs - tokens.logprobs) / lengths).exp())
+    return -ratio * tokens.advantages - 0.01 * entropy, torch.ones_like(ratio, dtype=torch.bool)
+
+
+def step(model_folder: Path, loss: str | None, **batch: object) -> tuple[StepResult, dict[str, Tensor]]:
+    settings = {} if loss is None else {"loss": {"name": f"{__name__}:{loss}"}}
+    trainer = make_trainer(model_folder, **settings)
+    result = trainer.train_step(build_batch(**batch))  # type: ignore[arg-type]
+    return result, weights(trainer)
+
+
+def test_the_general_way_trains_as_the_short_one_does(model_folder: Path) -> None:
+    (short, left), (general, right) = (step(model_folder, name) for name in (None, "clipped_ratio"))
+    for name in ("training/loss", "training/grad_norm", "training/kl", "training/entropy", "training/ratio_max"):
+        assert general.metrics[name] == pytest.approx(short.metrics[name], rel=1e-5)
+    for name, tensor in left.items():
+        torch.testing.assert_close(right[name], tensor, rtol=0, atol=1e-4)  # AdamW enlarges gradients that are almost 0
+
+
+def test_rejected_tokens_leave_what_a_batch_without_them_would_teach(model_folder: Path) -> None:
+    rejecting, without = (
+        make_trainer(model_folder, loss={"name": f"{__name__}:odd_tokens_only"}),
+        make_trainer(model_folder),
+    )
+    batch = build_batch()
+    mask = batch.loss_mask & (batch.token_ids % 2 == 1)
+    summary = msgspec.structs.replace(batch.summary, loss_tokens=int(mask.sum()))
+    found = rejecting.train_step(batch).metrics
+    expected = without.train_step(dataclasses.replace(batch, loss_mask=mask, summary=summary)).metrics
+    assert found["training/rejected_share"] == pytest.approx(1 - mask.sum() / batch.loss_mask.sum())
+    assert "training/rejected_share" not in expected
+    for name in ("training/loss", "training/grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    for name, tensor in weights(without).items():
+        torch.testing.assert_close(weights(rejecting)[name], tensor, rtol=0, atol=1e-4)
+    accumulator = MetricsAccumulator()
+    for name, value in found.items():
+        accumulator.add(name, value)  # refuses what is not in the table
+
+
+def test_a_loss_that_keeps_nothing_changes_no_weight(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder, loss={"name": f"{__name__}:nothing"})
+    before = weights(trainer)
+    result = trainer.train_step(build_batch())
+    assert (result.version, result.skipped) == (0, NOTHING_TRAINABLE)
+    assert result.metrics["training/rejected_share"] == 1
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(before[name], tensor)
+
+
+def test_a_loss_over_whole_sequences_does_not_depend_on_how_they_lie_in_rows(model_folder: Path) -> None:
+    one, many = (step(model_folder, "sequence_ratio", rows=rows)[0].metrics for rows in ((4,), (1, 2, 1)))
+    for name in ("training/loss", "training/grad_norm"):
+        assert one[name] == pytest.approx(many[name], rel=1e-4)
+    other = step(model_folder, None)[0].metrics
+    assert one["training/grad_norm"] != pytest.approx(other["training/grad_norm"], rel=1e-3)
+    assert "training/clip_share" not in one
