@@ -189,7 +189,7 @@ def trainer_rows(case: str, shape: Shape, lengths: list[int], device: torch.devi
     rows = []
     for checkpointing in (True, False):
         try:
-            rows.append(trainer_row(case, shape, lengths, device, runs, checkpointing))
+            rows.append(trainer_row(case, shape, lengths, device, runs=runs, checkpointing=checkpointing))
         except torch.cuda.OutOfMemoryError:
             kit.progress(f"{case} finds no memory without gradient checkpointing")
         torch.cuda.empty_cache()
@@ -197,7 +197,7 @@ def trainer_rows(case: str, shape: Shape, lengths: list[int], device: torch.devi
 
 
 def trainer_row(
-    case: str, shape: Shape, lengths: list[int], device: torch.device, runs: int, checkpointing: bool
+    case: str, shape: Shape, lengths: list[int], device: torch.device, *, runs: int, checkpointing: bool
 ) -> TrainerRow:
     trainer = make_trainer(shape, device, checkpointing)
     batches = iter(batch_of(lengths, step, shape.vocabulary) for step in range(1, runs + 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.records import GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
+from tailrace.training.policy_model import PolicyModel
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.devices.stand_in import stand_in_gpu
@@ -38,9 +40,7 @@ def test_the_stand_in_counts_reads() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_steps(dtype: str) -> None:
     with stand_in_gpu() as gpu:
-        with torch.device("cuda"):
-            model = build("qwen3", dtype)
-        engine = TorchEngine(model, slots=4, max_model_tokens=64)
+        engine = TorchEngine(build("qwen3", dtype, device="cuda"), slots=4, max_model_tokens=64)
         for index in range(3):
             engine.add(request(index))
         steps = 0
@@ -52,17 +52,44 @@ def test_the_engine_steps(dtype: str) -> None:
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gpt2", "mistral with a sliding window"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_new_weights_go_from_trainer_to_engine(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
+    with stand_in_gpu():
+        trainer = Trainer(
+            TrainerSettings(device="cuda", dtype=dtype), model_name="qwen3", max_steps=10, max_staleness=4
+        )
+        published = trainer.snapshot(dtype).wait()
+        assert all(not tensor.is_cuda for tensor in published.values())
+        engine = TorchEngine(build("qwen3", dtype, device="cuda"), slots=4, max_model_tokens=64)
+        engine.load_model_state_dict(engine.prepare(published), 1)
+        engine.add(request(0))
+        while engine.has_work:
+            sampled = engine.step()
+    assert sampled[-1].policy_version == 1
+
+
+@pytest.mark.parametrize(("dtype", "pads"), [("float32", True), ("bfloat16", False)], ids=["float32", "bfloat16"])
+def test_a_row_is_padded_only_where_no_kernel_takes_it_as_it_is(dtype: str, pads: bool) -> None:
+    with stand_in_gpu():
+        policy = PolicyModel(build("qwen3", "float32", device="cuda"), dtype=dtype)
+        assert policy.packs
+        assert policy.pads_segments == pads
+
+
+STEPS = [
+    *itertools.product(["qwen3"], ["float32", "bfloat16"], ["float32", "bfloat16"], [False, True]),
+    ("gpt2", "bfloat16", "float32", False),
+    ("mistral with a sliding window", "float32", "float32", False),
+    ("mistral with a sliding window", "bfloat16", "float32", True),
+    ("gemma2 with soft caps", "bfloat16", "float32", False),
+]
+
+
+@pytest.mark.parametrize(("model", "dtype", "head_dtype", "gradient_checkpointing"), STEPS)
 def test_the_trainer_steps(
     model: str, dtype: str, head_dtype: str, gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(name: str, *, dtype: str, device: str) -> PreTrainedModel:
-        with torch.device(device):
-            return build(name, dtype)
-
     monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
     settings = TrainerSettings(
         device="cuda", dtype=dtype, head_dtype=head_dtype, gradient_checkpointing=gradient_checkpointing
@@ -80,8 +107,13 @@ def test_the_trainer_steps(
     assert reads_of_two_rows == reads_of_four_rows, "a micro-batch waits for the device"
 
 
-def build(name: str, dtype: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=getattr(torch, dtype))
+def load(name: str, *, dtype: str, device: str) -> PreTrainedModel:
+    return build(name, dtype, device=device)
+
+
+def build(name: str, dtype: str, *, device: str) -> PreTrainedModel:
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=getattr(torch, dtype))
 
 
 def request(index: int) -> GenerationRequest:

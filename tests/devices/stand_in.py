@@ -14,7 +14,7 @@ import importlib.util
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,25 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **op
     return torch._scaled_dot_product_attention_math(query, key, value, **options)[0]  # type: ignore[attr-defined]
 
 
+class _Queue:
+    """A stream, or an event in one: nothing runs, so there is nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.waited = 0
+
+    def wait_stream(self, other: _Queue) -> None:
+        assert isinstance(other, _Queue)
+
+    def wait_event(self, event: _Queue) -> None:
+        assert isinstance(event, _Queue)
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
 _own_numpy, _own_data_ptr = torch.Tensor.numpy, torch.Tensor.data_ptr
 _REPLACED: list[tuple[Any, str, Any]] = [
     (torch.Tensor, "numpy", _numpy),
@@ -110,6 +129,11 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (torch.utils, "swap_tensors", _swap),
     (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
     (torch.cuda, "is_bf16_supported", lambda: True),
+    (torch.cuda, "Stream", _Queue),
+    (torch.cuda, "Event", _Queue),
+    (torch.cuda, "current_stream", _Queue),
+    (torch.cuda, "stream", nullcontext),
+    (torch.cuda, "mem_get_info", lambda *_: (80 << 30, 80 << 30)),
 ]
 
 
@@ -120,4 +144,3 @@ def _leaves_device(tensor: Any, kwargs: dict[str, Any]) -> bool:
 
 def _plain_value(dtype: torch.dtype) -> bool | int | float:
     return True if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-
