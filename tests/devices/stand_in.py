@@ -55,6 +55,10 @@ class StandInGpu(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.reads = 0
 
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        """Never: a small tensor of the host would be copied to the device for real."""
+        return False
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default:
             self.reads += args[0].is_cuda
