@@ -31,7 +31,7 @@ from tailrace.generation.engines.torch import TorchEngine
 from tailrace.models.heads import OutputHead
 from tailrace.records import Batch, BatchSummary, GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
 from tailrace.training.head import LogprobHead
-from tailrace.training.losses import LossTokens, find_loss
+from tailrace.training.losses import LossTokens, load_loss
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
@@ -229,7 +229,7 @@ def head_rows(shape: Shape, device: torch.device, runs: int, chunks: Sequence[in
     """Over chunk sizes, of one row's tokens."""
     hidden = torch.randn(ROW_TOKENS, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     linear = torch.nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=device)
-    tokens, loss = loss_tokens(ROW_TOKENS, shape.vocabulary, device), find_loss(TrainerSettings().loss)
+    tokens, loss = loss_tokens(ROW_TOKENS, shape.vocabulary, device), load_loss(TrainerSettings().loss)
     rows = []
     for chunk_mib in chunks:
         head = LogprobHead(OutputHead(linear), torch.bfloat16, chunk_mib << 20)
