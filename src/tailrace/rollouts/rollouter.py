@@ -156,7 +156,7 @@ class Rollouter:
         """Score a complete group by what its environment has for whole groups; see `Scorer.score_group`.
 
         Named functions for whole groups come first, then `score_group` or the judge, which see their rewards. The time
-        limit counts from where a place among `rollouts.score_concurrency` is free.
+        limit counts from where a slot among `rollouts.score_concurrency` is free.
 
         Raises `RolloutError` for the whole group.
         """

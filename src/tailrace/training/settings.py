@@ -6,6 +6,8 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tailrace.models.devices import DeviceIds
+
 DecayName: TypeAlias = Literal["constant", "linear", "cosine"]
 BUILT_IN_LOSSES = ("clipped_ratio",)
 """Here, and not in the registry, which imports torch: names are checked where settings are read."""
@@ -85,6 +87,10 @@ class TrainerSettings(BaseModel):
         " generator's.",
     )
     device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
+    devices: DeviceIds = Field(
+        default=None,
+        description="The trainer's GPU: a number or UUID, as CUDA_VISIBLE_DEVICES has it; unset: the first one.",
+    )
     threads: int = Field(default=1, ge=1, description="CPU threads of the trainer's compute.")
     native_kernels: bool = Field(
         default=True,

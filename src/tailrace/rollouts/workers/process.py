@@ -59,7 +59,7 @@ class RolloutWorker:
 
     def answer(self, request: Request) -> Answer:
         """Make the call. What user code raises becomes the answer's failure."""
-        for instance in request.released:
+        for instance in request.closed:
             self._open.pop(instance, None)
         try:
             return Answer(value=self._do(request.call))
