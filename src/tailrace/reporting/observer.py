@@ -124,7 +124,7 @@ class RunObserver(SchedulerObserver):
         """From the first rollout to the last step."""
         return self._last_step_s - self._started_s
 
-    def completion_sampled(self, _: GenerationRequest, completion: Completion) -> None:
+    def completion_sampled(self, completion: Completion) -> None:
         """A request of some rollout ended."""
         self._recorder.completion(completion)
 

@@ -131,7 +131,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         roles = await stack.enter_async_context(start_roles(settings, paths, log))
         stack.push_async_callback(log.close)
         observer = _observer(settings, paths, writer, roles)
-        holding = HoldingGenerate(roles.generators.router, roles.generators.router.interrupt)
+        holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
         rollouter = await stack.enter_async_context(
             make_rollouter(settings, environments, renderer=ground.renderer, generate=generate, log_folder=paths.logs)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 from typing_extensions import override
 
 from tailrace.config import RunSettings
 from tailrace.errors import SettingsError
-from tailrace.generation.router.settings import RouterSettings
 from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
 from tailrace.generation.rpc.keys import CurveKeys, read_keys
 from tailrace.generation.rpc.messages import WelcomeReply
@@ -114,15 +112,14 @@ class ConnectedGenerator(ReplicaSource):
         address: str,
         *,
         epoch: str,
-        settings: RouterSettings,
+        progress_deadline_s: float,
         keys: CurveKeys | None,
         lend_file: LendFile,
         serving_model: str | None = None,
         payloads: PayloadAccounts | None = None,
     ) -> None:
         """`serving_model` is the model that it has to serve, where it is sent no other weights."""
-        self._name = name
-        self._address, self._epoch, self._settings = address, epoch, settings
+        self._name, self._address, self._epoch, self._progress_deadline_s = name, address, epoch, progress_deadline_s
         self._keys, self._lend_file, self._serving_model = keys, lend_file, serving_model
         self._payloads = payloads
 
@@ -137,7 +134,7 @@ class ConnectedGenerator(ReplicaSource):
             self._address,
             name=f"{self._name} ({self._address})",
             keys=self._keys,
-            progress_deadline_s=self._settings.progress_deadline_s,
+            progress_deadline_s=self._progress_deadline_s,
             on_report=on_report,
             lend_file=self._lend_file,
             payloads=self._payloads,
@@ -179,17 +176,6 @@ class ConnectedGenerator(ReplicaSource):
         await client.leave()
 
 
-def started_generators(
-    settings: RunSettings,
-    specs: Sequence[RoleSpec],
-    launcher: Launcher,
-    transports: Transports,
-    payloads: PayloadAccounts | None,
-) -> list[ReplicaSource]:
-    """Those that the run starts."""
-    return [StartedGenerator(spec, settings, launcher, transports, payloads) for spec in specs]
-
-
 def connected_generators(
     settings: RunSettings,
     epoch: str,
@@ -206,7 +192,7 @@ def connected_generators(
             name,
             address,
             epoch=epoch,
-            settings=chosen.router,
+            progress_deadline_s=chosen.router.progress_deadline_s,
             keys=keys,
             lend_file=lend_file,
             serving_model=serving_model,

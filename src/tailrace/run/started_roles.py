@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,10 @@ from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import Generate
 from tailrace.run.devices import in_own_process, role_devices
 from tailrace.run.folder import RunPaths
-from tailrace.run.generators import Generators
+from tailrace.run.generators import Generators, ReplicaSource
 from tailrace.run.host_transports import HostTransports, host_transports, payload_folder
 from tailrace.run.memory_transports import new_memory_transports
-from tailrace.run.replica_sources import connected_generators, started_generators
+from tailrace.run.replica_sources import StartedGenerator, connected_generators
 from tailrace.run.roles import RoleSettings, generator_specs, trainer_spec
 from tailrace.run.transports import Transports
 from tailrace.transport.batches.queue import BatchSender
@@ -123,7 +123,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     async with _opened(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as ground:
         generators = _start_generators(ground, serving_model=settings.model.name)
         try:
-            yield generators.router, generators.watch
+            yield generators.router.generate, generators.watch
         finally:
             await generators.close()
 
@@ -170,8 +170,12 @@ def _start_generators(
     if settings.generator.connect:
         assert isinstance(transports, HostTransports)
         lend_file, epoch = transports.lent_files(), ground.launcher.epoch
-        sources = connected_generators(settings, epoch, lend_file, serving_model=serving_model, payloads=payloads)
+        sources: Sequence[ReplicaSource] = connected_generators(
+            settings, epoch, lend_file, serving_model=serving_model, payloads=payloads
+        )
     else:
-        specs = generator_specs(ground.told, ground.devices)
-        sources = started_generators(settings, specs, ground.launcher, transports, payloads)
+        sources = [
+            StartedGenerator(spec, settings, ground.launcher, transports, payloads)
+            for spec in generator_specs(ground.told, ground.devices)
+        ]
     return Generators(settings, sources)

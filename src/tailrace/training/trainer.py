@@ -206,7 +206,9 @@ class Trainer:
             for piece in [row] if self._policy.packs else split_samples(row):
                 if piece.loss_mask.any():
                     experts = self._read_experts(piece)
-                    micro_batch = MicroBatch.of(piece, self.version, self.settings.device, experts)
+                    micro_batch = MicroBatch.of(
+                        piece, self.version, self.settings.device, experts, padded=self._policy.pads_segments
+                    )
                     self._train_on(micro_batch, denominator, sums)
         return sums.read()
 

@@ -19,8 +19,8 @@ from functools import partial
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
 import torch
+from typing_extensions import override
 
 from tailrace.errors import EngineFailed, GenerationError, ModelError, RequestRefused
 from tailrace.generation.engines.prefetch import prefetch_tensors
@@ -33,15 +33,8 @@ from tailrace.generation.engines.protocol import (
 )
 from tailrace.generation.lockstep.lifeline import Lifeline
 from tailrace.generation.lockstep.ranks import RankGroup
-from tailrace.records import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    GroupId,
-    RequestId,
-    SamplingParams,
-    SessionId,
-)
+from tailrace.records import GenerationRequest
+from tailrace.transport.channels import decode_array, encode
 
 _ERROR_BYTES = 2000
 
@@ -52,12 +45,7 @@ def _is_survivable(error: Exception) -> bool:
 
 
 class _Add(msgspec.Struct, frozen=True, tag=True):
-    request_id: str
-    session_id: str
-    group_id: str
-    prompt_token_ids: bytes
-    sampling: SamplingParams
-    prefix: tuple[bytes, bytes, bytes, FinishReason] | None
+    request: GenerationRequest
 
 
 class _Abort(msgspec.Struct, frozen=True, tag=True):
@@ -88,7 +76,7 @@ class _Close(msgspec.Struct, frozen=True, tag=True):
 
 _Order: TypeAlias = _Step | _Load | _Reset | _Close
 
-_ORDERS: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order)
+_ORDERS: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order, dec_hook=decode_array)
 
 
 @dataclass(slots=True)
@@ -101,7 +89,7 @@ class _Ranks:
 
     def send(self, order: _Order) -> None:
         """From rank 0 to all others, who are in `receive`."""
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(order)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(encode(order)), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(data)]))
         self._broadcast(data)
 
@@ -170,8 +158,8 @@ class _Ranks:
             ) from error
 
 
-class LockstepEngine:
-    """All ranks' engines as one, on rank 0. Implements `Engine`; every other rank runs `follow`."""
+class LockstepEngine(Engine):
+    """All ranks' engines as one, on rank 0; every other rank runs `follow`."""
 
     def __init__(
         self,
@@ -190,58 +178,64 @@ class LockstepEngine:
         self._arrivals: list[_Add | _Abort] = []
 
     @property
+    @override
     def limits(self) -> EngineLimits:
-        """See `Engine`."""
         return self._engine.limits
 
     @property
+    @override
     def has_work(self) -> bool:
-        """See `Engine`."""
         return self._engine.has_work
 
+    @override
     def watch(self, on_failure: FailureListener) -> None:
-        """See `Engine.watch`."""
         self._engine.watch(on_failure)
         if self._lifeline is not None:
             self._lifeline.watch(on_failure)
 
+    @override
     def add(self, request: GenerationRequest) -> None:
-        """See `Engine.add`. The other ranks are told with the next step."""
+        """The other ranks are told with the next step."""
         self._engine.add(request)
-        self._arrivals.append(_packed(request))
+        self._arrivals.append(_Add(request))
 
+    @override
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
         self._engine.abort(request_id)
         self._arrivals.append(_Abort(request_id))
 
+    @override
     def step(self) -> list[SampledTokens]:
-        """See `Engine.step`: all ranks', and this rank's tokens."""
+        """All ranks', and this rank's tokens."""
         arrivals, self._arrivals = self._arrivals, []
         self._ranks.send(_Step(arrivals))
         return _agreed(self._ranks, self._engine.step)
 
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Engine.prepare`: read ahead, so that the copy meets no page that is not there."""
+        """Read ahead, so that the copy meets no page that is not there."""
         prefetch_tensors(tensors)
         return tensors
 
+    @override
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """See `Engine.load_model_state_dict`: every rank gets all the tensors and takes what is its own."""
+        """Every rank gets all the tensors and takes what is its own."""
         described = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         self._ranks.send(_Load(version, described))
         self._ranks.send_tensors(tensors)
         _agreed(self._ranks, lambda: self._engine.load_model_state_dict(tensors, version))
 
+    @override
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """See `Engine.reset_prefix_cache`."""
         self._ranks.send(_Reset(preempt_running))
         _agreed(self._ranks, lambda: self._engine.reset_prefix_cache(preempt_running=preempt_running))
 
+    @override
     def statistics(self) -> EngineStatistics:
         """This rank's."""
         return self._engine.statistics()
 
+    @override
     def close(self) -> None:
         """End all ranks' engines."""
         self._ranks.send(_Close())
@@ -283,7 +277,7 @@ def _survive(ranks: _Ranks, work: Callable[[], None]) -> None:
 def _step(engine: Engine, order: _Step) -> list[SampledTokens]:
     for arrival in order.arrivals:
         if isinstance(arrival, _Add):
-            engine.add(_unpacked(arrival))
+            engine.add(arrival.request)
         else:
             engine.abort(arrival.request_id)
     return engine.step()
@@ -306,42 +300,3 @@ def _digest(chunks: list[SampledTokens]) -> int:
     for chunk in chunks:
         digest = zlib.crc32(chunk.token_ids.tobytes(), zlib.crc32(chunk.request_id.encode(), digest))
     return digest
-
-
-def _packed(request: GenerationRequest) -> _Add:
-    prefix = request.prefix
-    return _Add(
-        request_id=request.request_id,
-        session_id=request.session_id,
-        group_id=request.group_id,
-        prompt_token_ids=request.prompt_token_ids.astype(np.int32).tobytes(),
-        sampling=request.sampling,
-        prefix=None
-        if prefix is None
-        else (
-            prefix.token_ids.astype(np.int32).tobytes(),
-            prefix.logprobs.astype(np.float32).tobytes(),
-            prefix.policy_versions.astype(np.int32).tobytes(),
-            prefix.finish_reason,
-        ),
-    )
-
-
-def _unpacked(add: _Add) -> GenerationRequest:
-    prefix = None
-    if add.prefix is not None:
-        token_ids, logprobs, versions, reason = add.prefix
-        prefix = Completion(
-            token_ids=np.frombuffer(token_ids, np.int32),
-            logprobs=np.frombuffer(logprobs, np.float32),
-            policy_versions=np.frombuffer(versions, np.int32),
-            finish_reason=reason,
-        )
-    return GenerationRequest(
-        request_id=RequestId(add.request_id),
-        session_id=SessionId(add.session_id),
-        group_id=GroupId(add.group_id),
-        prompt_token_ids=np.frombuffer(add.prompt_token_ids, np.int32),
-        sampling=add.sampling,
-        prefix=prefix,
-    )

@@ -29,7 +29,7 @@ from tailrace.transport.channels import wait_until
 
 
 class Router:
-    """Serves `generate` from replicas that come and go. Implements `records.Generate` by calling it.
+    """Serves `generate` from replicas that come and go. Its `generate` is a `records.Generate`.
 
     Make it on a running event loop, with a name for each replica there may be.
     """
@@ -72,13 +72,11 @@ class Router:
                 index = await self._choose(routed)
                 if index is None:
                     return routed.interrupted()
-                if (completion := await self._ask(index, routed, on_chunk)) is not None:
+                if (completion := await self._run_part(index, routed, on_chunk)) is not None:
                     return completion
             return completion
         finally:
             self._requests.discard(routed)
-
-    __call__ = generate
 
     async def _choose(self, routed: RoutedRequest) -> int | None:
         """Wait for a replica that takes the request; None once it is interrupted."""
@@ -91,7 +89,7 @@ class Router:
             await self._next_change()
         return None
 
-    async def _ask(self, index: int, routed: RoutedRequest, on_chunk: OnChunk | None) -> Completion | None:
+    async def _run_part(self, index: int, routed: RoutedRequest, on_chunk: OnChunk | None) -> Completion | None:
         """The completion; None when the request has to go on elsewhere."""
         replica = self._replicas[index]
         client, part, chunks = replica.client, routed.part, list[Completion]()
