@@ -75,7 +75,7 @@ class Trainer:
         torch.set_num_threads(settings.threads)
         tune_process()
         _seed_everything(seed)
-        if settings.loss.correction == "none":
+        if settings.loss.name == "clipped_ratio" and settings.loss.correction == "none":
             _log.warning("trainer.loss.correction is none: gradients are biased as soon as generation is stale")
         self.settings = settings
         self.model_name = model_name
