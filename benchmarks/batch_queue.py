@@ -30,7 +30,7 @@ import numpy as np
 from tailrace.batching import Packing, SampledGroup, compute_advantages, sample_group
 from tailrace.batching.batches import form_batch
 from tailrace.lifecycle.event_loop import run_on_event_loop
-from tailrace.lifecycle.resources import RunResources
+from tailrace.lifecycle.resources import RunResources, SocketFolder
 from tailrace.records import Group, PlannedBatch
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.transport.batches.channels import (
@@ -104,8 +104,9 @@ def main() -> None:
 async def measure(carrier: str, groups: Sequence[Group], *, rounds: int) -> Row:
     """One carrier, the same groups again and again."""
     formed, sent = [], []
-    with RunResources(uuid.uuid4().hex) as resources, tempfile.TemporaryDirectory() as folder:
-        sender, receivers = open_queue(carrier, resources, Path(folder))
+    epoch = uuid.uuid4().hex
+    with RunResources(epoch) as resources, SocketFolder(epoch) as sockets, tempfile.TemporaryDirectory() as folder:
+        sender, receivers = open_queue(carrier, sockets.address("batches"), resources.shared_memory, Path(folder))
         for step in range(1, rounds + 1):
             batch, slices_s = form(groups, step)
             formed.append(slices_s)
@@ -164,9 +165,10 @@ async def send(sender: BatchSender, receivers: Sequence[BatchReceiver], batch: P
     return turns.total_s, sent_s - began_s, received_s - sent_s
 
 
-def open_queue(carrier: str, resources: RunResources, folder: Path) -> tuple[BatchSender, list[BatchReceiver]]:
+def open_queue(
+    carrier: str, address: str, shared_memory: Path, folder: Path
+) -> tuple[BatchSender, list[BatchReceiver]]:
     """Both ends."""
-    address, shared_memory = resources.address("batches"), resources.shared_memory
     ranks = [{"rank": rank, "num_ranks": RANKS} for rank in range(RANKS)]
     if carrier == "memory":
         queue = MemoryBatchQueue(num_ranks=RANKS)

@@ -104,7 +104,7 @@ async def run_case(name: str) -> Row:
         nonlocal left
         lengths, context = random.Random(index), np.arange(1, 9, dtype=np.int32)
         for turn in range(TURNS):
-            completion = await generator(
+            completion = await generator.generate(
                 GenerationRequest(
                     request_id=f"{index}/{turn}",
                     session_id=f"{index}",

@@ -54,7 +54,7 @@ from tailrace.generation.rpc.messages import (
 )
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.resources import RunResources, remove_leftovers, shared_memory_folder
+from tailrace.lifecycle.resources import RunResources, SocketFolder, remove_leftovers, shared_memory_folder
 from tailrace.records import (
     Branch,
     Completion,
@@ -191,12 +191,12 @@ def main() -> None:
 async def run_case(case: Case, *, steps: int, smallest_s: float | None) -> list[Row]:
     """All of its rows."""
     async with AsyncExitStack() as stack:
-        resources = stack.enter_context(RunResources("benchmark"))
-        folder = resources.shared_memory
+        folder = stack.enter_context(RunResources("benchmark")).shared_memory
+        address = stack.enter_context(SocketFolder("benchmark")).address("batches")
         floors = measure_floors(folder, case.payload_bytes)
         generating = stack.enter_context(Peer(generator, str(folder)))
-        sender = shared_memory_sender(resources.address("batches"), folder, num_ranks=RANKS)
-        training = stack.enter_context(Peer(trainer, resources.address("batches"), str(folder), RANKS))
+        sender = shared_memory_sender(address, folder, num_ranks=RANKS)
+        training = stack.enter_context(Peer(trainer, address, str(folder), RANKS))
         await asyncio.to_thread(training.receive)
         stack.push_async_callback(sender.close)
         orchestrator = Orchestrator(case, folder, sender)

@@ -258,7 +258,7 @@ async def busy(generator: Generator):
         turn = 0
         while True:
             turn += 1
-            await generator(
+            await generator.generate(
                 GenerationRequest(
                     request_id=f"{name}/{turn}",
                     session_id=f"{name}/{turn}",

@@ -321,6 +321,7 @@ def _run(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 def _show_plan(settings: Any) -> int:
     from tailrace.config import plan_run
+    from tailrace.run.devices import describe_devices, role_devices
     from tailrace.run.folder import settings_as_toml
     from tailrace.run.parts import load_environments
 
@@ -328,7 +329,7 @@ def _show_plan(settings: Any) -> int:
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
     console = Console()
     console.print(settings_as_toml(settings), highlight=False, markup=False, soft_wrap=True)
-    for sentence in plan.describe():
+    for sentence in [*plan.describe(), *describe_devices(role_devices(settings))]:
         console.print(f"  {sentence}", highlight=False, markup=False, soft_wrap=True)
     return 0
 

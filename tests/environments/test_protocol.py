@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from tailrace.environments import EnvironmentSpec, Observation, Policy, Task
+from tailrace.environments import EnvironmentSpec, Message, NamedReward, Observation, Policy, Task
 from tailrace.environments.protocol import read_attributes
 from tailrace.errors import DataError, SettingsError
 
@@ -59,3 +61,40 @@ def test_named_attributes_of_an_environment_can_be_saved() -> None:
 def test_an_attribute_to_save_that_is_not_there_is_named() -> None:
     with pytest.raises(SettingsError, match="Counter has no attribute 'total'"):
         read_attributes(Counter(), ["total"])
+
+
+class Awaited:
+    async def reset(self, task: Task) -> Observation:
+        return Observation.user("go on")
+
+    async def step(self, reply: object) -> Observation:
+        return Observation.end(reward=1.0)
+
+
+class Judging:
+    async def __call__(self, task: Task, messages: list[Message]) -> float:
+        return 1.0
+
+
+def check(task: Task, messages: list[Message]) -> float:
+    return 1.0
+
+
+def listed(**columns: object) -> list[float | None]:
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("needs", "parts"),
+    [
+        (False, {"agent": agent}),
+        (False, {"environment": Awaited}),
+        (False, {"environment": partial(Awaited), "reward": Judging()}),
+        (True, {"environment": Counter}),
+        (True, {"agent": agent, "reward": check}),
+        (True, {"environment": Awaited, "rewards": {"one": NamedReward(listed)}}),
+        (False, {"environment": Counter, "reward": check, "trusted": True}),
+    ],
+)
+def test_only_synchronous_code_that_is_not_trusted_needs_workers(needs: bool, parts: dict[str, object]) -> None:
+    assert EnvironmentSpec(name="own", **parts).needs_workers == needs  # type: ignore[arg-type]

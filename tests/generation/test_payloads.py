@@ -98,9 +98,9 @@ async def test_a_branch_of_two_turns_knows_the_experts_of_all_that_was_forwarded
     store = MemoryPayloadStore()
     async with generating(model, store) as generator:
         branch = started(PROMPT)
-        branch.extend_completion(await ask(generator, branch, 6, name="first"))
+        branch.extend_completion(await ask(generator.generate, branch, 6, name="first"))
         branch.extend_context([1, 2])
-        branch.extend_completion(await ask(generator, branch, 6, name="second"))
+        branch.extend_completion(await ask(generator.generate, branch, 6, name="second"))
         assert len({chunk.ref for chunk in branch.payload_chunks} - {None}) == 2
         assert_recorded(branch, model, store.open)
 
@@ -121,8 +121,8 @@ async def test_a_completion_that_goes_on_elsewhere_keeps_what_its_prefix_recorde
     store = MemoryPayloadStore()
     async with generating(model, store) as one, generating(model, store) as other:
         branch = started(PROMPT)
-        prefix = await ask(one, branch, 5)
-        completion = await ask(other, branch, 12, prefix=prefix)
+        prefix = await ask(one.generate, branch, 5)
+        completion = await ask(other.generate, branch, 12, prefix=prefix)
         assert completion.routed_experts[:1] == prefix.routed_experts
         branch.extend_completion(completion)
         assert_recorded(branch, model, store.open)
@@ -130,7 +130,7 @@ async def test_a_completion_that_goes_on_elsewhere_keeps_what_its_prefix_recorde
 
 async def test_without_a_store_nothing_is_kept(model: PreTrainedModel) -> None:
     async with generating(model, None) as generator:
-        assert (await ask(generator, started(PROMPT))).routed_experts == ()
+        assert (await ask(generator.generate, started(PROMPT))).routed_experts == ()
 
 
 class FullStore(MemoryPayloadStore):
@@ -142,7 +142,7 @@ class FullStore(MemoryPayloadStore):
 
 async def test_a_full_store_costs_no_completion(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     async with generating(model, FullStore()) as generator:
-        completion = await ask(generator, started(PROMPT))
+        completion = await ask(generator.generate, started(PROMPT))
     assert (completion.num_tokens, completion.routed_experts) == (20, ())
     assert "1 payloads were not kept: no room" in caplog.text
 
@@ -177,8 +177,8 @@ async def test_over_a_socket_a_reference_travels_or_the_bytes(
     accounts = PayloadAccounts(ledger)
     async with served(model, puts, accounts, by_value=by_value) as client:
         branch = started(PROMPT)
-        prefix = await ask(client, branch, 5, name="first")
-        branch.extend_completion(await ask(client, branch, 40, name="second", prefix=prefix))
+        prefix = await ask(client.generate, branch, 5, name="first")
+        branch.extend_completion(await ask(client.generate, branch, 40, name="second", prefix=prefix))
         assert_recorded(branch, model, trainer.open)
         sizes = {chunk.ref.uri: chunk.ref.num_bytes for chunk in branch.payload_chunks if chunk.ref is not None}
         assert accounts.figures.held_bytes == sum(sizes.values()) > 0
@@ -196,7 +196,7 @@ async def test_of_a_request_without_an_owner_nothing_is_recorded(
     puts = MemoryPayloadStore() if by_value else SlabPayloadStore(tmp_path, writer="generator")
     accounts = PayloadAccounts(SlabPayloadStore(tmp_path, writer="orchestrator"))
     async with served(model, puts, accounts, by_value=by_value) as client:
-        judged = await ask(client, started(PROMPT), owner=None)
+        judged = await ask(client.generate, started(PROMPT), owner=None)
         assert (judged.num_tokens, judged.routed_experts) == (20, ())
         assert accounts.figures.recorded_bytes == 0
         assert puts.statistics().capacity_bytes == 0
@@ -206,13 +206,13 @@ async def test_of_a_request_without_an_owner_nothing_is_recorded(
 async def test_what_comes_for_a_request_that_was_cancelled_is_released(tmp_path: Path, model: PreTrainedModel) -> None:
     accounts = PayloadAccounts(SlabPayloadStore(tmp_path))
     async with served(model, SlabPayloadStore(tmp_path, writer="generator"), accounts, by_value=False) as client:
-        asking = [asyncio.create_task(ask(client, started(PROMPT), 20 + n, name=str(n))) for n in range(12)]
+        asking = [asyncio.create_task(ask(client.generate, started(PROMPT), 20 + n, name=str(n))) for n in range(12)]
         await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         accounts.release("rollout")
-        await ask(client, started(PROMPT), 1, name="the last one, which is answered after all others")
+        await ask(client.generate, started(PROMPT), 1, name="the last one, which is answered after all others")
         assert accounts.figures.held_bytes == 0
         assert accounts.figures.recorded_bytes > 0
     await accounts.close()
@@ -265,7 +265,7 @@ async def test_a_generator_of_another_host_cannot_name_payloads_of_ours(tmp_path
     ours = SlabPayloadStore(tmp_path, writer="orchestrator")
     victim, accounts = ours.put(np.zeros((4, 3, 2), np.uint8)), PayloadAccounts(ours)
     async with served(model, Lying(victim), accounts, by_value=True) as client:
-        completion = await ask(client, started(PROMPT), 5)
+        completion = await ask(client.generate, started(PROMPT), 5)
     assert completion.routed_experts == ()
     assert accounts.figures.held_bytes == 0
     await accounts.close()

@@ -6,16 +6,16 @@ import asyncio
 import sys
 from pathlib import Path
 
+from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.settings import ShutdownSettings
-from tailrace.lifecycle.supervisor import Supervisor
 
 
 async def main(function: str, folder: str) -> None:
     grace_s = 0.3 if function == "ignore_terminate" else 60.0  # only that one needs it to pass
-    async with Supervisor(Path(folder) / "logs", ShutdownSettings(terminate_s=grace_s)) as supervisor:
-        supervisor.start(RoleSpec("orphan", f"role_functions:{function}", folder.encode()))
-        await supervisor.watch()
+    async with LocalLauncher("epoch", Path(folder) / "logs", ShutdownSettings(terminate_s=grace_s)) as launcher:
+        launcher.start(RoleSpec("orphan", f"role_functions:{function}", folder.encode()))
+        await launcher.watch()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Roles that the supervisor's tests start. They import next to nothing, so that they start at once."""
+"""Roles that the launchers' tests start. They import next to nothing, so that they start at once."""
 
 # ruff: noqa: ASYNC220  nothing else runs on their loops
 
@@ -13,50 +13,61 @@ import time
 from pathlib import Path
 
 from tailrace.errors import SettingsError
+from tailrace.lifecycle.roles import Role
 
 
-async def leave(settings: bytes) -> None:
+async def leave(role: Role) -> None:
     print("leaving early")
 
 
-async def fail(settings: bytes) -> None:
+async def fail(role: Role) -> None:
     raise RuntimeError("the wheel fell off")
 
 
-async def refuse_settings(settings: bytes) -> None:
+async def refuse_settings(role: Role) -> None:
     raise SettingsError("a setting is wrong")
 
 
-async def wait_for_stop(settings: bytes) -> None:
+async def wait_for_stop(role: Role) -> None:
     """Says that it runs by making a file, and that it ended in order by another."""
-    folder = Path(settings.decode())
+    folder = Path(role.spec.settings.decode())
     (folder / "running").write_text(str(os.getpid()))
+    role.ready()
     try:
         await asyncio.Event().wait()
     finally:
         (folder / "cleaned up").touch()
 
 
-async def ignore_terminate(settings: bytes) -> None:
+async def ignore_terminate(role: Role) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
-    Path(settings.decode(), "running").write_text(str(os.getpid()))
+    Path(role.spec.settings.decode(), "running").write_text(str(os.getpid()))
     while True:
         await asyncio.Event().wait()
 
 
-async def start_grandchild(settings: bytes) -> None:
+async def start_grandchild(role: Role) -> None:
     grandchild = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3600)"])
-    Path(settings.decode(), "grandchild").write_text(str(grandchild.pid))
-    Path(settings.decode(), "running").write_text(str(os.getpid()))
+    Path(role.spec.settings.decode(), "grandchild").write_text(str(grandchild.pid))
+    Path(role.spec.settings.decode(), "running").write_text(str(os.getpid()))
     await asyncio.Event().wait()
 
 
-async def write_environment(settings: bytes) -> None:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "COLOUR")
+async def write_environment(role: Role) -> None:
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "COLOUR", "CUDA_VISIBLE_DEVICES")
     lines = [os.environ[name] for name in names]
     lines += [str(os.getpgrp() == os.getpid()), str("torch" in sys.modules), repr(sys.stdin.read())]
-    Path(settings.decode()).write_text("\n".join(lines))
+    Path(role.spec.settings.decode()).write_text("\n".join(lines))
+
+
+async def describe_itself(role: Role) -> None:
+    """Says what it was given, then where it listens, and leaves when a file asks for it."""
+    folder, spec = Path(role.spec.settings.decode()), role.spec
+    (folder / role.instance).write_text(f"{spec.name} {spec.devices} {spec.environment['COLOUR']} {role.address}")
+    role.ready(f"tcp://there:{role.life}")
+    while not (folder / "leave").exists():  # noqa: ASYNC110 - another process has no event here
+        await asyncio.sleep(0.01)
 
 
 def wait_for_file(path: Path, deadline_s: float = 60.0) -> str:

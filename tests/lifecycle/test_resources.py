@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import SettingsError
-from tailrace.lifecycle.resources import RunResources, remove_leftovers
+from tailrace.lifecycle.resources import RunResources, SocketFolder, remove_leftovers
 
 DIES_WITH_RESOURCES = """
 import os, pathlib, sys
@@ -20,11 +20,11 @@ os._exit(9)
 
 
 def test_a_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    with RunResources("epoch", shared_memory_parent=tmp_path) as resources:
+    with RunResources("epoch", shared_memory_parent=tmp_path) as resources, SocketFolder("epoch") as sockets:
         (resources.shared_memory / "batch").write_bytes(b"x")
-        assert resources.address("events").startswith(f"ipc://{resources.sockets}")
-        assert resources.sockets.stat().st_mode & 0o777 == 0o700
-    assert not resources.sockets.exists()
+        assert sockets.address("events") == f"ipc://{sockets.path}/events"
+        assert sockets.path.stat().st_mode & 0o777 == 0o700
+    assert not sockets.path.exists()
     assert not list(tmp_path.iterdir())
 
 
@@ -63,9 +63,6 @@ def test_a_folder_for_shared_memory_that_cannot_be_used_is_named(tmp_path: Path)
         RunResources("epoch", shared_memory_parent=tmp_path / "nowhere")
 
 
-def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
-    with (
-        RunResources("epoch", shared_memory_parent=tmp_path) as resources,
-        pytest.raises(SettingsError, match="XDG_RUNTIME_DIR"),
-    ):
-        resources.address("x" * 100)
+def test_a_socket_path_that_is_too_long_is_refused() -> None:
+    with SocketFolder("epoch") as sockets, pytest.raises(SettingsError, match="XDG_RUNTIME_DIR"):
+        sockets.address("x" * 100)

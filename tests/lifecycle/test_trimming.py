@@ -44,28 +44,27 @@ def test_only_what_was_free_at_the_end_of_every_one_of_the_last_steps_is_given_b
 
 
 def test_memory_that_every_step_uses_again_is_kept() -> None:
-    heap = FakeHeap([900, 10, 900, 10, 900, 10] * 5)
+    heap = FakeHeap([900, 10, 900, 10, 900, 10] * 5 + [900])
     trimmer = MemoryTrimmer(100, at_once, heap)
     for _ in range(30):
         trimmer.step_ended()
     assert heap.trimmed == 0
-    assert trimmer.flush() == {"memory/kept_bytes": 10.0}
+    assert trimmer.step_ended() == {"memory/kept_bytes": 10.0}
 
 
 def test_what_is_given_back_is_told_once() -> None:
     trimmer = MemoryTrimmer(100, at_once, FakeHeap([500] * 12))
     for _ in range(10):
         trimmer.step_ended()
-    told = trimmer.flush()
-    assert told["memory/given_back_bytes"] == 7 * MEGABYTE
-    assert told["memory/give_back_s"] >= 0
-    assert trimmer.flush() == {}
+    found = trimmer.step_ended()
+    assert found["memory/given_back_bytes"] == 7 * MEGABYTE
+    assert found["memory/give_back_s"] >= 0
+    assert "memory/given_back_bytes" not in trimmer.step_ended()
 
 
 def test_without_a_heap_nothing_is_ever_done() -> None:
     trimmer = MemoryTrimmer(0, at_once, None)
-    trimmer.step_ended()
-    assert trimmer.flush() == {}
+    assert trimmer.step_ended() == trimmer.step_ended() == {}
 
 
 def test_freed_pieces_between_kept_ones_are_found_and_given_back() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from tailrace.reporting.live import LiveView, QuietLines, progress_line, wants_live_view
 from tailrace.reporting.live_rendering import run_screen
 from tailrace.reporting.logs import Terminal, setup_logging
-from tailrace.reporting.run_view import Pace, RunView
+from tailrace.reporting.run_view import Pace, RunView, Stage
 from tailrace.tracing.lag import LagStatistics
 
 
@@ -21,7 +21,7 @@ def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
         name="quickstart-2",
         model="tailrace-tiny",
         environments=["alphabet-sort"],
-        stage="training",
+        stage=Stage.TRAINING,
         elapsed_s=elapsed_s,
         step=step,
         max_steps=60,

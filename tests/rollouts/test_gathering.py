@@ -420,6 +420,20 @@ def test_a_reward_that_fails_is_never_a_reward(on_error: str, sizes: list[int]) 
     assert rewards.count(None) == sum(sizes) - 5
 
 
+def test_a_result_without_a_reward_waits_for_its_group() -> None:
+    async def play(rollout: Rollout) -> tailrace.AgentResult:
+        return tailrace.AgentResult(metrics={"style": 0.5}, info={"state": "kept"})
+
+    async def rank(group: Group) -> list[tailrace.AgentResult]:
+        return [tailrace.AgentResult(float(place_of(rollout))) for rollout in group.rollouts]
+
+    (group,) = run_in_virtual_time(gather_groups(play, rows(1), group_size=2, score_group=rank))
+    assert group.rewards == [0.0, 1.0]
+    assert (group.rollouts[0].metrics["style"], group.rollouts[0].metadata) == (0.5, {"state": "kept"})
+    with pytest.raises(ErrorBudgetSpent, match="is missing"):
+        run_in_virtual_time(gather_groups(play, rows(1)))
+
+
 def test_a_rollout_that_nobody_scores_is_told() -> None:
     async def play(rollout: Rollout) -> None:
         return None

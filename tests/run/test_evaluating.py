@@ -44,5 +44,5 @@ async def test_generators_that_run_already_measure_the_model_that_they_serve() -
 
 
 async def test_generators_that_fail_before_they_served_fail_the_evaluation_once() -> None:
-    with pytest.raises(SettingsError, match=r"generator\.device = 'cuda:7' cannot be used here"):
-        await evaluate_model(settings("--generator.replicas", "2", "--generator.device", "cuda:7"), limit=2)
+    with pytest.raises(SettingsError, match=r"generator\.device = 'xpu:7' cannot be used here"):
+        await evaluate_model(settings("--generator.replicas", "2", "--generator.device", "xpu:7"), limit=2)

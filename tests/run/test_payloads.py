@@ -11,7 +11,10 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tailrace.errors import SettingsError
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.records import Completion, GenerationRequest, OnChunk, PayloadChunk
 from tailrace.reporting.summary import read_summary
+from tailrace.transport.payloads.accounts import PayloadAccounts
 from tests.run.runs import ROOT, Command, command, records, run_inline, tiny_settings
 from tests.run.served import address_of, serving
 
@@ -65,6 +68,44 @@ async def test_inline_the_trainer_replays_what_generation_chose(tmp_path: Path, 
     summary = await run_inline(tmp_path, *replaying(model))
     assert summary.exit_code == 0
     require_replayed(tmp_path / "run")
+
+
+async def test_payloads_of_evaluations_end_with_their_rollouts_and_judges_make_none(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, held = list[GenerationRequest](), set[str]()
+    generate, record, release = Generator.generate, PayloadAccounts.record, PayloadAccounts.release
+
+    async def note_and_generate(generator: Generator, request: GenerationRequest, *more: OnChunk | None) -> Completion:
+        asked.append(request)
+        completion = await generate(generator, request, *more)
+        assert (completion.routed_experts == ()) == (request.owner is None)
+        return completion
+
+    def note_and_record(accounts: PayloadAccounts, owner: str | None, chunks: tuple[PayloadChunk, ...]) -> None:
+        if owner is not None:
+            held.add(owner)
+        record(accounts, owner, chunks)
+
+    def note_and_release(accounts: PayloadAccounts, owner: str) -> None:
+        held.discard(owner)
+        release(accounts, owner)
+
+    async def check_and_close(accounts: PayloadAccounts) -> None:
+        assert all(owner.startswith("names-by-key/train") for owner in held)  # in flight as the run ended
+        await close(accounts)
+
+    close = PayloadAccounts.close
+    monkeypatch.setattr(Generator, "generate", note_and_generate)
+    monkeypatch.setattr(PayloadAccounts, "record", note_and_record)
+    monkeypatch.setattr(PayloadAccounts, "release", note_and_release)
+    monkeypatch.setattr(PayloadAccounts, "close", check_and_close)
+    judged = ("--environment.name", "examples.own_judge:names_by_key", "--environment.judge.retries", "0")
+    evaluated = ("--evaluation.every_steps", "1", "--evaluation.tasks", "4", "--scheduling.max_barren_batches", "2")
+    await run_inline(tmp_path, *replaying(model, *judged, *evaluated))  # fails: a random model gives no scores
+    owners = [request.owner for request in asked]
+    assert None in owners
+    assert any(owner.startswith("eval-0/") for owner in owners if owner is not None)
 
 
 @pytest.mark.parametrize("payloads", ["reference", pytest.param("value", marks=pytest.mark.long)])

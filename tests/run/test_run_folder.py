@@ -45,7 +45,7 @@ def test_the_folder_holds_what_the_map_says(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "reward.png"),
         "trace.json",
-        *("rollouts", "checkpoints", "logs"),
+        *("rollouts", "checkpoints", "scheduler", "logs"),
     }
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "report.html").read_text()

@@ -20,8 +20,8 @@ def kept(states: SchedulerStates) -> list[str]:
 
 
 def test_a_state_is_read_as_it_was_written(states: SchedulerStates) -> None:
-    states.write(3, b'{"of": 3}', trained_step=2)
-    states.write(3, b'{"of": "the same step again"}', trained_step=2)
+    states.write(3, b'{"of": 3}')
+    states.write(3, b'{"of": "the same step again"}')
     assert states.read(3) == b'{"of": "the same step again"}'
     assert kept(states) == ["step_000003.json"]
 
@@ -37,21 +37,23 @@ def test_a_checkpoint_whose_state_is_gone_is_refused(states: SchedulerStates) ->
 
 def test_states_stay_while_a_checkpoint_names_them_or_may_still_come(states: SchedulerStates, tmp_path: Path) -> None:
     for step in range(1, 6):
-        states.write(step, b"{}", trained_step=0)
+        states.write(step, b"{}")
     for folder in ("step_000002", ".writing_step_000003"):
         (tmp_path / "checkpoints" / folder).mkdir(parents=True)
-    states.write(6, b"{}", trained_step=4)
+    states.step_ended(4)
+    states.write(6, b"{}")
     assert kept(states) == [f"step_{step:06d}.json" for step in (2, 4, 5, 6)]
 
 
 def test_states_ahead_of_a_run_that_was_resumed_go(states: SchedulerStates) -> None:
     for step in range(1, 6):
-        states.write(step, b"{}", trained_step=0)
-    states.write(3, b"{}", trained_step=2)
+        states.write(step, b"{}")
+    states.step_ended(2)
+    states.write(3, b"{}")
     assert kept(states) == ["step_000002.json", "step_000003.json"]
 
 
 def test_a_state_that_cannot_be_written_says_what_it_costs(states: SchedulerStates, tmp_path: Path) -> None:
     (tmp_path / "scheduler").write_text("no folder")
     with pytest.raises(CheckpointError, match="without which no checkpoint of step 1 can be resumed"):
-        states.write(1, b"{}", trained_step=0)
+        states.write(1, b"{}")

@@ -60,7 +60,7 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
         async def ask_until_one_is_lost(number: int) -> list[Completion]:
             done: list[Completion] = []
             while not (done and uses[0].done()):
-                completion = await router(
+                completion = await router.generate(
                     GenerationRequest(
                         request_id=f"r{number}.{len(done)}",
                         session_id=f"s{number}",

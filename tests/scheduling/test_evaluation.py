@@ -39,12 +39,11 @@ class HeldOut:
             settings=EvaluationSettings.model_validate({"every_steps": 2, "share": share, **settings}),
             max_running=max_running,
             lend=self.lent.append,
-            installed=self._installed,
         )
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[Evaluator]:
-        running = asyncio.create_task(self.evaluator.run())
+        running = asyncio.create_task(self.evaluator.run(self.wait_installed))
         try:
             yield self.evaluator
         finally:
@@ -70,7 +69,7 @@ class HeldOut:
     async def score(self, group: Group) -> list[Group]:
         return [group]
 
-    async def _installed(self, version: int) -> None:
+    async def wait_installed(self, version: int) -> None:
         while self.installed < version:
             self.changed.clear()
             await self.changed.wait()
@@ -202,6 +201,6 @@ async def test_an_engines_failure_is_not_a_result() -> None:
     held_out.fate = {"a/train/0": EngineFailed("gone")}
     held_out.evaluator.step_ended(0, version=0)
     with pytest.raises(ExceptionGroup) as caught:
-        await held_out.evaluator.run()
+        await held_out.evaluator.run(held_out.wait_installed)
     assert caught.group_contains(EngineFailed)
     assert held_out.lent == [2, 0]

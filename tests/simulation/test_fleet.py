@@ -41,7 +41,7 @@ def with_fleet(test: Callable[[ModelledFleet], Awaitable[Any]], *, replicas: int
 
 
 async def ask(fleet: ModelledFleet, name: str = "a", *, prefix: Completion | None = None) -> Completion:
-    return await fleet.router(
+    return await fleet.router.generate(
         GenerationRequest(
             request_id=name,
             session_id=name,

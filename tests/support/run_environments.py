@@ -129,8 +129,8 @@ def killed(at: str, step: int, folder: str) -> EnvironmentSpec:
 
         write = SchedulerStates.write
 
-        def write_and_die(states: SchedulerStates, written: int, state: bytes, *, trained_step: int) -> None:
-            write(states, written, state, trained_step=trained_step)
+        def write_and_die(states: SchedulerStates, written: int, state: bytes) -> None:
+            write(states, written, state)
             if written == step:
                 die()
 

@@ -17,12 +17,11 @@ from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.plan import Plan, plan_run
 from tailrace.config.problems import explain
 from tailrace.config.reference import settings_reference, simulation_reference
-from tailrace.config.settings import Placement, RunSettings
+from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
 
 __all__ = [
-    "Placement",
     "Plan",
     "RunSettings",
     "list_recipes",

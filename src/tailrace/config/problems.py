@@ -19,18 +19,18 @@ def explain(error: ValidationError, model: type[BaseModel], given: Places) -> Se
     """Name each key, where it stands, what it should be, and for an unknown one the nearest that exists."""
     problems = error.errors()
     keys = [tuple(problem["loc"]) for problem in problems]
-    told = _Told(model, given)
+    formatter = _ProblemFormatter(model, given)
     lines = []
     for problem, key in zip(problems, keys, strict=True):
         inside = any(other[: len(key)] == key and len(other) > len(key) for other in keys)
         if not (problem["type"] == "too_short" and inside):  # a list is short only of the entry that is wrong
-            lines += told.lines(problem, key)
+            lines += formatter.lines(problem, key)
     return SettingsError("\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """How problems with settings of one file and command line are told."""
+class _ProblemFormatter:
+    """Says what is wrong with the settings of one file and command line."""
 
     model: type[BaseModel]
     given: Places

@@ -12,7 +12,7 @@ from tailrace.config.sources import Places, SettingsFile
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 
-_OF_RUNS = ("replicas", "restart", "connect", "connect_key")
+_OF_RUNS = ("replicas", "restart", "connect", "connect_key", "devices")
 
 
 class ServeSettings(BaseModel):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.config.contradictions import Contradictions, find_contradictions
@@ -14,8 +12,6 @@ from tailrace.rollouts.settings import RolloutSettings
 from tailrace.scheduling.settings import EvaluationSettings, Schedule, SchedulingSettings
 from tailrace.training.settings import TrainerSettings
 from tailrace.transport.settings import TransportSettings
-
-Placement: TypeAlias = Literal["local", "inline"]
 
 
 class RunSettings(BaseModel):
@@ -29,10 +25,11 @@ class RunSettings(BaseModel):
         description="Its folder's name under runs/: letters, digits, `_`, `-` and `.`; unset: the recipe's or file's.",
     )
     seed: int = Field(0, ge=0, description="Of the task order, the sampling and the training.")
-    placement: Placement = Field(
+    placement: str = Field(
         "local",
-        description="local: orchestrator, trainer and generator are processes of their own; inline: all in one process,"
-        " for tests and debuggers.",
+        pattern=r"^\w+$|^[\w.]+:\w+$",
+        description="Who starts the roles. local: trainer and generators are processes of their own; inline: all in one"
+        " process, for tests and debuggers; module:Class: a launcher of your own.",
     )
     schedule: Schedule = Field(
         "stream",

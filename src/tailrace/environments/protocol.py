@@ -17,7 +17,7 @@ from tailrace.environments.callables import is_async, is_async_environment
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.results import AgentResult
-from tailrace.errors import DataError, SettingsError
+from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
 
 
@@ -213,6 +213,15 @@ class EnvironmentSpec:
                 f"its columns are: {have}"
             )
         return Task(task_id=task_id, environment=self.name, index=index, row=row, seed=seed)
+
+
+def require_observation(returned: object) -> Observation:
+    """What `reset` or `step` returned. Raises `EnvironmentFailed` unless it is an observation."""
+    if not isinstance(returned, Observation):
+        raise EnvironmentFailed(
+            f"reset and step return an Observation; this environment returned a {type(returned).__name__}"
+        )
+    return returned
 
 
 def read_attributes(environment: Environment, names: Sequence[str]) -> dict[str, Json]:

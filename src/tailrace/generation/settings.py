@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
 from tailrace.generation.router.settings import RouterSettings
+from tailrace.models.devices import DeviceIds
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -49,6 +50,11 @@ class GeneratorSettings(BaseModel):
         default_factory=dict, description="Options of vLLM's engine by their own names, as in vllm.max_num_seqs = 256"
     )
     device: str = Field(default="cpu", description="Where the torch engine runs: cpu, cuda, cuda:1, ...")
+    devices: DeviceIds = Field(
+        default=None,
+        description="GPUs of all generators, tensor_parallel for each in order: numbers or UUIDs, as in"
+        " CUDA_VISIBLE_DEVICES; unset: the next ones after the trainer's. On the command line 1,2",
+    )
     slots: int = Field(default=64, ge=1, description="Requests that run at the same time in one generator")
     max_cache_tokens: int = Field(
         default=4096, ge=2, description="Tokens that one slot can hold; caps model.max_model_tokens"

@@ -1,4 +1,4 @@
-"""The process of a role: `python -m tailrace.lifecycle.child`, started by the supervisor.
+"""The process of a role: `python -m tailrace.lifecycle.child`, started by `spawn_role`.
 
 Runs the role's coroutine to its end. SIGINT is ignored (the parent decides), SIGTERM cancels the coroutine, and so does
 the end of the parent; then a thread makes sure that this process and all it started are gone soon.
@@ -7,25 +7,21 @@ the end of the parent; then a thread makes sure that this process and all it sta
 from __future__ import annotations
 
 import asyncio
-import importlib
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias, cast
 
 import msgspec
 
-from tailrace.errors import SettingsError
 from tailrace.lifecycle.event_loop import loop_factory
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
-from tailrace.lifecycle.roles import Launch
+from tailrace.lifecycle.processes import Launch
+from tailrace.lifecycle.roles import EntryFunction, Role, resolve_entry
 
 _logger = logging.getLogger(__name__)
-
-RoleFunction: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 
 def main() -> int:
@@ -37,45 +33,44 @@ def main() -> int:
     sys.path[:] = launch.sys_path
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(pipe, orphaned, launch.orphan_grace_s), daemon=True).start()
-    status = _run_role(launch)
+    status = _run_role(launch, pipe)
     logging.shutdown()
     if orphaned.is_set():
         _kill_own_group()
     return status
 
 
-def _run_role(launch: Launch) -> int:
+def _run_role(launch: Launch, pipe: int) -> int:
+    role = Role(launch.spec, launch.life, launch.address, lambda address: _say_ready(pipe, address))
     try:
-        function = _resolve(launch.function)
+        entry = resolve_entry(launch.spec.entry)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_until_terminated(function, launch.settings))
+            runner.run(_until_terminated(entry, role))
     except asyncio.CancelledError:
-        _logger.info("role %s was stopped", launch.role)
+        _logger.info("role %s was stopped", launch.spec.name)
         return ExitCode.TERMINATED
     except Exception as error:  # the process's edge: the log gets the whole story, the parent its tail
-        _logger.exception("role %s failed", launch.role)
+        _logger.exception("role %s failed", launch.spec.name)
         return exit_code_of(error)
     return ExitCode.FINISHED
 
 
-async def _until_terminated(function: RoleFunction, settings: bytes) -> None:
+def _say_ready(pipe: int, address: str) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent is gone, which another thread hears
+        os.write(pipe, f"{address}\n".encode())
+
+
+async def _until_terminated(entry: EntryFunction, role: Role) -> None:
     """Waits for the role to end; SIGTERM cancels it."""
     task = asyncio.current_task()
     assert task is not None
+    task.set_name(role.spec.name)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await function(settings)
-
-
-def _resolve(name: str) -> RoleFunction:
-    module, _, attribute = name.partition(":")
-    function = getattr(importlib.import_module(module), attribute, None)
-    if not callable(function):
-        raise SettingsError(f"{name!r} names no function; a role's function is written as module:function")
-    return cast("RoleFunction", function)
+    await entry(role)
 
 
 def _take_standard_input() -> int:
-    """Keep the parent's pipe under a number that no child inherits; whoever reads standard input finds it empty."""
+    """Keep the parent's socket under a number that no child inherits; whoever reads standard input finds it empty."""
     pipe = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -95,8 +90,9 @@ def _read_launch(pipe: int) -> Launch:
 
 def _watch_parent(pipe: int, orphaned: threading.Event, grace_s: float) -> None:
     """Waits for the pipe's end of file: the parent is gone. An orderly end first, then the end."""
-    while os.read(pipe, 4096):
-        pass
+    with contextlib.suppress(ConnectionResetError):  # how it ends where the parent had not read that this is ready
+        while os.read(pipe, 4096):
+            pass
     orphaned.set()
     _logger.error("the parent process is gone; ending")
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,62 +1,72 @@
-"""What a role's process is started with, and how it gets it.
-
-The parent writes a `Launch` as one line of JSON into the child's standard input and keeps that pipe open for as long as
-it lives: its end of file is how the child learns that its parent vanished, on every system and however it died.
-"""
+"""A role of a run: what a launcher is told to start, and what the role's own function is given."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TypeAlias, cast
 
-import msgspec
-
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "RAYON_NUM_THREADS",
-)
+from tailrace.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """A role to be run in a process of its own."""
+    """What to start. It is the same in every life of the role."""
 
     name: str
     """`trainer`, `generator-0`, ...; names the log file and stands in errors."""
-    function: str
-    """`module:function` of an `async def function(settings: bytes) -> None`."""
+    entry: str
+    """`module:function` of an `async def function(role: Role) -> None`."""
     settings: bytes = b""
     """Handed to the function as it is."""
     threads: int = 1
-    """Threads of its numerical libraries; more than its share of cores makes all of them slower."""
+    """CPU threads of its numerical libraries; more than its share of cores makes all of them slower."""
+    devices: tuple[str, ...] | None = None
+    """Ids of the GPUs that it sees; None: those that its parent sees."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables to set beside those it inherits."""
 
 
-class Launch(msgspec.Struct, frozen=True):
-    """The child's first line of input."""
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a role's function is given: who it is, and how it says that it is ready."""
 
-    role: str
-    function: str
-    settings: bytes
-    sys_path: list[str]
-    """The parent's, so that both import the same modules."""
-    orphan_grace_s: float
-    """From the parent's end to this process group's, at most."""
+    spec: RoleSpec
+    life: int
+    """How often it was started before."""
+    address: str
+    """Where it may listen; no other life of any role is given the same."""
+    say_ready: Callable[[str], None]
+    has_own_process: bool = True
+    """Whether threads, devices and environment of its spec are those of its process. Else nothing was set for it."""
+
+    @property
+    def instance(self) -> str:
+        """Names this life of the role among all."""
+        return instance_name(self.spec.name, self.life)
+
+    def ready(self, address: str = "") -> None:
+        """Whoever waits for this role may go on. `address`: where it really listens, if not at `address`."""
+        self.say_ready(address or self.address)
 
 
-def child_environment(role: RoleSpec) -> dict[str, str]:
-    """The whole environment of a role's process."""
-    return {
-        **os.environ,
-        **dict.fromkeys(_THREAD_VARIABLES, str(role.threads)),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        **role.environment,
-    }
+EntryFunction: TypeAlias = Callable[[Role], Awaitable[None]]
+
+
+def instance_name(name: str, life: int) -> str:
+    """Of one life of a role.
+
+    >>> instance_name("generator-0", 1)
+    'generator-0.1'
+    """
+    return f"{name}.{life}"
+
+
+def resolve_entry(entry: str) -> EntryFunction:
+    """The function that `module:function` names. Raises `SettingsError` where it names none."""
+    module, _, attribute = entry.partition(":")
+    function = getattr(import_module(module), attribute, None)
+    if not callable(function):
+        raise SettingsError(f"{entry!r} names no function; a role's entry is written as module:function")
+    return cast("EntryFunction", function)

@@ -62,14 +62,11 @@ class MemoryTrimmer:
         self._policy, self._run, self._heap = TrimPolicy(threshold_bytes), run_in_thread, heap
         self._metrics: dict[str, float] = {}
 
-    def step_ended(self) -> None:
-        """Look, soon; never waits."""
+    def step_ended(self) -> dict[str, float]:
+        """Look, soon; never waits. Metrics of the look before."""
+        found, self._metrics = self._metrics, {}
         if self._heap is not None:
             self._run(self._look)
-
-    def flush(self) -> dict[str, float]:
-        """Metrics since the last flush."""
-        found, self._metrics = self._metrics, {}
         return found
 
     def _look(self) -> None:

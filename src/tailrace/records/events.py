@@ -78,7 +78,7 @@ class StopRequested(_Event, frozen=True, kw_only=True):
 
 
 class TrainerEnded(_Event, frozen=True, kw_only=True):
-    """The terminal record: training is over. Written once, by the trainer (or by the supervisor in its place)."""
+    """The terminal record: training is over. Written once, by the trainer (or by the orchestrator in its place)."""
 
     status: RunStatus
     step: int

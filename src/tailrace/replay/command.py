@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError, SettingsError
-from tailrace.lifecycle.resources import RunResources, remove_leftovers
+from tailrace.lifecycle.resources import RunResources, SocketFolder, remove_leftovers
 from tailrace.records import Group
 from tailrace.replay.capture import SETTINGS_FILE, read_capture
 from tailrace.replay.experts import ReplayedExperts, num_bytes
@@ -63,10 +63,11 @@ async def replay(
     """
     await asyncio.to_thread(remove_leftovers)
     async with AsyncExitStack() as stack:
-        resources = stack.enter_context(RunResources(uuid.uuid4().hex))
+        epoch = uuid.uuid4().hex
+        shared_memory = stack.enter_context(RunResources(epoch)).shared_memory
+        address = stack.enter_context(SocketFolder(epoch)).address(_QUEUE)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-replay-")))
         recorder = stack.enter_context(PhaseRecorder().recording())
-        address, shared_memory = resources.address(_QUEUE), resources.shared_memory
         sender = shared_memory_sender(address, shared_memory, num_ranks=ranks)
         stack.push_async_callback(sender.close)
         receivers = [

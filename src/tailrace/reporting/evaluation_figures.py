@@ -46,8 +46,10 @@ def _add(metrics: MetricsAccumulator, name: str, result: EvaluationResult) -> No
                 metrics.add(f"{name}/reward_component/{component}", value)
 
 
-def followed(before: EvaluationSummary | None, evaluation: Evaluation, environment: str) -> EvaluationSummary | None:
-    """An environment's course with this evaluation, where it scored anything."""
+def update_summary(
+    before: EvaluationSummary | None, evaluation: Evaluation, environment: str
+) -> EvaluationSummary | None:
+    """An environment's summary with this evaluation, where it scored anything."""
     result = evaluation.results[environment]
     versions = result.policy_versions
     if not result.rewards or versions is None:

@@ -76,8 +76,12 @@ class LiveView:
         finally:
             self.release_terminal()
 
+    def follow(self, view: Callable[[], RunView]) -> None:
+        """From now on show what this gives."""
+        self._take = view
+
     def release_terminal(self) -> None:
-        """Stop drawing and give the cursor back: also for whoever ends the process at once. May be called twice."""
+        """Stop drawing and give the cursor back: also where the process ends at once. May be called twice."""
         if self._live is None:
             return
         try:
@@ -142,7 +146,7 @@ class QuietLines:
 
 
 class Watchdog:
-    """Tells, every `limit_s` that no event comes, which stage the run waits for.
+    """Says, every `limit_s` without an event, which stage the run waits for.
 
     >>> watchdog = Watchdog(60.0)
     >>> watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish"))
@@ -153,7 +157,7 @@ class Watchdog:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._seen: tuple[object, ...] = ()
-        self._moved_s = self._told_s = 0.0
+        self._moved_s = self._warned_s = 0.0
 
     def next(self, view: RunView) -> str | None:
         """The warning for this snapshot, or None."""
@@ -163,10 +167,10 @@ class Watchdog:
             *(sum(view.failures.values()), view.evaluating_step, view.evaluated_rollouts),
         )
         if seen != self._seen:
-            self._seen, self._moved_s, self._told_s = seen, view.elapsed_s, view.elapsed_s
-        if view.elapsed_s - self._told_s < self._limit_s:
+            self._seen, self._moved_s, self._warned_s = seen, view.elapsed_s, view.elapsed_s
+        if view.elapsed_s - self._warned_s < self._limit_s:
             return None
-        self._told_s = view.elapsed_s
+        self._warned_s = view.elapsed_s
         waits = f"; the run waits for {view.waiting_for}" if view.waiting_for else ""
         return f"nothing has moved for {clock(view.elapsed_s - self._moved_s)}{waits}"
 

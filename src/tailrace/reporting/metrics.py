@@ -1,6 +1,6 @@
 """Metrics: one documented table of names, and the accumulator that reduces by it.
 
-Whoever records a metric names it as `METRICS` does; how it is reduced over a step is written there and nowhere else.
+A metric is recorded under its name in `METRICS`, which alone says how it is reduced over a step.
 Names with `{placeholders}` are families: `reward/{environment}/mean` covers `reward/alphabet-sort/mean`.
 """
 

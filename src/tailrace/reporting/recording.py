@@ -1,4 +1,4 @@
-"""What the scheduler tells, as metrics: rewards, rollouts by outcome, batches, and the biases of asynchrony."""
+"""What the scheduler reports, as metrics: rewards, rollouts by outcome, batches, and the biases of asynchrony."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BiasMeter:
         return wasted
 
     def cut(self, rollout_id: RolloutId, tokens: int) -> None:
-        """A completion of this rollout was cancelled with so many tokens sampled. Tell before `losing`."""
+        """A completion of this rollout was cancelled with so many tokens sampled. Call it before `losing`."""
         self._cut[rollout_id] += tokens
 
     def losing(self, rollout: Rollout) -> int:
@@ -113,7 +113,7 @@ class BiasMeter:
 
     @property
     def loss_length_ratio(self) -> float | None:
-        """`length_ratio` by the share of trained rollouts' tokens that bear loss; None until both are known."""
+        """`length_ratio` by the share of trained rollouts' tokens that bear loss; None until there are both."""
         ratio = self.length_ratio
         return None if ratio is None or not self._sampled_tokens else ratio * self._loss_tokens / self._sampled_tokens
 
@@ -128,7 +128,7 @@ class BiasMeter:
 
 
 class RunRecorder:
-    """Turns what the scheduler tells into metrics. Every method returns at once: O(rollouts), never O(tokens)."""
+    """Turns what the scheduler reports into metrics. Every method returns at once: O(rollouts), never O(tokens)."""
 
     def __init__(self, metrics: MetricsAccumulator, *, warmup_steps: int = 1) -> None:
         self.bias = BiasMeter(warmup_steps=warmup_steps)

@@ -37,7 +37,7 @@ class Tile:
 
 
 def write_report(run_folder: Path) -> None:
-    """Write `report.html` and, where a reward is known, `reward.png` into the run's folder.
+    """Write `report.html` and, where there is a reward, `reward.png` into the run's folder.
 
     Takes a second or two, most of it matplotlib's: call it off the event loop. Raises `DataError` for a folder
     without a run and `OSError` where the files cannot be written.

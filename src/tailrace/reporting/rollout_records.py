@@ -42,7 +42,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     task_seed: int = 0
     sampling: dict[str, Json] = {}
     columns: dict[str, Json] = {}
-    """What the environment asked to save of its state."""
+    """What the environment saves of its state."""
     metadata: dict[str, Json] = {}
     """What its author left at the rollout; where it has no reward, what would have come with one."""
     turns: int = 0
@@ -64,7 +64,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class RolloutEntry:
-    """A terminal rollout, handed to the writer. Nobody may change the rollout afterwards."""
+    """A terminal rollout, handed to the writer. It must not change afterwards."""
 
     rollout: Rollout
     outcome: Outcome

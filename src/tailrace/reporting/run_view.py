@@ -1,11 +1,22 @@
-"""A snapshot of a run, as the orchestrator fills it for whoever watches."""
+"""A snapshot of a run, for the live view."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tailrace.tracing.lag import LagStatistics
+
+
+class Stage(enum.StrEnum):
+    """Of a run."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    STOPPING = "stopping"
+    EVALUATING = "evaluating"
+    """Training is over; the last evaluation goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +26,7 @@ class RunView:
     name: str
     model: str = ""
     environments: Sequence[str] = ()
-    stage: str = "starting"
-    """One or two words: `starting`, `training`, `evaluating`, `saving`, `stopping`, `finished`."""
+    stage: Stage = Stage.STARTING
     waiting_for: str = ""
     """What holds the run up, in plain words; empty while it flows."""
     elapsed_s: float = 0.0

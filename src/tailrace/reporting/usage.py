@@ -20,7 +20,7 @@ class ProcessMeter:
     """Reads the usage of processes by role. What a process used stays counted after its end, and by its successor."""
 
     def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
-        """`pids` tells the processes that run now, by role."""
+        """`pids` gives the processes that run now, by role."""
         self._pids = pids
         self._processes: dict[str, psutil.Process] = {}
         self._before_s: dict[str, float] = {}
@@ -42,12 +42,12 @@ class ProcessMeter:
         return dict(self._newest)
 
     def _process(self, role: str, pid: int) -> psutil.Process:
-        known = self._processes.get(role)
-        if known is None or known.pid != pid:
+        process = self._processes.get(role)
+        if process is None or process.pid != pid:
             if role in self._newest:
                 self._before_s[role] = self._newest[role].cpu_s
-            known = self._processes[role] = psutil.Process(pid)
-        return known
+            process = self._processes[role] = psutil.Process(pid)
+        return process
 
 
 def total_cpu_s(usage: Mapping[str, Usage]) -> float:

@@ -8,7 +8,7 @@ token or context is left for another reply; only before the first reply does tha
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from tailrace.environments import AgentResult, EnvironmentFactory, EnvironmentSpec, Observation, Policy
 from tailrace.environments.callables import settled
-from tailrace.environments.protocol import read_attributes
+from tailrace.environments.protocol import read_attributes, require_observation
 from tailrace.environments.results import finite_number
-from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused
+from tailrace.errors import BudgetExceeded, RequestRefused
 from tailrace.records import Json, Message, Task
 from tailrace.rollouts.policy import RolloutPolicy
 
@@ -51,11 +51,11 @@ class LocalEnvironment(EnvironmentHost):
 
     @override
     async def reset(self, task: Task) -> Observation:
-        return await _observation(self._environment.reset(task))
+        return require_observation(await settled(self._environment.reset(task)))
 
     @override
     async def step(self, reply: Message) -> Observation:
-        return await _observation(self._environment.step(reply))
+        return require_observation(await settled(self._environment.step(reply)))
 
     @override
     async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
@@ -67,13 +67,14 @@ class LocalEnvironment(EnvironmentHost):
 
 
 async def play_environment(
-    environment: EnvironmentHost, task: Task, policy: Policy, spec: EnvironmentSpec
+    task: Task, policy: Policy, *, spec: EnvironmentSpec, host: Callable[[Task], EnvironmentHost]
 ) -> AgentResult:
-    """Drive an environment to its end. Its reward is None where no observation had one.
+    """Drive the environment that `host` makes to its end. The reward is None where no observation had one.
 
     Saves what its observations report and the attributes that `spec.columns` names; with `spec.info_keys` those alone,
     attributes where no observation reported them.
     """
+    environment = host(task)
     try:
         total = await _play(environment, task, policy, spec)
         wanted = spec.columns if spec.info_keys is None else [key for key in spec.info_keys if key not in total.info]
@@ -120,12 +121,3 @@ async def _play(environment: EnvironmentHost, task: Task, policy: Policy, spec: 
     if isinstance(policy, RolloutPolicy) and observation.messages:
         policy.keep(observation.messages)
     return total
-
-
-async def _observation(result: Observation | Awaitable[Observation]) -> Observation:
-    observation = await settled(result)
-    if not isinstance(observation, Observation):
-        raise EnvironmentFailed(
-            f"reset and step return an Observation; this environment returned a {type(observation).__name__}"
-        )
-    return observation

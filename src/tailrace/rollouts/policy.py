@@ -98,7 +98,7 @@ class RolloutPolicy:
         messages = self._with_system_prompt(messages)
         self._require_turn()
         with phase("render"):
-            conversation, context = self._place(messages, tools)
+            conversation, context = self._locate(messages, tools)
             limit = self._completion_limit(conversation, len(context), max_tokens)
             self._begin_turn(conversation, context, messages)
         completion = await self._sample(conversation, limit, task)
@@ -130,7 +130,7 @@ class RolloutPolicy:
 
     # ---- where the conversation goes on
 
-    def _place(self, messages: list[Message], tools: list[ToolSpec] | None) -> tuple[BranchConversation, Int32Array]:
+    def _locate(self, messages: list[Message], tools: list[ToolSpec] | None) -> tuple[BranchConversation, Int32Array]:
         """The branch to extend and the context to extend it with."""
         match = longest_match(self._conversations, messages, tools)
         if match is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tailrace.environments import Agent, AgentResult, EnvironmentSpec, Policy, ScoreGroup
+from tailrace.environments import Agent, AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.environments.callables import is_async_environment
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import BudgetExceeded, RequestRefused, RolloutError, ScoringFailed
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts.agents import EnvironmentHost, LocalEnvironment, play_environment
+from tailrace.rollouts.agents import LocalEnvironment, play_environment
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
@@ -156,7 +157,7 @@ class Rollouter:
         """Score a complete group by what its environment has for whole groups; see `Scorer.score_group`.
 
         Named functions for whole groups come first, then `score_group` or the judge, which see their rewards. The time
-        limit counts from where a place among `rollouts.score_concurrency` is free.
+        limit counts from where a slot among `rollouts.score_concurrency` is free.
 
         Raises `RolloutError` for the whole group.
         """
@@ -206,13 +207,9 @@ class Rollouter:
             return spec.agent
         factory = spec.environment
         assert factory is not None  # EnvironmentSpec holds exactly one of them
-        is_local = spec.trusted or is_async_environment(factory)
-
-        async def agent(task: Task, policy: Policy) -> AgentResult:
-            host: EnvironmentHost = LocalEnvironment(factory) if is_local else WorkerEnvironment(self._workers, task)
-            return await play_environment(host, task, policy, spec)
-
-        return agent
+        if spec.trusted or is_async_environment(factory):
+            return partial(play_environment, spec=spec, host=lambda task: LocalEnvironment(factory))
+        return partial(play_environment, spec=spec, host=partial(WorkerEnvironment, self._workers))
 
     def _group_stages(self, spec: EnvironmentSpec) -> list[ScoreGroup]:
         stages: list[ScoreGroup] = []

@@ -12,6 +12,7 @@ from tailrace.errors import SettingsError
 from tailrace.generation.engines.protocol import Engine
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.lifecycle.roles import Role
 from tailrace.run.ranks import FollowerSettings, Rank, follow_rank, lead
 
 
@@ -51,8 +52,8 @@ def build_engine(model: ModelSettings, generator: GeneratorSettings) -> Engine:
     return torch_engine_factory(model, generator)()
 
 
-async def follower(encoded: bytes) -> None:
+async def follower(role: Role) -> None:
     """The process of a rank that `lead` started: the entry `ranks.FOLLOWER`."""
-    received = msgspec.json.decode(encoded, type=FollowerSettings)
+    received = msgspec.json.decode(role.spec.settings, type=FollowerSettings)
     settings = ServeSettings.model_validate_json(received.settings)
     follow_rank(partial(build_engine, settings.model, settings.generator), received.rank)

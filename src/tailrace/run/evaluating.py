@@ -16,7 +16,6 @@ from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
-from tailrace.run.generators import Wait, open_generate
 from tailrace.run.parts import (
     held_out_tasks,
     load_environments,
@@ -24,6 +23,7 @@ from tailrace.run.parts import (
     make_rollouter,
     require_held_out_tasks,
 )
+from tailrace.run.started_roles import Wait, open_generate
 from tailrace.scheduling import EvaluationResult, evaluate
 
 

@@ -122,7 +122,7 @@ def make_run_folder(settings: RunSettings, paths: RunPaths) -> None:
 def wind_back(paths: RunPaths, step: int) -> None:
     """Set aside, in `superseded/`, what was written about steps after `step`: they will be trained again.
 
-    So that metrics and rollouts tell one history, that of the weights that survived. Raises `DataError`.
+    So that metrics and rollouts are one history, that of the weights that survived. Raises `DataError`.
     """
     lines = paths.metrics.read_bytes().splitlines(keepends=True) if paths.metrics.is_file() else []
     lost = {line: number for line in lines if (number := _step_of(line)) > step}

@@ -1,115 +1,128 @@
-"""The generators of a run: one in this very process, or a fleet of processes behind a router.
+"""Keeps the generators of a run: each is opened, used by the router until it fails, ended, and opened again.
 
-train  ── placement ──→ start_fleet ──→ started or connected generators ──→ router
-eval   ── open_generate ──→ one Generator here, or the same fleet
+    open ──→ serve ──→ failed: died, stuck, starved ──→ ended ──→ open ...
+
+A generator that fails before it ever served fails the run: its settings or its model are wrong, and would be again. One
+that served is replaced, unless `generator.restart` is never or it fails again and again; the run goes on with the rest,
+and fails when none is left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any, TypeAlias
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 from tailrace.config import RunSettings
-from tailrace.generation.engine_thread.generator import Generator
+from tailrace.errors import LifecycleError, TailraceError
 from tailrace.generation.router.router import Router
-from tailrace.generation.rpc.keys import read_keys
-from tailrace.lifecycle.resources import RunResources, remove_leftovers
-from tailrace.lifecycle.settings import ShutdownSettings
-from tailrace.lifecycle.supervisor import Supervisor
-from tailrace.records import Generate
-from tailrace.run.engines import engine_factory
-from tailrace.run.fleet import Fleet, ReplicaSource
-from tailrace.run.folder import RunPaths
-from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
-from tailrace.run.roles import RoleSettings
-from tailrace.transport.payloads.accounts import PayloadAccounts
-from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
+from tailrace.generation.rpc.client import ReportListener
+from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.run.transports import ReplicaConnection
 
-Wait: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+_logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S = 30.0
 
 
-def start_fleet(
-    settings: RunSettings,
-    role: RoleSettings,
-    resources: RunResources,
-    supervisor: Supervisor,
-    *,
-    serving_model: str | None = None,
-    payloads: PayloadAccounts | None = None,
-) -> tuple[Router, Fleet]:
-    """Start the generators that the settings ask for, or connect to those that they name.
+class ReplicaSource(Protocol):
+    """One generator of a run, over all its lives."""
 
-    Who sends no weights of its own says which model they must serve already (`serving_model`). `payloads` is told of
-    what completions bring.
+    @property
+    def name(self) -> str:
+        """In logs, metrics and errors."""
+        ...
+
+    async def open(self, on_report: ReportListener) -> ReplicaConnection:
+        """Start it, or connect to it; the engine need not be built yet. Raises `TailraceError`."""
+        ...
+
+    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
+        """Wait until it serves. Raises `TailraceError`."""
+        ...
+
+    async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:
+        """Make sure that nothing is left of it; why it failed, as a person should be told."""
+        ...
+
+    async def close(self, client: ReplicaConnection) -> None:
+        """The run is over: end it in order."""
+        ...
+
+
+class Generators:
+    """All generators of a run. Make it on a running event loop; it begins at once.
+
+    `router` is how they are used as one: it generates, interrupts, brings weights, tells when one serves, and figures.
     """
-    generator = settings.generator
-    router = Router(generator.replica_names, generator.router, generator.weights, max_staleness=settings.max_staleness)
-    sources = _connected(settings, role, resources, serving_model, payloads) if generator.connect else None
-    return router, Fleet(router, sources or _started(settings, role, supervisor, payloads), generator)
 
+    def __init__(self, settings: RunSettings, sources: Sequence[ReplicaSource]) -> None:
+        self._settings = settings.generator
+        chosen = self._settings
+        self.router = Router(chosen.replica_names, chosen.router, chosen.weights, max_staleness=settings.max_staleness)
+        self._clients: dict[ReplicaSource, ReplicaConnection] = {}
+        self._left = len(sources)
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._keep(source), name=f"life of {source.name}") for source in sources]
 
-@asynccontextmanager
-async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tuple[Generate, Wait]]:
-    """Who generates with the settings' own model, and what waits for its failure and raises it.
+    async def watch(self) -> None:
+        """Wait for what fails the run, and raise it. Returns never."""
+        await asyncio.shield(self._fatal)
 
-    A single generator runs in this process, several do in processes of their own; `folder` takes their logs.
-    """
-    if settings.generator.replicas == 1 and not settings.generator.connect:
-        async with Generator(engine_factory(settings.model, settings.generator)) as generator:
-            yield generator, _for_ever
-        return
-    paths = RunPaths(folder)
-    paths.logs.mkdir()
-    await asyncio.to_thread(remove_leftovers)
-    epoch = uuid.uuid4().hex
-    with RunResources(epoch) as resources:
-        async with AsyncExitStack() as stack:
-            supervisor = await stack.enter_async_context(Supervisor(paths.logs, ShutdownSettings()))
-            role = RoleSettings.of(settings, paths, epoch, resources)
-            router, fleet = start_fleet(settings, role, resources, supervisor, serving_model=settings.model.name)
-            stack.push_async_callback(fleet.close)
-            yield router, fleet.watch
+    async def close(self) -> None:
+        """End every generator in order. Closing twice does nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        clients, self._clients = self._clients, {}
+        self.router.fail(LifecycleError("the run is over"))
+        if self._fatal.done():
+            self._fatal.exception()  # whoever watched was told; without a watcher nobody is left to tell
+        await asyncio.gather(*(source.close(client) for source, client in clients.items()))
 
+    async def _keep(self, source: ReplicaSource) -> None:
+        """Waits for a generator to fail, and opens it again; ends when it is given up."""
+        try:
+            reason, served = await self._live(source)
+            in_vain = 0
+            while served and self._settings.restart == "on_failure" and in_vain < self._settings.router.max_restarts:
+                in_vain = 0 if self.router.completions(source.name) else in_vain + 1
+                _logger.warning("%s is started again: %s", source.name, reason)
+                self.router.restarted(source.name)
+                await asyncio.sleep(0 if in_vain == 0 else min(2.0 ** (in_vain - 1), _LONGEST_PAUSE_S))
+                reason, _ = await self._live(source)
+        except Exception as error:  # noqa: BLE001 - of whatever kind: it fails the run, which must hear of it
+            reason, served = error, False
+        self._left -= 1
+        if served and self._left:
+            _logger.error("%s is given up, %d of the run's generators are left: %s", source.name, self._left, reason)
+        else:
+            self._fail(reason)
 
-async def _for_ever() -> None:
-    """Its failure is in every call."""
-    await asyncio.Event().wait()
+    def _fail(self, reason: Exception) -> None:
+        if not self._fatal.done():
+            self._fatal.set_exception(reason)
+        self.router.fail(reason)
 
-
-def _started(
-    settings: RunSettings, role: RoleSettings, supervisor: Supervisor, payloads: PayloadAccounts | None
-) -> list[ReplicaSource]:
-    by_value = settings.transport.payloads == "value"
-    return [
-        StartedGenerator(name, index, role, settings.generator, supervisor, payloads=payloads, by_value=by_value)
-        for index, name in enumerate(settings.generator.replica_names)
-    ]
-
-
-def _connected(
-    settings: RunSettings,
-    role: RoleSettings,
-    resources: RunResources,
-    serving_model: str | None,
-    payloads: PayloadAccounts | None,
-) -> list[ReplicaSource]:
-    generator = settings.generator
-    keys = read_keys(Path(generator.connect_key), "generator.connect_key") if generator.connect_key else None
-    store = SharedMemoryModelStateDictStore(resources.shared_memory)
-    return [
-        ConnectedGenerator(
-            name,
-            address,
-            epoch=role.epoch,
-            settings=generator.router,
-            keys=keys,
-            lend_file=store.lend_file,
-            serving_model=serving_model,
-            payloads=payloads,
-        )
-        for name, address in zip(generator.replica_names, generator.connect, strict=True)
-    ]
+    async def _live(self, source: ReplicaSource) -> tuple[Exception, bool]:
+        """One life: why it ended, and whether it ever served."""
+        client, deadline_s, served = None, self._settings.router.start_deadline_s, False
+        try:
+            async with asyncio.timeout(deadline_s):
+                client = self._clients[source] = await source.open(partial(self.router.heard, source.name))
+                welcome = await source.hello(client)
+            served = True
+            failure = await self.router.use(source.name, client, welcome.statistics)
+        except TimeoutError:
+            failure = LifecycleError(
+                f"{source.name} did not serve within {deadline_s:g} s (generator.router.start_deadline_s)"
+            )
+        except TailraceError as error:
+            failure, served = error, False
+        if client is not None:
+            client.fail(failure)
+        reason = await source.end(client, failure)
+        self._clients.pop(source, None)
+        return reason, served

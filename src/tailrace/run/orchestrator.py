@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TransportError
+from tailrace.generation.router.weights import WeightListener
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
@@ -30,9 +31,12 @@ from tailrace.records import (
     TrainerEnded,
     TrainerStarted,
 )
-from tailrace.run.generators import Wait
-from tailrace.run.observer import RunObserver
-from tailrace.run.placement import SHUTDOWN, Placement
+from tailrace.reporting.observer import RunObserver
+from tailrace.reporting.run_view import Stage
+from tailrace.rollouts import Rollouter
+from tailrace.run.folder import RunPaths, wind_back
+from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.started_roles import SHUTDOWN, StartedRoles
 from tailrace.scheduling import Evaluator, StreamScheduler
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
@@ -44,44 +48,40 @@ RUN_ENDED = "run_ended"
 DATA_EXHAUSTED = "every task was handed out max_epochs times"
 
 _EXPLANATION_S = 1.0
-"""How long a failed engine's process has to be seen leaving, which tells more than the call that failed."""
+"""How long a failed engine's process has to be seen leaving, which says more than the call that failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduling:
-    """What the orchestrator runs once the trainer told where it is."""
-
-    scheduler: StreamScheduler
-    observer: RunObserver
-    evaluator: Evaluator | None
-
-
-WeightsInstalled = Callable[[int], Awaitable[None]]
-"""Waits until every generator serves weights of this version, or newer ones."""
-StartScheduler = Callable[[TrainerStarted, WeightsInstalled], Scheduling]
-
-
-class Orchestrator:
+class Orchestrator(WeightListener):
     """Runs until the trainer's terminal record. Once trainer and weights are there it starts workers and scheduler."""
 
     def __init__(
-        self, placement: Placement, log: MemoryEventLog, start_workers: Wait, start_scheduler: StartScheduler
+        self,
+        roles: StartedRoles,
+        log: MemoryEventLog,
+        paths: RunPaths,
+        *,
+        rollouter: Rollouter,
+        scheduler: StreamScheduler,
+        states: SchedulerStates,
+        observer: RunObserver,
+        evaluator: Evaluator,
     ) -> None:
-        self.scheduler: StreamScheduler | None = None
-        self.observer: RunObserver | None = None
-        self.evaluator: Evaluator | None = None
+        """`states` is where the scheduler keeps its own."""
         self.checkpoint = ""
         """Path of the newest one."""
         self.step = 0
         self.version = 0
-        self.error: BaseException | None = None
-        """What ended the run, where it was no wish."""
-        self._placement, self._log = placement, log
-        placement.weights.listener = self
-        self._start_workers, self._start_scheduler = start_workers, start_scheduler
-        self._started: TrainerStarted | None = None
         self.installed_version = 0
         """Lowest that a generator serves."""
+        self.has_begun = False
+        """Whether rollouts are scheduled, or were."""
+        self.error: BaseException | None = None
+        """What failed the run."""
+        self._roles, self._log, self._paths = roles, log, paths
+        self._rollouter, self._scheduler, self._states = rollouter, scheduler, states
+        self._observer, self._evaluator = observer, evaluator
+        roles.generators.router.weights.listener = self
+        self._trainer_started = False
         self._stop_requested = False
         self._stop_seen = asyncio.Event()
         self._scheduling: asyncio.Task[None] | None = None
@@ -93,24 +93,23 @@ class Orchestrator:
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
         follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
-        asked = asyncio.create_task(self._stop_seen.wait())
-        through = asyncio.create_task(self._exhausted.wait())
+        stopping = asyncio.create_task(self._stop_seen.wait())
+        exhausted = asyncio.create_task(self._exhausted.wait())
         try:
-            await asyncio.wait({follower, worker, asked, through}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({follower, worker, stopping, exhausted}, return_when=asyncio.FIRST_COMPLETED)
             if not follower.done():
-                if worker.done() or through.done():
-                    await self._ask_to_stop(worker.exception() if worker.done() else None)
+                if worker.done() or exhausted.done():
+                    await self._stop_trainer(worker.exception() if worker.done() else None)
                 await self._wait_for_record(follower)
             await self._finish_evaluating(follower.result(), worker)
             return follower.result()
         finally:
-            started = (worker, follower, asked, through)
+            started = (worker, follower, stopping, exhausted)
             await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(*started))
-            if self.scheduler:
-                self.scheduler.finish(RUN_ENDED)
+            self._scheduler.finish(RUN_ENDED)
 
     async def request_stop(self, status: RunStatus, reason: str) -> None:
-        """Ask the trainer to end; the first wish counts. What is left to do once it has ended is left."""
+        """Ask the trainer to end; the first request counts. Work left over once it has ended is left."""
         if status is RunStatus.CANCELLED:
             self._interrupted.set()
         if not self._stop_requested and not self._has_ended:
@@ -118,20 +117,20 @@ class Orchestrator:
             await self._log.append(StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason))
 
     @property
-    def stage(self) -> str:
-        """One word for people."""
-        if self.scheduler is None:
-            return "starting"
+    def stage(self) -> Stage:
+        """Where the run is."""
+        if not self.has_begun:
+            return Stage.STARTING
         if self._has_ended:
-            return "evaluating" if self.evaluator and self.evaluator.step is not None else "stopping"
-        return "stopping" if self._stop_requested else "training"
+            return Stage.EVALUATING if self._evaluator.step is not None else Stage.STOPPING
+        return Stage.STOPPING if self._stop_requested else Stage.TRAINING
 
     @property
-    def starting(self) -> str:
-        """What a start waits for, for people."""
-        if self._started is None:
-            return "the trainer to load the model"
-        return "the generator to load the model"
+    def start_waits_for(self) -> str:
+        """For people; empty once it has begun."""
+        if self.has_begun:
+            return ""
+        return f"the {'generator' if self._trainer_started else 'trainer'} to load the model"
 
     # --- the event log -------------------------------------------------------------------------------------------
 
@@ -140,14 +139,14 @@ class Orchestrator:
         async for event in self._log.follow():
             match event:
                 case TrainerStarted():
-                    self._started, self.step, self.version = event, event.step, event.version
+                    self._trainer_started, self.step, self.version = True, event.step, event.version
                 case ModelStateDictPublished():
-                    self._placement.weights.publish(event.ref)
+                    self._roles.generators.router.weights.publish(event.ref)
                 case StepTrained() | StepSkipped():
                     self.step, self.version = event.step, event.version
-                    if self.scheduler:
-                        self.scheduler.handle(event)
-                        self._tell_evaluator(event.step)
+                    self._states.step_ended(event.step)
+                    self._scheduler.handle(event)
+                    self._evaluator.step_ended(event.step, event.version)
                 case CheckpointWritten():
                     self.checkpoint = event.path
                 case StopRequested():
@@ -162,7 +161,7 @@ class Orchestrator:
             self._changed.set()
         raise LifecycleError("the event log ended without the trainer's terminal record")
 
-    async def _ask_to_stop(self, error: BaseException | None) -> None:
+    async def _stop_trainer(self, error: BaseException | None) -> None:
         if error is None:
             await self.request_stop(RunStatus.FINISHED, DATA_EXHAUSTED)
             return
@@ -172,11 +171,11 @@ class Orchestrator:
         await self.request_stop(RunStatus.FAILED, str(self.error))
 
     async def _explained(self, error: BaseException) -> BaseException:
-        """A call that failed with its process may be told of a moment before the process's own end is."""
+        """The end of the process with which a call failed, which may be seen a moment after the failure."""
         if isinstance(error, EngineFailed):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
-                    await self._placement.watch()
+                    await self._roles.watch()
             except TimeoutError:
                 pass
             except (LifecycleError, SettingsError) as explanation:
@@ -185,7 +184,7 @@ class Orchestrator:
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
         """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""
-        left = asyncio.ensure_future(self._placement.trainer_left())
+        left = asyncio.ensure_future(self._roles.trainer.left())
         await asyncio.wait({follower, left}, timeout=SHUTDOWN.last_save_s, return_when=asyncio.FIRST_COMPLETED)
         has_left = left.done() and not follower.done()
         left.cancel()
@@ -203,41 +202,39 @@ class Orchestrator:
     async def _work(self) -> None:
         """Goes on until cancelled; any failure ends all of it."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._placement.watch())
+            tasks.create_task(self._roles.watch())
             self._scheduling = tasks.create_task(self._schedule())
-            tasks.create_task(self._evaluate())
+            tasks.create_task(self._evaluator.run(self._installed))
 
     async def _schedule(self) -> None:
-        await wait_until(self._changed, lambda: self._started is not None)
-        assert self._started is not None
+        """Waits for the trainer, its weights in the generators, and the workers; then schedules until the tasks end."""
+        await wait_until(self._changed, lambda: self._trainer_started)
         await self._installed(self.version)
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._placement.ready())
-            starting.create_task(self._start_workers())
-        started = self._start_scheduler(self._started, self._installed)
-        self.scheduler, self.observer, self.evaluator = started.scheduler, started.observer, started.evaluator
+            starting.create_task(self._roles.generators.router.serving())
+            starting.create_task(self._rollouter.start())
+        state = await asyncio.to_thread(self._resume, self.step)
+        self._scheduler.start(step=self.step, version=self.version, serving_version=self.installed_version, state=state)
+        self._observer.begin()
+        self.has_begun = True
         if self.step == 0:
-            self._tell_evaluator(0)
-        self._changed.set()
-        await self.scheduler.run()
+            self._evaluator.step_ended(0, self.version)
+        await self._scheduler.run()
         self._exhausted.set()
+
+    def _resume(self, step: int) -> bytes:
+        """Let the run's folder end at `step`; the scheduler's state then. Nothing to do for a run that begins."""
+        wind_back(self._paths, step)
+        self._states.step_ended(step)
+        return self._states.read(step)
 
     async def _installed(self, version: int) -> None:
         await wait_until(self._changed, lambda: self.installed_version >= version)
 
-    async def _evaluate(self) -> None:
-        await wait_until(self._changed, lambda: self.evaluator is not None)
-        assert self.evaluator is not None
-        await self.evaluator.run()
-
-    def _tell_evaluator(self, step: int) -> None:
-        if self.evaluator is not None:
-            self.evaluator.step_ended(step, self.version)
-
     async def _finish_evaluating(self, ended: TrainerEnded, worker: asyncio.Task[None]) -> None:
         """After a run that finished: wait for what is left to evaluate, until its deadline or a signal."""
-        evaluator = self.evaluator
-        if evaluator is None or evaluator.is_idle:
+        evaluator = self._evaluator
+        if evaluator.is_idle:
             return
         if ended.status is RunStatus.FINISHED and self._scheduling and not worker.done():
             self._scheduling.cancel()
@@ -250,21 +247,17 @@ class Orchestrator:
 
     # --- weights -------------------------------------------------------------------------------------------------
 
+    @override
     def weights_installed(self, version: int, duration_s: float) -> None:
-        """See `WeightListener`."""
         self.installed_version = max(self.installed_version, version)
         self._changed.set()
-        if self.scheduler:
-            self.scheduler.weights_installed(self.installed_version)
-        if self.observer:
-            self.observer.weights_installed(duration_s)
+        self._scheduler.weights_installed(self.installed_version)
+        self._observer.weights_installed(duration_s)
 
+    @override
     def weights_not_installed(self, version: int) -> None:
-        """See `WeightListener`."""
-        if self.observer:
-            self.observer.weights_not_installed()
-        if self.scheduler:
-            self.scheduler.weights_not_installed(version)
+        self._observer.weights_not_installed()
+        self._scheduler.weights_not_installed(version)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
@@ -275,7 +268,7 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error to tell a person, out of a group: a process that left explains the calls that failed with it."""
+    """The error to show, out of a group: a process that left explains the calls that failed with it."""
     leaves = list(_leaves(error))
     return next((leaf for leaf in leaves if isinstance(leaf, LifecycleError | SettingsError)), leaves[0])
 

@@ -12,8 +12,8 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,8 +25,10 @@ import msgspec
 from tailrace.config.serving import ServeSettings
 from tailrace.errors import EngineFailed, SettingsError
 from tailrace.generation.settings import GeneratorSettings
+from tailrace.lifecycle.devices import visible_devices
 from tailrace.lifecycle.exit_codes import ExitCode, describe_exit
-from tailrace.lifecycle.roles import Launch, RoleSpec, child_environment
+from tailrace.lifecycle.processes import spawn_role
+from tailrace.lifecycle.roles import RoleSpec
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -146,7 +148,7 @@ class _Followers:
         self._is_ending = False
         self._settled = threading.Event()
         text = settings.model_dump_json()
-        self._processes = [
+        self._processes = [  # with the sockets whose end would tell them that this process is gone
             _start(FollowerSettings(msgspec.structs.replace(leader, number=number, local=number), text))
             for number in range(1, leader.size)
         ]
@@ -154,7 +156,7 @@ class _Followers:
             threading.Thread(
                 target=self._wait_for, args=(number, process), name=f"tailrace-rank-{number}-exit", daemon=True
             )
-            for number, process in enumerate(self._processes, 1)
+            for number, (process, _) in enumerate(self._processes, 1)
         ]
         for wait in self._waits:
             wait.start()
@@ -173,7 +175,7 @@ class _Followers:
         """Nobody needs them: rank 0 could not be built."""
         self._is_ending = True
         self._settled.set()
-        for process in self._processes:
+        for process, _ in self._processes:
             process.kill()
 
     def _wait_for(self, number: int, process: subprocess.Popen[bytes]) -> None:
@@ -213,21 +215,21 @@ def _store_of(rank: Rank) -> Store:
     return store
 
 
-def _start(follower: FollowerSettings) -> subprocess.Popen[bytes]:
-    role = RoleSpec(
+def _start(follower: FollowerSettings) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    generator = ServeSettings.model_validate_json(follower.settings).generator
+    spec = RoleSpec(
         f"rank {follower.rank.number}",
         FOLLOWER,
         msgspec.json.encode(follower),
-        threads=ServeSettings.model_validate_json(follower.settings).generator.threads,
-        environment=follower.rank.environment,
+        threads=generator.threads,
+        environment={**follower.rank.environment, **own_device(generator, follower.rank)},
     )
-    launch = Launch(role.name, role.function, role.settings, [path for path in sys.path if path], _LAST_WORDS_S)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tailrace.lifecycle.child"],
-        stdin=subprocess.PIPE,
-        env=child_environment(role),
-        bufsize=0,
-    )
-    assert process.stdin
-    process.stdin.write(msgspec.json.encode(launch) + b"\n")
-    return process
+    return spawn_role(spec, orphan_grace_s=_LAST_WORDS_S, leads_group=False)
+
+
+def own_device(generator: GeneratorSettings, rank: Rank) -> dict[str, str]:
+    """Variables by which a rank of the torch engine sees its own GPU alone; vLLM picks it among all by LOCAL_RANK."""
+    pool = visible_devices(os.environ)
+    if generator.engine != "torch" or not generator.device.startswith("cuda") or not pool:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": pool[rank.local % len(pool)]}

@@ -1,4 +1,4 @@
-"""`Generate`, with every completion told to whoever counts, and every request that is cancelled."""
+"""`Generate`, with every completion and every request that is cancelled told to whoever counts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RecordedGenerate(Generate):
     def __init__(
         self,
         generate: Generate,
-        on_completion: Callable[[GenerationRequest, Completion], None],
-        on_request_cancelled: Callable[[GenerationRequest, int], None] | None = None,
+        on_completion: Callable[[Completion], None],
+        on_request_cancelled: Callable[[GenerationRequest, int], None],
     ) -> None:
         """`on_request_cancelled` is given the tokens that had been sampled by then, as far as chunks told of them."""
         self._generate, self._on_completion = generate, on_completion
@@ -25,19 +25,6 @@ class RecordedGenerate(Generate):
 
     @override
     async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        if self._on_request_cancelled is None:
-            completion = await self._generate(request, on_chunk)
-        else:
-            completion = await self._counted(request, on_chunk, self._on_request_cancelled)
-        self._on_completion(request, completion)
-        return completion
-
-    async def _counted(
-        self,
-        request: GenerationRequest,
-        on_chunk: OnChunk | None,
-        on_request_cancelled: Callable[[GenerationRequest, int], None],
-    ) -> Completion:
         sampled = request.prefix_tokens
 
         def count(chunk: Completion) -> None:
@@ -47,7 +34,9 @@ class RecordedGenerate(Generate):
                 on_chunk(chunk)
 
         try:
-            return await self._generate(request, count)
+            completion = await self._generate(request, count)
         except asyncio.CancelledError:
-            on_request_cancelled(request, sampled)
+            self._on_request_cancelled(request, sampled)
             raise
+        self._on_completion(completion)
+        return completion

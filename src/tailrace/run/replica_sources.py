@@ -1,112 +1,110 @@
-"""Where the generators of a run come from: processes of its own, or generators that run already, anywhere."""
+"""Where the generators of a run come from: roles of its own, or generators that run already, anywhere."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
-import msgspec
-import numpy as np
+from typing_extensions import override
 
+from tailrace.config import RunSettings
 from tailrace.errors import SettingsError
-from tailrace.generation.router.settings import RouterSettings
 from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
-from tailrace.generation.rpc.keys import CurveKeys
+from tailrace.generation.rpc.keys import CurveKeys, read_keys
 from tailrace.generation.rpc.messages import WelcomeReply
-from tailrace.generation.settings import GeneratorSettings
+from tailrace.lifecycle.launchers import Launcher, RoleHandle
 from tailrace.lifecycle.roles import RoleSpec
-from tailrace.lifecycle.supervisor import RoleProcess, Supervisor
-from tailrace.run.roles import GENERATOR, RoleSettings
+from tailrace.run.generators import ReplicaSource
+from tailrace.run.transports import ReplicaConnection, Transports
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _EXPLANATION_S = 1.0
-"""How long the process of a call that failed has to be seen leaving, which tells more than the call."""
+"""How long the role of a call that failed has to be seen leaving, which tells more than the call."""
 
 _CONNECT_S = 10.0
 """Within which a generator that runs already must answer."""
 
 
-class StartedGenerator:
-    """A process of this run. Implements `ReplicaSource`."""
+class StartedGenerator(ReplicaSource):
+    """A role of this run."""
 
     def __init__(
         self,
-        name: str,
-        index: int,
-        role: RoleSettings,
-        settings: GeneratorSettings,
-        supervisor: Supervisor,
-        *,
+        spec: RoleSpec,
+        settings: RunSettings,
+        launcher: Launcher,
+        transports: Transports,
         payloads: PayloadAccounts | None = None,
-        by_value: bool = False,
     ) -> None:
-        self.name = name
-        self._payloads, self._by_value = payloads, by_value
-        self._index, self._role, self._settings, self._supervisor = index, role, settings, supervisor
-        self._lives = 0
-        self._socket = ""
+        self._spec, self._settings, self._launcher, self._transports = spec, settings, launcher, transports
+        self._payloads = payloads
         self._serves = False
-        self._process: RoleProcess | None = None
+        self._handle: RoleHandle | None = None
         self._leaving: asyncio.Task[None] | None = None
 
-    def open(self, on_report: ReportListener) -> GeneratorClient:
-        """See `ReplicaSource.open`."""
-        socket = self._socket = f"{self.name}.{self._lives}"  # a new one: the old process may still hold its own
-        role = msgspec.structs.replace(
-            self._role, name=self.name, socket=socket, seed=_seed(self._settings.seed, self._index, self._lives)
-        )
-        self._lives += 1
+    @property
+    @override
+    def name(self) -> str:
+        return self._spec.name
+
+    @override
+    async def open(self, on_report: ReportListener) -> ReplicaConnection:
         self._serves = False
-        spec = RoleSpec(self.name, GENERATOR, role.encoded(), threads=self._settings.threads)
-        process = self._process = self._supervisor.start(spec, is_replaceable=True)
-        client = GeneratorClient(
-            role.address(socket),
+        if self._handle is None:
+            self._handle = self._launcher.start(self._spec, is_replaceable=True)
+        else:
+            await self._handle.restart()
+        client = self._transports.connect(
+            await self._handle.ready(),
             name=self.name,
-            progress_deadline_s=self._settings.router.progress_deadline_s,
+            settings=self._settings,
             on_report=on_report,
             payloads=self._payloads,
-            by_value=self._by_value,
         )
-        self._leaving = asyncio.create_task(self._fail_when_left(process, client), name=f"exit of {self.name}")
+        self._leaving = asyncio.create_task(self._fail_when_left(self._handle, client), name=f"exit of {self.name}")
         return client
 
-    async def hello(self, client: GeneratorClient) -> WelcomeReply:
-        """See `ReplicaSource.hello`."""
+    @override
+    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello()
         self._serves = True
         return welcome
 
-    async def end(self, client: GeneratorClient, failure: Exception) -> Exception:
-        """See `ReplicaSource.end`."""
-        assert self._process is not None
-        assert self._leaving is not None
-        await asyncio.wait({self._leaving}, timeout=_EXPLANATION_S)
-        reason = failure if self._process.is_running else self._process.early_exit()
-        await self._supervisor.kill_role(self.name)
-        await self._leaving
-        await client.leave()
+    @override
+    async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:
+        if self._handle is None:
+            return failure
+        if client is not None:
+            assert self._leaving is not None
+            await asyncio.wait({self._leaving}, timeout=_EXPLANATION_S)
+        reason = failure if self._handle.is_running else self._handle.early_exit()
+        await self._handle.kill()
+        if client is not None:
+            await client.leave()
         if self._payloads is not None:
-            self._payloads.writer_ended(self._socket)
+            self._payloads.writer_ended(self._handle.instance)
         return reason
 
-    async def close(self, client: GeneratorClient) -> None:
-        """See `ReplicaSource.close`."""
+    @override
+    async def close(self, client: ReplicaConnection) -> None:
+        assert self._handle is not None
         assert self._leaving is not None
         self._leaving.cancel()
         if self._serves:
-            self._supervisor.expect_exit(self.name)
+            self._handle.expect_exit()
             await client.close()
         else:  # it is loading its model, and would hear of its end only after that
-            await self._supervisor.kill_role(self.name)
+            await self._handle.kill()
             await client.leave()
 
-    async def _fail_when_left(self, process: RoleProcess, client: GeneratorClient) -> None:
-        """Waits for the process to leave: it may do so before its socket ever was there."""
-        await self._supervisor.wait(self.name)
-        client.fail(process.early_exit())
+    async def _fail_when_left(self, handle: RoleHandle, client: ReplicaConnection) -> None:
+        """Waits for the role to leave, which tells more than a socket that closes."""
+        await handle.left()
+        client.fail(handle.early_exit())
 
 
-class ConnectedGenerator:
-    """A generator of `tailrace serve`. Implements `ReplicaSource`."""
+class ConnectedGenerator(ReplicaSource):
+    """A generator of `tailrace serve`."""
 
     def __init__(
         self,
@@ -114,41 +112,50 @@ class ConnectedGenerator:
         address: str,
         *,
         epoch: str,
-        settings: RouterSettings,
+        progress_deadline_s: float,
         keys: CurveKeys | None,
         lend_file: LendFile,
         serving_model: str | None = None,
         payloads: PayloadAccounts | None = None,
     ) -> None:
         """`serving_model` is the model that it has to serve, where it is sent no other weights."""
-        self.name = name
-        self._address, self._epoch, self._settings = address, epoch, settings
+        self._name, self._address, self._epoch, self._progress_deadline_s = name, address, epoch, progress_deadline_s
         self._keys, self._lend_file, self._serving_model = keys, lend_file, serving_model
         self._payloads = payloads
 
-    def open(self, on_report: ReportListener) -> GeneratorClient:
-        """See `ReplicaSource.open`."""
-        return GeneratorClient(
+    @property
+    @override
+    def name(self) -> str:
+        return self._name
+
+    @override
+    async def open(self, on_report: ReportListener) -> GeneratorClient:
+        client = GeneratorClient(
             self._address,
-            name=f"{self.name} ({self._address})",
+            name=f"{self._name} ({self._address})",
             keys=self._keys,
-            progress_deadline_s=self._settings.progress_deadline_s,
+            progress_deadline_s=self._progress_deadline_s,
             on_report=on_report,
             lend_file=self._lend_file,
             payloads=self._payloads,
             by_value=True,
         )
-
-    async def hello(self, client: GeneratorClient) -> WelcomeReply:
-        """See `ReplicaSource.hello`."""
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await client.connected()
         except TimeoutError:
+            await client.leave()
             raise SettingsError(
                 f"generator.connect: no generator answers at {self._address} within {_CONNECT_S:g} s; start it with "
                 "`tailrace serve MODEL --address ...`"
             ) from None
+        except BaseException:
+            await client.leave()
+            raise
+        return client
+
+    @override
+    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello(self._epoch)
         if self._serving_model not in (None, welcome.model):
             raise SettingsError(
@@ -157,18 +164,39 @@ class ConnectedGenerator:
             )
         return welcome
 
-    async def end(self, client: GeneratorClient, failure: Exception) -> Exception:
-        """See `ReplicaSource.end`: the generator itself is not ours to end."""
-        await client.leave()
+    @override
+    async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:
+        """The generator itself is not ours to end."""
+        if client is not None:
+            await client.leave()
         return failure
 
-    async def close(self, client: GeneratorClient) -> None:
-        """See `ReplicaSource.close`."""
+    @override
+    async def close(self, client: ReplicaConnection) -> None:
         await client.leave()
 
 
-def _seed(seed: int, index: int, lives: int) -> int:
-    """Of one life of one replica: that of the settings for the very first."""
-    if index == lives == 0:
-        return seed
-    return int(np.random.SeedSequence([seed, index, lives]).generate_state(1)[0]) % 2**31
+def connected_generators(
+    settings: RunSettings,
+    epoch: str,
+    lend_file: LendFile,
+    *,
+    serving_model: str | None,
+    payloads: PayloadAccounts | None,
+) -> list[ReplicaSource]:
+    """Those that `generator.connect` names."""
+    chosen = settings.generator
+    keys = read_keys(Path(chosen.connect_key), "generator.connect_key") if chosen.connect_key else None
+    return [
+        ConnectedGenerator(
+            name,
+            address,
+            epoch=epoch,
+            progress_deadline_s=chosen.router.progress_deadline_s,
+            keys=keys,
+            lend_file=lend_file,
+            serving_model=serving_model,
+            payloads=payloads,
+        )
+        for name, address in zip(chosen.replica_names, chosen.connect, strict=True)
+    ]

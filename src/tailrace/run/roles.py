@@ -1,69 +1,53 @@
-"""What the trainer's and the generator's process run. Each builds its parts from the run's settings alone."""
+"""What the trainer and the generators run, wherever they are. Each builds its parts from the run's settings alone."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.rpc.server import GeneratorServer
-from tailrace.lifecycle.resources import RunResources
-from tailrace.records import ModelStateDictRef, RunStatus, TrainerEnded
+from tailrace.lifecycle.roles import Role, RoleSpec
+from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.logs import setup_logging
-from tailrace.run.batches import batch_receiver
 from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
+from tailrace.run.host_transports import HostTransports, Whereabouts
+from tailrace.run.memory_transports import memory_transports
 from tailrace.run.parts import make_trainer
-from tailrace.run.payloads import open_payload_store
 from tailrace.run.phases import recording_phases, watched_loop
 from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
-from tailrace.transport.batches.queue import BatchReceiver
-from tailrace.transport.events.log import EventLog
-from tailrace.transport.events.rpc import EventLogClient
-from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
-from tailrace.transport.weights.stores import ModelStateDictStore, SharedMemoryModelStateDictStore
 
-TRAINER = "tailrace.run.roles:trainer"
-GENERATOR = "tailrace.run.roles:generator"
+_TRAINER = "tailrace.run.roles:trainer"
+_GENERATOR = "tailrace.run.roles:generator"
 
 
 class RoleSettings(msgspec.Struct, frozen=True):
-    """What a role's process is told."""
+    """What a role is told."""
 
     settings: str
     """The run's settings, as JSON."""
     run_folder: str
     epoch: str
-    sockets: str = ""
-    shared_memory: str = ""
-    payloads: str = ""
-    """Folder for payloads that shared memory has no room for."""
-    name: str = ""
-    """Of the role's process."""
-    socket: str = ""
-    """Where a generator listens, in `sockets`."""
-    seed: int = 0
-    """Of a generator's random streams: no two processes may draw the same."""
+    where: Whereabouts | None
+    """Of what joins it to the other roles; None where they are in its own process."""
+    index: int = 0
+    """Of a generator among all."""
 
     @classmethod
-    def of(
-        cls, settings: RunSettings, paths: RunPaths, epoch: str, resources: RunResources | None = None
-    ) -> RoleSettings:
-        """Of this run; `resources` where roles are processes of their own."""
-        return cls(
-            settings=settings.model_dump_json(),
-            run_folder=str(paths.root),
-            epoch=epoch,
-            sockets=str(resources.sockets) if resources else "",
-            shared_memory=str(resources.shared_memory) if resources else "",
-            payloads=str(resources.payloads) if resources else "",
-        )
+    def of(cls, settings: RunSettings, paths: RunPaths, epoch: str, transports: Transports) -> RoleSettings:
+        """Of this run."""
+        where = transports.where if isinstance(transports, HostTransports) else None
+        return cls(settings.model_dump_json(), str(paths.root), epoch, where)
 
     @property
     def run(self) -> RunSettings:
@@ -75,82 +59,73 @@ class RoleSettings(msgspec.Struct, frozen=True):
         """The run's folder."""
         return RunPaths(Path(self.run_folder))
 
-    def address(self, name: str) -> str:
-        """The address of the run's socket `name`."""
-        return f"ipc://{self.sockets}/{name}"
-
-    def payload_store(self, settings: RunSettings, *, writer: str = "") -> PayloadStore:
-        """This process's end of the run's payload store."""
-        return open_payload_store(settings, Path(self.shared_memory), Path(self.payloads), writer=writer)
-
-    def encoded(self) -> bytes:
-        """For the settings of a `RoleSpec`."""
-        return msgspec.json.encode(self)
+    def transports(self) -> Transports:
+        """In the role's process."""
+        return HostTransports(self.where) if self.where is not None else memory_transports(self.epoch)
 
 
-async def trainer(encoded: bytes) -> None:
-    """The trainer's process. Leaves when the event log ends: by then its terminal record was read."""
-    role = msgspec.json.decode(encoded, type=RoleSettings)
-    setup_logging("trainer", role.paths.logs, level=role.run.observability.log_level)
-    importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
-    async with (
-        recording_phases("trainer", role.paths, role.run.observability) as phases,
-        watched_loop(role.run.observability, phases),
-    ):
-        await asyncio.create_task(_serve_trainer(role, phases), name="trainer")
-
-
-async def _serve_trainer(role: RoleSettings, phases: PhaseRecorder) -> None:
-    log = EventLogClient(role.address("events"), role.epoch)
-    batches = batch_receiver(
-        role.run, role.address("batches"), shared_memory=Path(role.shared_memory), files=role.paths.batches
+def trainer_spec(told: RoleSettings, devices: tuple[str, ...] | None, environment: Mapping[str, str]) -> RoleSpec:
+    """The trainer, with these GPUs and variables of its own."""
+    return RoleSpec(
+        "trainer",
+        _TRAINER,
+        msgspec.json.encode(told),
+        threads=told.run.trainer.threads,
+        devices=devices,
+        environment=environment,
     )
-    store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
-    payloads = role.payload_store(role.run)
-    try:
-        await run_trainer_role(role, batches, store, log, payloads, phases=phases)
-        async for _ in log.follow():
+
+
+def generator_specs(told: RoleSettings, devices: Mapping[str, tuple[str, ...]]) -> list[RoleSpec]:
+    """Every generator that the settings ask for, with its GPUs by its name."""
+    chosen = told.run.generator
+    return [
+        RoleSpec(
+            name,
+            _GENERATOR,
+            msgspec.json.encode(msgspec.structs.replace(told, index=index)),
+            threads=chosen.threads,
+            devices=devices.get(name),
+        )
+        for index, name in enumerate(chosen.replica_names)
+    ]
+
+
+async def trainer(role: Role) -> None:
+    """Trains. Leaves when the event log ends: by then its terminal record was read."""
+    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    if role.has_own_process:
+        importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
+    async with _observed(role, told) as phases, told.transports().trainer(told.run) as ends:
+        role.ready()
+        await _train(told, ends, phases)
+        async for _ in ends.log.follow():
             pass
-    finally:
-        await batches.close()
-        payloads.close()
-        store.close()
-        await log.close()
 
 
-async def run_trainer_role(
-    role: RoleSettings,
-    batches: BatchReceiver,
-    store: ModelStateDictStore,
-    log: EventLog,
-    payloads: PayloadStore,
-    *,
-    phases: PhaseRecorder | None = None,
-) -> None:
-    """Train until the terminal record, which this writes on every way out.
-
-    `phases` of a process of its own are told with each step.
-    """
+async def _train(told: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
+    """Train until the terminal record, which this writes on every way out."""
     from tailrace.training.checkpoints import latest_checkpoint
     from tailrace.training.loop import TrainerPlan, run_trainer
 
-    settings = role.run
+    settings = told.run
     try:
-        newest = latest_checkpoint(role.paths.checkpoints) if settings.resume else None
+        newest = latest_checkpoint(told.paths.checkpoints) if settings.resume else None
         if newest is not None:
-            await asyncio.to_thread(_adopt_scheduler_state, role.paths, newest)
+            await asyncio.to_thread(_adopt_scheduler_state, told.paths, newest)
     except CheckpointError as error:
-        await log.append(TrainerEnded(epoch=role.epoch, status=RunStatus.FAILED, step=0, reason=str(error)))
+        await ends.log.append(TrainerEnded(epoch=told.epoch, status=RunStatus.FAILED, step=0, reason=str(error)))
         raise
     plan = TrainerPlan(
-        epoch=role.epoch,
-        checkpoints=role.paths.checkpoints,
+        epoch=told.epoch,
+        checkpoints=told.paths.checkpoints,
         resume_from=newest,
         publish_dtype=settings.model.dtype,
         phases=phases,
     )
-    open_payload = payloads.open if settings.generator.return_routed_experts else None
-    await run_trainer(lambda: make_trainer(settings, open_payload), batches, store, log, plan)
+    open_payload = ends.payloads.open if settings.generator.return_routed_experts else None
+    make = lambda: make_trainer(settings, open_payload)  # noqa: E731
+    await run_trainer(make, ends.batches, ends.model_state_dicts, ends.log, plan)
 
 
 def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
@@ -159,43 +134,44 @@ def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
 
     states, step = SchedulerStates(paths.scheduler, paths.checkpoints), read_manifest(checkpoint).step
     if not states.path(step).exists() and (state := scheduler_state_in(checkpoint)):
-        states.write(step, state, trained_step=step)
+        states.write(step, state)
 
 
-async def generator(encoded: bytes) -> None:
-    """The generator's process. Serves until its client closes it, or it is terminated."""
-    role = msgspec.json.decode(encoded, type=RoleSettings)
-    settings = role.run
-    setup_logging(role.name, role.paths.logs, level=settings.observability.log_level)
-    async with (
-        recording_phases(role.name, role.paths, settings.observability) as phases,
-        watched_loop(settings.observability, phases),
-    ):
-        await asyncio.create_task(_serve_generator(role, settings), name=role.name)
+async def generator(role: Role) -> None:
+    """Generates until its client closes it, or it is terminated.
+
+    It is ready before its engine is built: what that raises is told to whoever says hello, with its type.
+    """
+    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    settings = told.run
+    seed = _seed(settings.generator.seed, told.index, role.life)
+    seeded = settings.generator.model_copy(update={"seed": seed})
+    async with _observed(role, told):
+        with told.transports().generator(settings, role) as ends:
+            factory = engine_factory(settings.model, seeded)
+            engine = Generator(factory, settings.generator.weights, payloads=ends.payloads)
+            try:
+                await ends.serve(engine)
+            finally:
+                await engine.close()
 
 
-async def _serve_generator(role: RoleSettings, settings: RunSettings) -> None:
-    seeded = settings.generator.model_copy(update={"seed": role.seed})
-    store = SharedMemoryModelStateDictStore(Path(role.shared_memory))
-    payloads = MemoryPayloadStore() if settings.transport.payloads == "value" else None
-    store_of_run = payloads or role.payload_store(settings, writer=role.socket)
-    engine = Generator(engine_factory(settings.model, seeded), settings.generator.weights, payloads=store_of_run)
-    try:
-        # It serves while the engine is built: what that raises is told to whoever says hello, with its type.
-        await GeneratorServer(
-            engine,
-            store.open,
-            role.address(role.socket),
-            model=settings.model.name,
-            report_every_s=settings.generator.router.report_every_s,
-            forwarded=payloads,
-        ).serve()
-    finally:
-        await engine.close()
-        store_of_run.close()
-        store.close()
+@asynccontextmanager
+async def _observed(role: Role, told: RoleSettings) -> AsyncIterator[PhaseRecorder | None]:
+    """Measures and logs what a process of its own does; the orchestrator's does so already."""
+    if not role.has_own_process:
+        yield None
+        return
+    name, chosen = role.spec.name, told.run.observability
+    setup_logging(name, told.paths.logs, level=chosen.log_level)
+    async with AsyncExitStack() as stack:
+        phases = await stack.enter_async_context(recording_phases(name, told.paths, chosen))
+        await stack.enter_async_context(watched_loop(chosen, phases))
+        yield phases
 
 
-async def load_from_store(generator: Generator, store: ModelStateDictStore, ref: ModelStateDictRef) -> int:
-    """Install published weights in a generator of this process."""
-    return await generator.load_model_state_dict(lambda: store.open(ref), ref.version)
+def _seed(seed: int, index: int, life: int) -> int:
+    """Of one life of one generator's random streams: that of the settings for the very first, never one twice."""
+    if index == life == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index, life]).generate_state(1)[0]) % 2**31

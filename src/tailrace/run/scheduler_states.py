@@ -8,6 +8,7 @@ A state is durable before the trainer can have its step, so every checkpoint fin
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator
@@ -19,19 +20,26 @@ _STEP = re.compile(r"^step_(\d{6,})$")
 
 
 class SchedulerStates:
-    """States by step, in a folder beside the checkpoints that name them. Every method touches a disk."""
+    """States by step, in a folder beside the checkpoints that name them. `write` and `read` touch a disk."""
 
     def __init__(self, folder: Path, checkpoints: Path) -> None:
         self._folder, self._checkpoints = folder, checkpoints
+        self._ended_step = 0
 
     def path(self, step: int) -> Path:
         """The file of one step."""
         return self._folder / f"step_{step:06d}.json"
 
-    def write(self, step: int, state: bytes, *, trained_step: int) -> None:
-        """Keep the state of `step` durably, and delete those that no checkpoint names and none can name any more.
+    def step_ended(self, step: int) -> None:
+        """The trainer is done with this step: no checkpoint of an earlier one is still to come."""
+        self._ended_step = step
 
-        `trained_step` is the last one known to be trained: no checkpoint of an earlier one is still to come.
+    async def save(self, step: int, state: bytes) -> None:
+        """`write`, off the event loop: the scheduler's `SaveState`."""
+        await asyncio.to_thread(self.write, step, state)
+
+    def write(self, step: int, state: bytes) -> None:
+        """Keep the state of `step` durably, and delete those that no checkpoint names and none can name any more.
 
         Raises `CheckpointError`.
         """
@@ -45,7 +53,7 @@ class SchedulerStates:
                 os.fsync(file.fileno())
             temporary.replace(path)
             _sync(self._folder)
-            self._prune(trained_step, step)
+            self._prune(self._ended_step, step)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {path} ({error.strerror}), without which no checkpoint of step {step} can be resumed: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import uuid
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.resources import RunResources, remove_leftovers
 from tailrace.models.loading import require_weights
 from tailrace.run.engines import build_engine, engine_factory, require_engine
-from tailrace.run.ranks import follow_rank, torchrun_rank
+from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 _SIGNALS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
@@ -31,6 +32,8 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
     Raises `SettingsError` for an address that is in use or not safe, and `ModelError` for a model that it cannot load.
     """
     rank = torchrun_rank(settings.generator)
+    if rank is not None:
+        os.environ.update(own_device(settings.generator, rank))
     if rank is not None and rank.number:
         require_engine(settings.generator)
         await asyncio.to_thread(require_weights, settings.model.name)

@@ -142,12 +142,11 @@ class Evaluator:
         settings: EvaluationSettings,
         max_running: int,
         lend: Callable[[int], None],
-        installed: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`lend` is told how many slots to leave free, `installed` waits until weights of a version serve."""
+        """`lend` is told how many slots to leave free."""
         self._tasks, self._runner, self._on_result = tasks, runner, on_result
         self._settings, self._max_running, self._slots = settings, max_running, settings.slots(max_running)
-        self._lend, self._installed = lend, installed
+        self._lend = lend
         self._due: tuple[int, int] | None = None
         self._step: int | None = None
         self._walk: _Walk | None = None
@@ -184,14 +183,17 @@ class Evaluator:
         """Rollouts of the evaluation that goes on that are finished or lost."""
         return self._walk.ended if self._walk else 0
 
-    async def run(self) -> None:
-        """Evaluate what falls due, for ever. Raises what an engine's failure raises."""
+    async def run(self, installed: Callable[[int], Awaitable[None]]) -> None:
+        """Evaluate what falls due, for ever; `installed` waits until weights of a version, or newer ones, serve.
+
+        Raises what an engine's failure raises.
+        """
         while True:
             while self._due is None:
                 self._wake.clear()
                 await self._wake.wait()
             (self._step, version), self._due = self._due, None
-            await self._installed(version)
+            await installed(version)
             await self._evaluate(self._step)
             self._step = None
             if self._due is None:

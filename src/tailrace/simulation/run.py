@@ -185,7 +185,7 @@ class Simulation:
         self.fleet = ModelledFleet(
             plan.engines, plan.trainer, lengths, max_staleness=plan.max_staleness, restart_s=restart_s
         )
-        self._generate = MeteredGenerate(self.fleet.router, lengths)
+        self._generate = MeteredGenerate(self.fleet.router.generate, lengths)
         holding = HoldingGenerate(self._generate, self.fleet.router.interrupt)
         self.observer = SimulationObserver(self._generate, warmup_steps=plan.warmup_steps, on_step=self._step_retired)
         self.observer.keeps_journal = keep_journal

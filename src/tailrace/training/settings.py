@@ -6,6 +6,8 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tailrace.models.devices import DeviceIds
+
 DecayName: TypeAlias = Literal["constant", "linear", "cosine"]
 CorrectionName: TypeAlias = Literal["truncated_is", "none"]
 
@@ -73,6 +75,10 @@ class TrainerSettings(BaseModel):
         " generator's.",
     )
     device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
+    devices: DeviceIds = Field(
+        default=None,
+        description="The trainer's GPU: a number or UUID, as CUDA_VISIBLE_DEVICES has it; unset: the first one.",
+    )
     threads: int = Field(default=1, ge=1, description="CPU threads of the trainer's compute.")
     native_kernels: bool = Field(
         default=True,

@@ -97,8 +97,7 @@ class Trainer:
         )
         self._experts: ExpertArray | None = None
         self._optimizer = make_optimizer(self._model, settings)
-        device = self._model.device
-        self._host_copies = HostCopies(device, self._optimizer) if device.type == "cuda" else None
+        self._host_copies: HostCopies | None = None
 
     @property
     def max_steps(self) -> int:
@@ -143,8 +142,10 @@ class Trainer:
 
     def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
         """The same weights, on a GPU copied beside the next step; give them to a store before the next snapshot."""
-        if self._host_copies is None:
+        if self._model.device.type != "cuda":
             return Snapshot(self.model_state_dict(dtype), self.version)
+        if self._host_copies is None:
+            self._host_copies = HostCopies(self._model.device, self._optimizer)
         return self._host_copies.take(self._weights_to_publish(dtype), self.version)
 
     def _weights_to_publish(self, dtype: Literal["float32", "bfloat16"]) -> Iterator[tuple[str, Tensor, torch.dtype]]:

@@ -67,7 +67,7 @@ async def test_a_prefix_is_part_of_the_completion(model) -> None:
     async with Generator(lambda: make_engine(model)) as generator:
         whole = await ask(generator, "whole", [1, 2, 3], temperature=0, max_tokens=12)
         prefix = Completion(whole.token_ids[:5], whole.logprobs[:5], np.full(5, -3, np.int32), FinishReason.ABORTED)
-        continued = await generator(
+        continued = await generator.generate(
             request("rest", [1, 2, 3], session="s", group="g", prefix=prefix, temperature=0, max_tokens=12)
         )
         assert continued.token_ids.tolist() == whole.token_ids.tolist()

@@ -122,7 +122,7 @@ async def test_a_prompt_of_four_three_saved_and_three_new_are_exactly_four_and_s
         np.asarray(whole[:3], np.int32), np.full(3, -0.5, np.float32), np.full(3, 9, np.int32), FinishReason.ABORTED
     )
     async with Generator(lambda: make_engine(model)) as generator:
-        done = await generator(request("r", prompt, session="s", group="g", prefix=saved, temperature=0, max_tokens=6))
+        done = await generator.generate(request("r", prompt, prefix=saved, temperature=0, max_tokens=6))
     assert done.token_ids.tolist() == whole
     assert done.policy_versions.tolist() == [9, 9, 9, 0, 0, 0]
     assert done.logprobs[:3].tolist() == [-0.5] * 3
@@ -142,6 +142,6 @@ async def test_what_was_interrupted_after_its_last_token_is_not_sampled_again(sa
     token_ids = np.asarray([5, 6, 7], np.int32)
     saved = Completion(token_ids, np.zeros(3, np.float32), token_ids, FinishReason.ABORTED)
     async with Generator(SimulatedEngine) as generator:
-        done = await generator(request("r", [1, 2], session="s", group="g", prefix=saved, sampling=sampling))
+        done = await generator.generate(request("r", [1, 2], session="s", group="g", prefix=saved, sampling=sampling))
         assert generator.statistics().sampled_tokens_total == 0
     assert (done.token_ids.tolist(), done.finish_reason) == ([5, 6, 7], reason)

@@ -110,7 +110,7 @@ def opener(
 def generate(generator: Generator, name: str, tokens: int) -> asyncio.Task[Completion]:
     sampling = SamplingParams(max_tokens=tokens)
     prompt = np.asarray([1, 2], np.int32)
-    return asyncio.create_task(generator(request(name, prompt, sampling=sampling)))
+    return asyncio.create_task(generator.generate(request(name, prompt, sampling=sampling)))
 
 
 async def until(generator: Generator, happened: Callable[[], bool]) -> None:

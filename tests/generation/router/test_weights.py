@@ -192,7 +192,7 @@ async def test_a_replica_that_is_lost_is_not_tried_again() -> None:
 async def test_a_drain_that_waits_takes_the_newest_weights_there_are() -> None:
     brake, policy = Brake(after_tokens=0), WeightPolicy("drain", "reset_prefix")
     async with Generator(lambda: brake.on(SimulatedEngine()), policy) as generator, world(policy) as here:
-        long = asyncio.create_task(generator(request("long", [1, 2], max_tokens=300)))
+        long = asyncio.create_task(generator.generate(request("long", [1, 2], max_tokens=300)))
         await until(lambda: generator.statistics().in_flight == 1)
         await here.join(lambda published: generator.load_model_state_dict(_nothing, published.version))
         for version in (1, 2, 3):

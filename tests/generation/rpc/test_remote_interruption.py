@@ -104,7 +104,7 @@ async def sampling(generator: Generator, tokens: int = 4) -> None:
 async def test_which_tokens_were_sampled_over_older_caches_survives_the_way_and_the_seam() -> None:
     async with servers(simulated_generator(Brake(), chunk_tokens=8), simulated_generator()) as (server, other):
         client, chunks = await server.client(), list[Completion]()
-        call = ask(client, tokens=400, on_chunk=chunks.append)
+        call = ask(client.generate, tokens=400, on_chunk=chunks.append)
         await sampling(server.generator)
         await client.load_model_state_dict(ModelStateDictRef(version=1, uri="", num_bytes=0))
         while len(chunks) < 3:  # noqa: ASYNC110 - what is waited for has no event
@@ -127,11 +127,11 @@ async def test_what_was_interrupted_on_one_generator_goes_on_at_the_other(model)
     brake = Brake()
     async with servers(torch_generator(model, brake), torch_generator(model)) as both:
         clients = [await server.client() for server in both]
-        call = ask(clients[0])
+        call = ask(clients[0].generate)
         await sampling(both[0].generator)
         assert await clients[0].interrupt({"r"}) == 1
         brake.let_go()
-        done = await clients[1](request("r", PROMPT, temperature=0, max_tokens=TOKENS, prefix=await call))
+        done = await clients[1].generate(request("r", PROMPT, temperature=0, max_tokens=TOKENS, prefix=await call))
         assert done.token_ids.tolist() == greedy_reference(model, PROMPT, TOKENS)
         assert done.finish_reason is FinishReason.LENGTH
         sampled = [server.generator.statistics().sampled_tokens_total for server in both]
@@ -145,7 +145,7 @@ async def test_what_never_began_can_be_interrupted() -> None:
     brake = Brake()
     async with servers(Generator(lambda: brake.on(SimulatedEngine(slots=1)))) as (server,):
         client = await server.client()
-        running, waiting = ask(client, "running"), ask(client, "waiting")
+        running, waiting = ask(client.generate, "running"), ask(client.generate, "waiting")
         await sampling(server.generator)
         while await client.interrupt({"waiting"}) == 0:
             pass
@@ -212,7 +212,7 @@ async def fleet(*generators: Generator, joined: int = 2) -> AsyncIterator[Fleet]
 async def test_a_replica_that_dies_leaves_no_hole_and_every_token_is_told_once(model) -> None:
     async with fleet(torch_generator(model, Brake(after_tokens=100)), torch_generator(model), joined=1) as here:
         told = list[Completion]()
-        call = ask(here.router, on_chunk=told.append)
+        call = ask(here.router.generate, on_chunk=told.append)
         await until(lambda: here.sampled()[0] > 100)
         await here.servers[0].crash()
         await asyncio.wait_for(here.uses[0], 20)
@@ -228,7 +228,7 @@ async def test_the_router_hands_back_what_is_interrupted_and_it_goes_on_elsewher
     brake = Brake()
     async with fleet(torch_generator(model, brake), torch_generator(model, brake)) as here:
         told = list[Completion]()
-        calls = [ask(here.router, "wanted", on_chunk=told.append), ask(here.router, "other")]
+        calls = [ask(here.router.generate, "wanted", on_chunk=told.append), ask(here.router.generate, "other")]
         await until(lambda: min(here.sampled()) > 0)
         assert await here.router.interrupt({"wanted"}) == 1
         partial = await calls[0]
@@ -247,7 +247,7 @@ async def test_the_router_hands_back_what_is_interrupted_and_it_goes_on_elsewher
 
 async def test_a_request_that_waits_for_a_replica_can_be_interrupted() -> None:
     async with fleet(simulated_generator(), joined=0) as here:
-        waiting = ask(here.router, "waiting")
+        waiting = ask(here.router.generate, "waiting")
         await asyncio.sleep(0)
         assert await here.router.interrupt({"waiting"}) == 1
         partial = await waiting
@@ -258,7 +258,7 @@ async def test_what_one_replica_hands_back_unasked_goes_on_by_itself(model) -> N
     brake = Brake()
     async with fleet(torch_generator(model, brake), torch_generator(model, brake)) as here:
         told = list[Completion]()
-        call = ask(here.router, on_chunk=told.append)
+        call = ask(here.router.generate, on_chunk=told.append)
         await until(lambda: max(here.sampled()) > 0)
         running = here.clients[int(np.argmax(here.sampled()))]
         assert await running.interrupt() == 1

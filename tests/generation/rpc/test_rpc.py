@@ -92,7 +92,7 @@ async def test_a_prefix_crosses_the_socket(model) -> None:
     async with served(model) as client:
         whole = await ask(client, "whole", [1, 2, 3], temperature=0, max_tokens=12)
         prefix = Completion(whole.token_ids[:5], whole.logprobs[:5], whole.policy_versions[:5], FinishReason.ABORTED)
-        continued = await client(
+        continued = await client.generate(
             request("rest", [1, 2, 3], session="s", group="g", prefix=prefix, temperature=0, max_tokens=12)
         )
         assert continued.token_ids.tolist() == whole.token_ids.tolist()

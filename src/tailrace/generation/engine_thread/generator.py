@@ -47,7 +47,7 @@ _STUCK_END_S = 2.0
 
 
 class Generator:
-    """Serves `generate` from one engine. Implements `records.Generate` by `generate`, and by calling it.
+    """Serves `generate` from one engine. Its `generate` is a `records.Generate`.
 
     >>> async def example(factory, request):  # doctest: +SKIP
     ...     async with Generator(factory) as generator:
@@ -95,8 +95,6 @@ class Generator:
         if not recorded:
             return completion
         return replace(completion, routed_experts=completion.routed_experts + await self._payloads.put(recorded))
-
-    __call__ = generate
 
     async def load_model_state_dict(self, tensors_opener: TensorsOpener, version: int) -> int:
         """Install new weights between two steps, requests going on; the version installed, which may be newer.

@@ -28,7 +28,7 @@ class StagingBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
         self._buffers: dict[str, Tensor] = {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -37,8 +37,10 @@ class StagingBuffers:
         In any thread, once the weights given before are installed (`wait_until_copied`). Blocks.
         """
         prefetch_tensors(tensors)
-        if self._stream is None:
+        if self._device.type != "cuda":
             return tensors
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             filled = {name: self._buffer(name, tensor).copy_(tensor) for name, tensor in tensors.items()}
         self._stream.synchronize()

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
 import torch
 
 from tailrace.errors import EngineFailed, GenerationError, ModelError, RequestRefused
@@ -33,15 +32,8 @@ from tailrace.generation.engines.protocol import (
 )
 from tailrace.generation.lockstep.lifeline import Lifeline
 from tailrace.generation.lockstep.ranks import RankGroup
-from tailrace.records import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    GroupId,
-    RequestId,
-    SamplingParams,
-    SessionId,
-)
+from tailrace.records import GenerationRequest
+from tailrace.transport.channels import decode_array, encode
 
 _ERROR_BYTES = 2000
 
@@ -52,12 +44,7 @@ def _is_survivable(error: Exception) -> bool:
 
 
 class _Add(msgspec.Struct, frozen=True, tag=True):
-    request_id: str
-    session_id: str
-    group_id: str
-    prompt_token_ids: bytes
-    sampling: SamplingParams
-    prefix: tuple[bytes, bytes, bytes, FinishReason] | None
+    request: GenerationRequest
 
 
 class _Abort(msgspec.Struct, frozen=True, tag=True):
@@ -88,7 +75,7 @@ class _Close(msgspec.Struct, frozen=True, tag=True):
 
 _Order: TypeAlias = _Step | _Load | _Reset | _Close
 
-_ORDERS: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order)
+_ORDERS: msgspec.msgpack.Decoder[_Order] = msgspec.msgpack.Decoder(_Order, dec_hook=decode_array)
 
 
 @dataclass(slots=True)
@@ -101,7 +88,7 @@ class _Ranks:
 
     def send(self, order: _Order) -> None:
         """From rank 0 to all others, who are in `receive`."""
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(order)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(encode(order)), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(data)]))
         self._broadcast(data)
 
@@ -208,7 +195,7 @@ class LockstepEngine:
     def add(self, request: GenerationRequest) -> None:
         """See `Engine.add`. The other ranks are told with the next step."""
         self._engine.add(request)
-        self._arrivals.append(_packed(request))
+        self._arrivals.append(_Add(request))
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
@@ -283,7 +270,7 @@ def _survive(ranks: _Ranks, work: Callable[[], None]) -> None:
 def _step(engine: Engine, order: _Step) -> list[SampledTokens]:
     for arrival in order.arrivals:
         if isinstance(arrival, _Add):
-            engine.add(_unpacked(arrival))
+            engine.add(arrival.request)
         else:
             engine.abort(arrival.request_id)
     return engine.step()
@@ -306,42 +293,3 @@ def _digest(chunks: list[SampledTokens]) -> int:
     for chunk in chunks:
         digest = zlib.crc32(chunk.token_ids.tobytes(), zlib.crc32(chunk.request_id.encode(), digest))
     return digest
-
-
-def _packed(request: GenerationRequest) -> _Add:
-    prefix = request.prefix
-    return _Add(
-        request_id=request.request_id,
-        session_id=request.session_id,
-        group_id=request.group_id,
-        prompt_token_ids=request.prompt_token_ids.astype(np.int32).tobytes(),
-        sampling=request.sampling,
-        prefix=None
-        if prefix is None
-        else (
-            prefix.token_ids.astype(np.int32).tobytes(),
-            prefix.logprobs.astype(np.float32).tobytes(),
-            prefix.policy_versions.astype(np.int32).tobytes(),
-            prefix.finish_reason,
-        ),
-    )
-
-
-def _unpacked(add: _Add) -> GenerationRequest:
-    prefix = None
-    if add.prefix is not None:
-        token_ids, logprobs, versions, reason = add.prefix
-        prefix = Completion(
-            token_ids=np.frombuffer(token_ids, np.int32),
-            logprobs=np.frombuffer(logprobs, np.float32),
-            policy_versions=np.frombuffer(versions, np.int32),
-            finish_reason=reason,
-        )
-    return GenerationRequest(
-        request_id=RequestId(add.request_id),
-        session_id=SessionId(add.session_id),
-        group_id=GroupId(add.group_id),
-        prompt_token_ids=np.frombuffer(add.prompt_token_ids, np.int32),
-        sampling=add.sampling,
-        prefix=prefix,
-    )

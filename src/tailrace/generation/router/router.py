@@ -29,7 +29,7 @@ from tailrace.transport.channels import wait_until
 
 
 class Router:
-    """Serves `generate` from replicas that come and go. Implements `records.Generate` by calling it.
+    """Serves `generate` from replicas that come and go. Its `generate` is a `records.Generate`.
 
     Make it on a running event loop, with a name for each replica there may be.
     """
@@ -77,8 +77,6 @@ class Router:
             return completion
         finally:
             self._requests.discard(routed)
-
-    __call__ = generate
 
     async def _choose(self, routed: RoutedRequest) -> int | None:
         """Wait for a replica that takes the request; None once it is interrupted."""

@@ -108,7 +108,7 @@ class _OpenCall:
 
 
 class GeneratorClient:
-    """A generator of another process. Implements `records.Generate`. Make it on a running event loop."""
+    """A generator of another process. Its `generate` is a `records.Generate`. Make it on a running event loop."""
 
     def __init__(
         self,
@@ -194,8 +194,6 @@ class GeneratorClient:
             return completion
         known = () if request.prefix is None else request.prefix.routed_experts
         return replace(completion, routed_experts=known + await self._keep(reply, frames, request.owner))
-
-    __call__ = generate
 
     async def _keep(self, reply: CompletionReply, frames: Frames, owner: RolloutId | None) -> tuple[PayloadChunk, ...]:
         """Payloads that came along go into this side's store, or nowhere; references of the other side mean nothing."""

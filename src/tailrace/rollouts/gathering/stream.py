@@ -153,10 +153,10 @@ class _Gathering:
     counts: GroupCounts
 
     def __post_init__(self) -> None:
-        self._places: AbstractAsyncContextManager[object] = (
+        self._slots: AbstractAsyncContextManager[object] = (
             nullcontext() if self.concurrency is None else asyncio.Semaphore(self.concurrency)
         )
-        self._waiting = 0  # rollouts without a place yet
+        self._waiting = 0  # rollouts without a slot yet
         self._room = asyncio.Event()
         self._finished: asyncio.Queue[Group | None] = asyncio.Queue()
         self._clock = asyncio.get_running_loop().time
@@ -182,7 +182,7 @@ class _Gathering:
             self._finished.put_nowait(None)
 
     async def _wait_for_room(self) -> None:
-        """Where rollouts need places: until all have one, and whoever takes the groups is not far behind."""
+        """Where rollouts need slots: until all have one, and whoever takes the groups is not far behind."""
         while self.concurrency is not None and (self._waiting or self._finished.qsize() > self.concurrency):
             self._room.clear()
             await self._room.wait()
@@ -193,13 +193,13 @@ class _Gathering:
         group_id = GroupId(str(index))
         with _surfaced_cancellation():
             async with asyncio.TaskGroup() as playing:
-                places = range(self.group_size)
-                attempts = [playing.create_task(self._attempt(task, group_id, place)) for place in places]
-            members = [rollout for attempt in attempts if (rollout := attempt.result()) is not None]
-            if not members:
+                members = range(self.group_size)
+                attempts = [playing.create_task(self._attempt(task, group_id, member)) for member in members]
+            rollouts = [rollout for attempt in attempts if (rollout := attempt.result()) is not None]
+            if not rollouts:
                 counts.groups_empty += 1
                 return
-            group = Group(group_id, task, members, index=index)
+            group = Group(group_id, task, rollouts, index=index)
             try:
                 scored = await self.scorer.score_group(group, [] if self.score_group is None else [self.score_group])
             except Exception as error:
@@ -214,13 +214,13 @@ class _Gathering:
         for part in scored:
             self._finished.put_nowait(part)
 
-    async def _attempt(self, task: Task, group_id: GroupId, place: int) -> Rollout | None:
+    async def _attempt(self, task: Task, group_id: GroupId, member: int) -> Rollout | None:
         """One rollout, played and scored on its own; None where it is lost and the error budget allows that."""
-        rollout = Rollout(RolloutId(f"{group_id}.{place}"), group_id, task, _SAMPLING)
+        rollout = Rollout(RolloutId(f"{group_id}.{member}"), group_id, task, _SAMPLING)
         counts = self.counts
         with _surfaced_cancellation():
             try:
-                async with self._places:
+                async with self._slots:
                     self._waiting -= 1
                     self._room.set()
                     self.attempts.started += 1
@@ -240,8 +240,8 @@ class _Gathering:
         if self.reward is None and returned is None:
             return rollout
         try:
-            if self.reward is None:
-                await self.scorer.score_rollout(rollout, as_agent_result(returned))
+            if self.reward is None:  # a reward that is missing fails with its group
+                await self.scorer.score_rollout(rollout, as_agent_result(returned), is_group_scored=True)
             else:
                 await self.scorer.score_rollout(rollout, AgentResult(), self._call_reward)
         except Exception as error:

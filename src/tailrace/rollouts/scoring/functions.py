@@ -81,6 +81,6 @@ class RewardFunctions:
         returned = {name: call.result() for name, call in here.items()} | dict(there.result() if there else {})
         values = {name: checked_values(returned[name], len(conversations), name) for name in rewards}
         return [
-            weighted_sum({name: values[name][place] for name in rewards}, rewards)
-            for place in range(len(conversations))
+            weighted_sum({name: values[name][index] for name in rewards}, rewards)
+            for index in range(len(conversations))
         ]

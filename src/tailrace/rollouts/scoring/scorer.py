@@ -4,7 +4,7 @@
     rollout ends ──► its own reward ──────────────────────────┼──► `Scorer.score_group`: judge or score_group, in turn
     rollout fails ── the rollouts' error budget               ┘         └── fails: the scores' error budget
 
-A group waits for its own rollouts and for a place among `concurrency` scores, for nothing else. What is handed on is
+A group waits for its own rollouts and for a slot among `concurrency` scores, for nothing else. What is handed on is
 what came in: rollouts in submission order, with their metadata, metrics and tokens; only rewards are new.
 """
 
@@ -38,7 +38,7 @@ class Scorer:
         self._rewards = ErrorTally(errors, "rewards", "score_errors")
         self._groups = ErrorTally(errors, "groups' scores", "score_errors")
         self._keeps_unscored = errors.on_error == "keep_unscored"
-        self._places: AbstractAsyncContextManager[object] = (
+        self._slots: AbstractAsyncContextManager[object] = (
             nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
         )
 
@@ -88,7 +88,7 @@ class Scorer:
         """A complete group as the `stages`, one after another, rescored, split or (an empty list) discarded it.
 
         Without stages the rollouts' own rewards stand. An empty group is discarded at once. `deadline` is asked to run
-        the stages once there is a place among `concurrency`.
+        the stages once a slot among `concurrency` is free.
 
         Raises:
             ScoringFailed: A stage returned something else than groups of this group's rollouts, or results for them.
@@ -119,7 +119,7 @@ class Scorer:
         self, group: Group, stages: Sequence[ScoreGroup], members: Sequence[Rollout], deadline: WithDeadline | None
     ) -> list[Group]:
         clock = asyncio.get_running_loop().time
-        async with self._places:
+        async with self._slots:
             since = clock()
             work = _run_stages(group, stages, members)
             returned = await (work if deadline is None else deadline(work))
@@ -178,17 +178,17 @@ def _are_results(returned: object) -> TypeGuard[Sequence[AgentResult]]:
 def _adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[Group]:
     """What `score_group` returned, as groups that know where they come from, their rollouts in submission order."""
     groups = [part for part in _as_groups(returned, group) if part.rollouts]
-    places = {rollout.rollout_id: place for place, rollout in enumerate(members)}
+    order = {rollout.rollout_id: number for number, rollout in enumerate(members)}
     seen: set[str] = set()
     for number, part in enumerate(groups):
         for rollout in part.rollouts:
-            if rollout.rollout_id not in places or rollout.rollout_id in seen:
+            if rollout.rollout_id not in order or rollout.rollout_id in seen:
                 what = "twice" if rollout.rollout_id in seen else "which is not of this group"
                 raise ScoringFailed(
                     f"task {group.task.task_id}: score_group returned rollout {rollout.rollout_id} {what}"
                 )
             seen.add(rollout.rollout_id)
-        part.rollouts = sorted(part.rollouts, key=lambda rollout: places[rollout.rollout_id])
+        part.rollouts = sorted(part.rollouts, key=lambda rollout: order[rollout.rollout_id])
         if part is not group:
             part.index = group.index
             part.metadata = {**group.metadata, **part.metadata}

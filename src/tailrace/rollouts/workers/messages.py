@@ -74,7 +74,7 @@ class Request(msgspec.Struct, frozen=True):
     """A call, and the environments that nobody needs any more."""
 
     call: Call
-    released: list[int]
+    closed: list[int]
 
 
 class Failure(msgspec.Struct, frozen=True):

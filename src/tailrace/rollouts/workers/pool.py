@@ -141,7 +141,7 @@ class WorkerEnvironment(EnvironmentHost):
     async def close(self) -> None:
         self._worker.load -= 1
         if self._home is not None:
-            self._home.released.append(self._instance)  # sent to the worker with its next call
+            self._home.to_close.append(self._instance)  # sent to the worker with its next call
 
     async def _call(self, call: Call) -> Json:
         async with self._worker.process(self._task.environment) as process:
@@ -159,7 +159,7 @@ class WorkerEnvironment(EnvironmentHost):
 
 
 class _Worker:
-    """One place in the pool: at most one process at a time, replaced when it is killed or dies."""
+    """One slot of the pool: at most one process at a time, replaced when it is killed or dies."""
 
     def __init__(
         self, settings: RolloutSettings, environments: Mapping[str, EnvironmentSettings], log_path: Path | None
@@ -214,7 +214,7 @@ class _Process:
         self._loaded: set[str] = set()
         self._body_bytes: int | None = None
         self._is_killed = False
-        self.released: list[int] = []
+        self.to_close: list[int] = []
         """Environments to let go with the next call."""
 
     @property
@@ -283,10 +283,10 @@ class _Process:
 
     def _send(self, call: Call, what: str) -> None:
         try:
-            message = pack(Request(call, self.released))
+            message = pack(Request(call, self.to_close))
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFailed(f"{what} cannot be sent to a worker process: {error}") from error
-        self.released = []
+        self.to_close = []
         self._requests.write(message)
 
     async def _read(self) -> bytes:

@@ -25,9 +25,8 @@ from tailrace.environments import (
     load_environment,
 )
 from tailrace.environments.callables import settled
-from tailrace.environments.protocol import read_attributes
+from tailrace.environments.protocol import read_attributes, require_observation
 from tailrace.environments.results import as_agent_result
-from tailrace.errors import EnvironmentFailed
 from tailrace.records import Json
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
@@ -59,7 +58,7 @@ class RolloutWorker:
 
     def answer(self, request: Request) -> Answer:
         """Make the call. What user code raises becomes the answer's failure."""
-        for instance in request.released:
+        for instance in request.closed:
             self._open.pop(instance, None)
         try:
             return Answer(value=self._do(request.call))
@@ -101,12 +100,7 @@ class RolloutWorker:
         return self._specs[environment]
 
     def _observe(self, result: Any) -> Observation:
-        observation = self._settled(result)
-        if not isinstance(observation, Observation):
-            raise EnvironmentFailed(
-                f"reset and step return an Observation; this environment returned a {type(observation).__name__}"
-            )
-        return observation
+        return require_observation(self._settled(result))
 
     def _settled(self, result: Any) -> Any:
         return self._coroutines.run(settled(result)) if inspect.isawaitable(result) else result

@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+import msgspec
 
 from tailrace.records import TerminalState
-from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
-from tailrace.run.observer import RunObserver
+from tailrace.reporting.gauges import LagGauge, ProcessGauge, SchedulerGauge
+from tailrace.reporting.observer import RunObserver
+from tailrace.reporting.summary import LedgerSummary, RunSummary
 from tailrace.scheduling import Ledger
 
 
-class Figures(TypedDict, total=False):
-    """The part of `RunSummary` that the observer and the ledger know."""
-
-    ledger: LedgerSummary
-    cpu_s: float
-    reward_first: float | None
-    reward_last: float | None
-    reward_best: float | None
-    evaluations: dict[str, EvaluationSummary]
-    tokens_generated: int
-    tokens_trained: int
-    generation_tokens_per_s: float | None
-    training_tokens_per_s: float | None
-    tokens_per_cpu_s: float | None
-    length_ratio: float | None
-    loss_length_ratio: float | None
-    wasted_tokens: int
-    masked_tokens: int
-    masked_share: float | None
-    staleness_mean: float | None
-    staleness_max: int | None
-    trainer_wait_s: float
-    admission_waits_s: dict[str, float]
-    loop_lag_max_s: float
-
-
-def figures(ledger: Ledger, observer: RunObserver) -> Figures:
-    """What a run came to, once its ledger is closed."""
+def with_figures(
+    summary: RunSummary,
+    ledger: Ledger,
+    observer: RunObserver,
+    *,
+    waits: SchedulerGauge,
+    processes: ProcessGauge,
+    lag: LagGauge,
+) -> RunSummary:
+    """The summary with what a run came to, once its ledger is closed and its rollouts began."""
     totals, bias, rewards = observer.totals, observer.bias, observer.history.rewards
-    return Figures(
+    cpu_s, waited_s = processes.cpu_s, waits.newest.waited_s
+    return msgspec.structs.replace(
+        summary,
         ledger=ledger_summary(ledger),
-        cpu_s=observer.cpu_s,
+        cpu_s=cpu_s,
+        peak_rss_bytes=processes.peak_rss_bytes,
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         reward_best=max(rewards, default=None),
@@ -50,7 +36,7 @@ def figures(ledger: Ledger, observer: RunObserver) -> Figures:
         tokens_trained=totals.tokens_trained,
         generation_tokens_per_s=_per(totals.tokens_generated, observer.wall_s),
         training_tokens_per_s=_per(totals.tokens_trained, observer.wall_s),
-        tokens_per_cpu_s=_per(totals.tokens_trained, observer.cpu_s),
+        tokens_per_cpu_s=_per(totals.tokens_trained, cpu_s),
         length_ratio=bias.length_ratio,
         loss_length_ratio=bias.loss_length_ratio,
         wasted_tokens=bias.wasted_tokens,
@@ -58,9 +44,9 @@ def figures(ledger: Ledger, observer: RunObserver) -> Figures:
         masked_share=bias.masked_share,
         staleness_mean=totals.staleness_mean if totals.tokens_trained else None,
         staleness_max=totals.staleness_max if totals.tokens_trained else None,
-        trainer_wait_s=observer.trainer_waited_s,
-        admission_waits_s={str(cause): waited_s for cause, waited_s in observer.waited_s.items() if waited_s > 0},
-        loop_lag_max_s=totals.lag_max_s,
+        trainer_wait_s=waits.newest.trainer_waited_s,
+        admission_waits_s={str(cause): seconds for cause, seconds in waited_s.items() if seconds > 0},
+        loop_lag_max_s=lag.max_s,
     )
 
 

@@ -1,0 +1,232 @@
+"""What every launcher has in common: names, lives, deadlines, and who left before it was told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from tailrace.errors import LifecycleError
+from tailrace.lifecycle.devices import visible_devices
+from tailrace.lifecycle.exit_codes import describe_exit
+from tailrace.lifecycle.roles import RoleSpec, instance_name
+from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.transport.channels import wait_until
+
+_logger = logging.getLogger(__name__)
+
+
+class RoleHandle(ABC):
+    """A role, over all its lives. Its launcher makes it, on a running event loop.
+
+    A launcher's own handle implements `_begin`, `_terminate` and `_kill`, and calls `_was_ready` and `_has_left`.
+    """
+
+    def __init__(self, spec: RoleSpec, launcher: Launcher, *, is_replaceable: bool = False) -> None:
+        self.spec, self._launcher = spec, launcher
+        self.is_replaceable = is_replaceable
+        """Whoever started it looks after it: its early end fails nothing by itself."""
+        self.life = -1
+        """How often it was started before; -1 until it is."""
+        self.status: int | None = None
+        """Its exit status once it left; a signal's number, negative, when one killed it."""
+        self.is_done = False
+        """Its work is over: it may leave, with status 0."""
+        self.is_stopping = False
+        """It was told to leave."""
+
+    # --- what a launcher implements ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _begin(self, address: str) -> None:
+        """Start this life. Raises `LifecycleError` where that fails."""
+
+    @abstractmethod
+    def _terminate(self) -> None:
+        """Ask it, and all that it started, to end."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End it, and all that it started, at once; does nothing once it left."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process on this machine, where there is one."""
+        return None
+
+    def early_exit(self) -> LifecycleError:
+        """What to raise when it left before it was told to."""
+        return LifecycleError(f"the {self.spec.name} left early, {describe_exit(self.status or 0)}")
+
+    def _was_ready(self, address: str) -> None:
+        if not self._readied.done():
+            self._readied.set_result(address)
+
+    def _has_left(self, status: int) -> None:
+        self.status = status
+        self._left.set_result(status)
+        self._launcher.changed.set()
+
+    # --- what its owner does -----------------------------------------------------------------------------------------
+
+    @property
+    def instance(self) -> str:
+        """Names this life of the role among all."""
+        return instance_name(self.spec.name, self.life)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not left yet."""
+        return self.life >= 0 and self.status is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it left before it was told to, or badly."""
+        return self.status is not None and not self.is_stopping and not (self.is_done and self.status == 0)
+
+    async def ready(self) -> str:
+        """Wait until it says that it is ready; where it listens. Raises `LifecycleError` when it leaves before."""
+        ends: set[asyncio.Future[Any]] = {self._readied, self._left}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not self._readied.done():
+            raise self.early_exit()
+        return self._readied.result()
+
+    async def left(self) -> int:
+        """Wait for this life to end, for as long as it takes; returns its exit status."""
+        return await asyncio.shield(self._left)
+
+    def expect_exit(self) -> None:
+        """Its work is done: from now on it may leave, with status 0."""
+        self.is_done = True
+        self._launcher.changed.set()
+
+    async def stop(self) -> None:
+        """Ask it to end, and after a deadline end it; returns once it left.
+
+        Raises `LifecycleError` where even that does not end it by another deadline (a hung disk, a driver).
+        """
+        self.is_stopping = True
+        if self.is_running:
+            self._terminate()
+            if not await self._leaves():
+                _logger.warning("the %s did not end when it was asked to, and is killed", self.spec.name)
+                await self.kill()
+
+    async def kill(self) -> None:
+        """End it when it cannot be asked to, and wait for that. Raises `LifecycleError` as `stop` does."""
+        self.is_stopping = True
+        if self.is_running:
+            self._kill()
+            if not await self._leaves():
+                raise LifecycleError(f"the {self.spec.name} ({self.pid}) cannot be killed: the system holds it")
+
+    async def restart(self) -> None:
+        """Start it again under the same name, with an address of its own; what is left of it is killed before.
+
+        Raises `LifecycleError`.
+        """
+        await self.kill()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the next life. Raises `LifecycleError` while one goes on, and where it cannot be started."""
+        if self.is_running:
+            raise LifecycleError(f"the {self.spec.name} runs already")
+        loop = asyncio.get_running_loop()
+        self._readied: asyncio.Future[str] = loop.create_future()
+        self._left: asyncio.Future[int] = loop.create_future()
+        self.status, self.is_done, self.is_stopping = None, False, False
+        self.life += 1  # a new address each time: the old life may still hold its own
+        self._begin(self._launcher.address(self.instance))
+
+    async def _leaves(self) -> bool:
+        """Wait for it to leave, until the deadline; whether it did."""
+        await asyncio.wait({self._left}, timeout=self._launcher.settings.terminate_s)
+        return self._left.done()
+
+
+class Launcher(ABC):
+    """Starts the roles of a run, tells at once when one leaves early, and stops them.
+
+    Use it as an async context manager: no role outlives it. A launcher implements `_new_handle` and `address`, and
+    `devices` where its roles are on other machines; one that owns something lets go of it in `kill`, too.
+    """
+
+    runs_in_this_process: ClassVar[bool] = False
+    """Whether its roles share this process's memory: what joins them are objects then, and no sockets."""
+
+    def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
+        """`logs` is the folder for what roles print."""
+        self.epoch, self.logs, self.settings = epoch, logs, settings or ShutdownSettings()
+        self.changed = asyncio.Event()
+        """Something about a role that `watch` looks at."""
+        self._handles: dict[str, RoleHandle] = {}
+
+    # --- what a launcher implements ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _new_handle(self, spec: RoleSpec, *, is_replaceable: bool) -> RoleHandle:
+        """Of a role that is not started yet."""
+
+    @abstractmethod
+    def address(self, name: str) -> str:
+        """Where whoever is called `name` may listen, and every role of the run can connect: a ZMQ endpoint.
+
+        A role that cannot listen there says where it does when it is ready (`Role.ready`). Raises `SettingsError`.
+        """
+
+    @classmethod
+    def devices(cls) -> tuple[str, ...]:
+        """Ids of the GPUs that roles can be given."""
+        return visible_devices(os.environ)
+
+    # --- what its owner does -----------------------------------------------------------------------------------------
+
+    def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
+        """Start a role. Raises `LifecycleError` when one of its name runs, or it cannot be started.
+
+        `watch` does not report the early end of one that is replaceable.
+        """
+        before = self._handles.get(spec.name)
+        if before is not None and before.is_running:
+            raise LifecycleError(f"a role named {spec.name} runs already")
+        handle = self._handles[spec.name] = self._new_handle(spec, is_replaceable=is_replaceable)
+        handle.begin()
+        return handle
+
+    async def watch(self) -> None:
+        """Wait for a role that leaves before it was told to, and raise its `LifecycleError`. Returns never."""
+        await wait_until(self.changed, lambda: any(self._failed()))
+        raise self._failed()[0].early_exit()
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the roles that run in processes of their own, by name."""
+        return {name: role.pid for name, role in self._handles.items() if role.is_running and role.pid is not None}
+
+    async def close(self) -> None:
+        """Stop every role that still runs, the last one started first. Closing twice does nothing."""
+        for handle in reversed([*self._handles.values()]):
+            await handle.stop()
+
+    def kill(self) -> None:
+        """End every role at once, without waiting (for a second Ctrl-C), and let go of what the launcher owns."""
+        for handle in self._handles.values():
+            handle.is_stopping = True
+            if handle.is_running:
+                handle._kill()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self.close()
+        finally:
+            self.kill()
+
+    def _failed(self) -> list[RoleHandle]:
+        return [role for role in self._handles.values() if role.has_failed and not role.is_replaceable]

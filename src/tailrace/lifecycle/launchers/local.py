@@ -1,0 +1,137 @@
+"""Roles as processes of this machine.
+
+Every role leads a process group of its own, so that a terminal's Ctrl-C reaches only the parent, and so that whatever a
+role started ends with it. A role is reaped only after its group was killed: until then its number cannot be another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from typing_extensions import override
+
+from tailrace.errors import LifecycleError
+from tailrace.lifecycle.exit_codes import describe_exit
+from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
+from tailrace.lifecycle.processes import call_on_exit, spawn_role
+from tailrace.lifecycle.resources import SocketFolder
+from tailrace.lifecycle.roles import RoleSpec
+from tailrace.lifecycle.settings import ShutdownSettings
+
+_TAIL_BYTES = 8192
+_TAIL_LINES = 30
+
+
+class LocalHandle(RoleHandle):
+    """One role's process."""
+
+    @override
+    def _begin(self, address: str) -> None:
+        logs = self._launcher.logs
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            with self._log_path.open("ab") as log:
+                self._process, self._socket = spawn_role(
+                    self.spec,
+                    life=self.life,
+                    address=address,
+                    orphan_grace_s=self._launcher.settings.terminate_s,
+                    output=log,
+                )
+        except OSError as error:
+            self._has_left(1)
+            raise LifecycleError(f"the {self.spec.name} cannot be started: {error}") from error
+        self._said = bytearray()
+        self._socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._socket, self._listen)
+        call_on_exit(self._process, self._exited)
+
+    @override
+    def _terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    @override
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    @property
+    @override
+    def pid(self) -> int:
+        """Its process id, and that of its process group."""
+        return self._process.pid
+
+    @override
+    def early_exit(self) -> LifecycleError:
+        return LifecycleError(
+            f"the {self.spec.name} left early, {describe_exit(self.status or 0)}; "
+            f"the end of its log ({self._log_path}):\n{_tail(self._log_path)}"
+        )
+
+    @property
+    def _log_path(self) -> Path:
+        return self._launcher.logs / f"{self.spec.name}.log"
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the role and all that it started."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def _listen(self) -> None:
+        """Its one line says that it is ready, and where it listens."""
+        try:
+            self._said += self._socket.recv(4096)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            pass
+        if self._said.endswith(b"\n"):
+            self._was_ready(self._said.decode().removesuffix("\n"))
+        asyncio.get_running_loop().remove_reader(self._socket)
+
+    def _exited(self) -> None:
+        """The process has ended and is not reaped yet: take the rest of its group with it."""
+        self._signal(signal.SIGKILL)
+        self._listen()  # it may have said that it was ready a moment ago
+        status = self._process.wait()
+        self._socket.close()
+        self._has_left(status)
+
+
+class LocalLauncher(Launcher):
+    """A process for each role; they meet at sockets in a private folder."""
+
+    def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
+        super().__init__(epoch, logs, settings)
+        self._sockets = SocketFolder(epoch)
+
+    @override
+    def _new_handle(self, spec: RoleSpec, *, is_replaceable: bool) -> LocalHandle:
+        return LocalHandle(spec, self, is_replaceable=is_replaceable)
+
+    @override
+    def address(self, name: str) -> str:
+        return self._sockets.address(name)
+
+    @override
+    def kill(self) -> None:
+        super().kill()
+        self._sockets.remove()
+
+
+LAUNCHER = LocalLauncher
+
+
+def _tail(log_path: Path) -> str:
+    """The last lines that were written."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(no log: {error.strerror})"
+    return "\n".join(lines[-_TAIL_LINES:]) or "(its log is empty)"

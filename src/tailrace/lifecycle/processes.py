@@ -1,0 +1,108 @@
+"""A role's process: started with a socket as its standard input, and told apart from its number when it ends.
+
+The parent writes a `Launch` as one line of JSON into the socket and keeps it open for as long as it lives: its end of
+file is how the child learns that its parent vanished, on every system and however it died. The child's one answer is
+the line that says it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO
+
+import msgspec
+
+from tailrace.lifecycle.roles import RoleSpec
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """The child's first line of input."""
+
+    spec: RoleSpec
+    life: int
+    address: str
+    sys_path: list[str]
+    """The parent's, so that both import the same modules."""
+    orphan_grace_s: float
+    """From the parent's end to this process group's, at most."""
+
+
+def spawn_role(
+    spec: RoleSpec,
+    *,
+    orphan_grace_s: float,
+    life: int = 0,
+    address: str = "",
+    output: IO[bytes] | None = None,
+    leads_group: bool = True,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a role's process; it lives no longer than the socket's other end, which is returned.
+
+    `output` takes what it prints, by default this process's own output. Raises `OSError`.
+    """
+    launch = Launch(spec, life, address, [path for path in sys.path if path], orphan_grace_s)
+    ours, its = socket.socketpair()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tailrace.lifecycle.child"],
+            stdin=its.fileno(),
+            stdout=output,
+            stderr=output,
+            env=child_environment(spec),
+            process_group=0 if leads_group else None,
+            bufsize=0,
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        its.close()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended already, and is seen leaving
+        ours.sendall(msgspec.json.encode(launch) + b"\n")
+    return process, ours
+
+
+def child_environment(spec: RoleSpec) -> dict[str, str]:
+    """The whole environment of a role's process."""
+    devices = {} if spec.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(spec.devices)}
+    return {
+        **os.environ,
+        **dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        **devices,
+        **spec.environment,
+    }
+
+
+def call_on_exit(process: subprocess.Popen[bytes], callback: Callable[[], None]) -> None:
+    """Call back on the event loop once the process has ended, leaving it to be reaped by the callback."""
+    loop = asyncio.get_running_loop()
+    if not hasattr(os, "pidfd_open"):
+        threading.Thread(target=lambda: (process.wait(), loop.call_soon_threadsafe(callback)), daemon=True).start()
+        return
+    pidfd = os.pidfd_open(process.pid)
+
+    def ended() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        callback()
+
+    loop.add_reader(pidfd, ended)

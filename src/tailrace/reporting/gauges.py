@@ -1,0 +1,151 @@
+"""What is read of a run's parts once a step, beside what the scheduler reports: counts, waits, lag, memory, CPU time.
+
+A gauge returns its metrics since it was last read, by the names of the metrics' table. It is read on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from tailrace.generation.router.replica import ReplicaFigures
+from tailrace.reporting.usage import ProcessMeter, Usage, total_cpu_s
+from tailrace.rollouts.scoring import JudgeUsage
+from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
+from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.phases import PhaseRecorder
+from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
+
+Gauge: TypeAlias = Callable[[], Mapping[str, float]]
+
+_WAITS = {
+    Verdict.BUDGET_SPENT: "budget_wait_s",
+    Verdict.BUFFER_FULL: "buffer_wait_s",
+    Verdict.WEIGHTS_OLD: "weights_wait_s",
+    Verdict.STEP_STARTED: "edge_wait_s",
+}
+
+
+class SchedulerGauge:
+    """Counts of rollouts and batches, and what admission and the trainer waited for."""
+
+    def __init__(self, statistics: Callable[[], SchedulerStatistics]) -> None:
+        self._statistics = statistics
+        self.newest = statistics()
+        """As of the last step."""
+
+    def __call__(self) -> dict[str, float]:
+        """Counts now, and waits since the last step."""
+        before, now = self.newest, self._statistics()
+        self.newest = now
+        return {
+            "scheduler/in_flight": now.in_flight,
+            "scheduler/admitted": now.admitted,
+            "scheduler/ready_groups": now.waiting_groups,
+            "scheduler/queued_batches": now.batches_ahead,
+            "scheduler/restarted_groups": now.restarted_groups,
+            "scheduler/set_aside": now.set_aside,
+            **{f"scheduler/{name}": now.waited_s[cause] - before.waited_s[cause] for cause, name in _WAITS.items()},
+            "scheduler/trainer_wait_s": now.trainer_waited_s - before.trainer_waited_s,
+            "scheduler/held_s": now.held_s - before.held_s,
+        }
+
+
+class ProcessGauge:
+    """CPU time and memory of all processes, by role."""
+
+    def __init__(self, meter: ProcessMeter) -> None:
+        self._meter = meter
+        self._first: Mapping[str, Usage] | None = None
+        self._newest: Mapping[str, Usage] = {}
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all processes, from the first reading to the last one."""
+        return total_cpu_s(self._newest) - total_cpu_s(self._first or {})
+
+    @property
+    def peak_rss_bytes(self) -> dict[str, int]:
+        """By role, at any reading."""
+        return self._meter.peak_rss_bytes
+
+    def __call__(self) -> dict[str, float]:
+        """Memory now, and CPU time since the last step."""
+        before, self._newest = self._newest, self._meter.read()
+        self._first = self._newest if self._first is None else self._first
+        metrics: dict[str, float] = {}
+        for role, usage in self._newest.items():
+            metrics[f"memory/{role}_rss_bytes"] = usage.rss_bytes
+            metrics[f"cpu/{role}_s"] = usage.cpu_s - (before[role].cpu_s if role in before else 0.0)
+        return metrics
+
+
+class LagGauge:
+    """How late the event loop was."""
+
+    def __init__(self, lag: LoopLagMonitor) -> None:
+        self._lag = lag
+        self.max_s = 0.0
+        """Since the run began."""
+
+    def __call__(self) -> dict[str, float]:
+        """Of the last step."""
+        lag = self._lag.flush()
+        self.max_s = max(self.max_s, lag.max_s)
+        return lag.metrics()
+
+
+def phase_gauge(phases: PhaseRecorder) -> Gauge:
+    """What each phase of this process took."""
+    return lambda: {
+        metric: value for name, usage in phases.flush().items() for metric, value in usage.metrics(name).items()
+    }
+
+
+def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures]]) -> Gauge:
+    """Where every environment of the mix is."""
+    return lambda: {
+        f"environment/{name}/{metric}": value
+        for name, figures in environments().items()
+        for metric, value in (
+            ("trained_share", figures.trained_share),
+            ("in_flight", figures.in_flight),
+            ("trainable_share", figures.expected),
+            ("barren_tasks", figures.untrainable_tasks),
+        )
+    }
+
+
+def replica_gauge(replicas: Callable[[], list[ReplicaFigures]]) -> Gauge:
+    """What the router knows of every generator."""
+    return lambda: {name: value for replica in replicas() for name, value in replica.metrics().items()}
+
+
+def judge_gauge(usage: Callable[[], JudgeUsage]) -> Gauge:
+    """What judges took; nothing where none was asked yet."""
+    before = JudgeUsage()
+
+    def read() -> dict[str, float]:
+        nonlocal before
+        earlier, before = before, usage()
+        return before.since(earlier).metrics("/") if before.calls else {}
+
+    return read
+
+
+def payload_gauge(payloads: PayloadAccounts) -> Gauge:
+    """Bytes of payloads; nothing where there was none yet."""
+    before = PayloadFigures()
+
+    def read() -> dict[str, float]:
+        nonlocal before
+        earlier, before = before, payloads.figures
+        if not before.recorded_bytes:
+            return {}
+        return {
+            "payloads/recorded_bytes": before.recorded_bytes - earlier.recorded_bytes,
+            "payloads/released_bytes": before.released_bytes - earlier.released_bytes,
+            "payloads/held_bytes": before.held_bytes,
+        }
+
+    return read

@@ -1,0 +1,215 @@
+"""The parts of a training run, made in order, each finished before the next one is given it.
+
+roles ─► observer ─► rollouter ─► scheduler ─► evaluator ─► gauges ─► orchestrator
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from tailrace.config import RunSettings
+from tailrace.generation.holding import HoldingGenerate
+from tailrace.lifecycle.launchers import launcher_class
+from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, heap_of_process
+from tailrace.lifecycle.trimming import MemoryTrimmer
+from tailrace.records import Task
+from tailrace.replay.capture import CaptureWriter
+from tailrace.reporting.gauges import (
+    LagGauge,
+    ProcessGauge,
+    SchedulerGauge,
+    environment_gauge,
+    judge_gauge,
+    payload_gauge,
+    phase_gauge,
+    replica_gauge,
+)
+from tailrace.reporting.observer import RunObserver
+from tailrace.reporting.run_view import RunView
+from tailrace.reporting.sinks import JsonlSink, RolloutWriter
+from tailrace.reporting.snapshots import snapshot
+from tailrace.reporting.usage import ProcessMeter
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment
+from tailrace.run.folder import RunPaths
+from tailrace.run.orchestrator import Orchestrator
+from tailrace.run.parts import held_out_tasks, make_rollouter, task_stream
+from tailrace.run.recorded_generate import RecordedGenerate
+from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.started_roles import StartedRoles, start_roles
+from tailrace.scheduling import Evaluator, StreamScheduler
+from tailrace.tracing.background import BackgroundWriter
+from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.phases import PhaseRecorder
+from tailrace.transport.events.log import FileEventLog
+
+
+@dataclass(frozen=True, slots=True)
+class RunGround:
+    """What a run is composed from. Make it on the running event loop."""
+
+    settings: RunSettings
+    paths: RunPaths
+    environments: dict[str, LoadedEnvironment]
+    renderer: ChatRenderer
+    phases: PhaseRecorder
+    """Of this process, as is the next one."""
+    lag: LoopLagMonitor
+    began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    started_at: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the run began."""
+        return asyncio.get_running_loop().time() - self.began_s
+
+    def view(self) -> RunView:
+        """Of a run whose roles are not there yet."""
+        settings, environments = self.settings, self.settings.environments
+        # Of the mix that the weights ask for, which counts tasks.
+        weights = sum(environment.weight for environment in environments)
+        rollouts = sum(settings.group_size(environment) * environment.weight for environment in environments)
+        return RunView(
+            name=settings.name,
+            model=settings.model.name,
+            environments=[environment.id or environment.name for environment in environments],
+            waiting_for="the processes to start",
+            elapsed_s=self.elapsed_s,
+            max_steps=settings.max_steps,
+            max_staleness=settings.max_staleness,
+            groups_per_batch=round(settings.scheduling.batch_size * weights / rollouts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedRun:
+    """The parts of a run that run it, show it and sum it up."""
+
+    ground: RunGround
+    roles: StartedRoles
+    writer: BackgroundWriter
+    observer: RunObserver
+    scheduler: StreamScheduler
+    evaluator: Evaluator
+    orchestrator: Orchestrator
+    waits: SchedulerGauge
+    processes: ProcessGauge
+    lag: LagGauge
+
+    def view(self) -> RunView:
+        """Where the run is now."""
+        orchestrator = self.orchestrator
+        so_far = replace(
+            self.ground.view(),
+            stage=orchestrator.stage,
+            waiting_for=orchestrator.start_waits_for,
+            step=orchestrator.step,
+            policy_version=orchestrator.version,
+        )
+        return snapshot(
+            so_far,
+            observer=self.observer,
+            ledger=self.scheduler.ledger,
+            statistics=self.scheduler.statistics,
+            evaluator=self.evaluator,
+            lag=self.ground.lag.snapshot(),
+        )
+
+
+@contextlib.asynccontextmanager
+async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
+    """Start the roles, and make all parts around them; on leaving, the roles are ended."""
+    settings, paths, environments = ground.settings, ground.paths, ground.environments
+    log = FileEventLog(paths.events, uuid.uuid4().hex)
+    writer = BackgroundWriter(queue_records=settings.observability.queue_records)
+    async with contextlib.AsyncExitStack() as stack:
+        roles = await stack.enter_async_context(start_roles(settings, paths, log))
+        stack.push_async_callback(log.close)
+        observer = _observer(settings, paths, writer, roles)
+        holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
+        generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
+        rollouter = await stack.enter_async_context(
+            make_rollouter(settings, environments, renderer=ground.renderer, generate=generate, log_folder=paths.logs)
+        )
+        tasks, states = task_stream(settings, environments), SchedulerStates(paths.scheduler, paths.checkpoints)
+        scheduler = StreamScheduler(
+            tasks,
+            rollouter.runner(on_lost=observer.rollout_lost),
+            roles.batches.send,
+            observer,
+            settings=settings.scheduling,
+            max_staleness=settings.max_staleness,
+            max_running=settings.max_running,
+            group_sizes={name: loaded.group_size for name, loaded in environments.items()},
+            whole_groups=[name for name, loaded in environments.items() if loaded.spec.needs_whole_group],
+            max_steps=settings.max_steps,
+            save_state=states.save,
+            holder=holding,
+        )
+        evaluator = Evaluator(
+            await asyncio.to_thread(_held_out, settings, environments),
+            rollouter.runner(evaluation_seed=settings.seed, on_ended=roles.payloads.release),
+            observer.evaluated,
+            settings=settings.evaluation,
+            max_running=settings.max_running,
+            lend=scheduler.lend,
+        )
+        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(ProcessMeter(roles.pids))
+        lag = LagGauge(ground.lag)
+        observer.add_gauges(
+            *(waits, processes, lag, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            environment_gauge(lambda: tasks.environments),
+            replica_gauge(roles.generators.router.figures),
+            judge_gauge(lambda: rollouter.judge_usage),
+            payload_gauge(roles.payloads),
+        )
+        orchestrator = Orchestrator(
+            roles,
+            log,
+            paths,
+            rollouter=rollouter,
+            scheduler=scheduler,
+            states=states,
+            observer=observer,
+            evaluator=evaluator,
+        )
+        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes, lag)
+
+
+def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
+    chosen = settings.observability
+    return RunObserver(
+        metrics=JsonlSink(paths.metrics, writer),
+        rollouts=RolloutWriter(paths.rollouts, writer, every_steps=chosen.rollouts_every_steps),
+        capture=CaptureWriter(
+            paths.capture,
+            writer,
+            steps=chosen.capture,
+            max_bytes=int(chosen.capture_mb * 1e6),
+            settings_json=settings.model_dump_json(),
+        ),
+        release_payloads=roles.payloads.release,
+    )
+
+
+def _held_out(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> list[Task]:
+    """What evaluations beside training run, every environment in turn. Making it may take a while."""
+    chosen = settings.evaluation
+    if chosen.every_steps is None:
+        return []
+    drawn = [held_out_tasks(one, settings.seed, chosen.tasks) for one in environments.values()]
+    return [task for turn in zip_longest(*drawn) for task in turn if task is not None]
+
+
+def _trimmer(settings: RunSettings, writer: BackgroundWriter) -> MemoryTrimmer:
+    """What was reserved for rollouts in flight is not too much. A trainer in this process keeps its own memory."""
+    trim_mb, is_apart = settings.observability.trim_mb, not launcher_class(settings.placement).runs_in_this_process
+    reserved = settings.max_running * RESERVED_BYTES_PER_ROLLOUT
+    return MemoryTrimmer(
+        int(trim_mb * 1e6) + reserved, writer.submit, heap_of_process() if trim_mb and is_apart else None
+    )

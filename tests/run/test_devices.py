@@ -1,0 +1,81 @@
+"""Who gets which GPU, by a run's settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.errors import SettingsError
+from tailrace.run.devices import in_own_process, role_devices
+from tests.run.runs import tiny_settings
+
+ON_GPUS = ("--trainer.device", "cuda", "--generator.device", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
+
+
+def devices(*overrides: str) -> dict[str, tuple[str, ...]]:
+    return role_devices(tiny_settings(*overrides))
+
+
+def test_roles_on_the_cpu_get_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices() == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices("--generator.engine", "vllm") == {}
+
+
+def test_the_visible_ones_are_shared_out_trainer_first() -> None:
+    shares = {"trainer": ("4",), "generator-0": ("5",), "generator-1": ("GPU-6",)}
+    assert devices(*ON_GPUS, "--generator.replicas", "2") == shares
+    assert devices("--generator.device", "cuda") == {"generator": ("4",)}
+
+
+def test_settings_choose() -> None:
+    chosen = ("--trainer.devices", "7", "--generator.replicas", "2", "--generator.devices", "GPU-6,4")
+    assert devices(*ON_GPUS, *chosen) == {"trainer": ("7",), "generator-0": ("GPU-6",), "generator-1": ("4",)}
+    assert devices(
+        "--trainer.device", "cuda:1", "--generator.device", "cuda:1", "--generator.replicas", "2"
+    ) == dict.fromkeys(("trainer", "generator-0", "generator-1"), ("5",))
+
+
+def test_a_role_that_sees_its_own_alone_computes_on_the_first() -> None:
+    settings = tiny_settings("--trainer.device", "cuda:3", "--generator.device", "cuda:1")
+    changed = in_own_process(settings, role_devices(settings))
+    assert (changed.trainer.device, changed.generator.device) == ("cuda", "cuda")
+    assert in_own_process(tiny_settings(), {}) == tiny_settings()
+
+
+def test_roles_of_one_process_pick_theirs_by_device() -> None:
+    inline = ("--placement", "inline", "--trainer.device", "cuda:3")
+    assert devices(*inline) == {}
+    with pytest.raises(SettingsError, match=r"trainer.device = 'cuda:9' cannot be used here: this run sees 4 GPUs"):
+        devices(*inline[:3], "cuda:9")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("--generator.replicas", "4"), r"needs 1 for the trainer, .*, and sees 4 GPUs \(4, 5, GPU-6, 7\)"),
+        (("--generator.devices", "4,5"), r"generator.devices names 2 GPUs, and 1 generators of 1 need 1"),
+        (("--trainer.devices", "0"), r"trainer.devices names the GPU 0, and this run sees 4, 5, GPU-6, 7"),
+    ],
+)
+def test_too_few_are_refused(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        devices(*ON_GPUS, *overrides)
+
+
+def test_a_dry_run_shows_who_gets_what(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart", "--dry-run", *ON_GPUS]) == 0
+    assert "GPUs: 4 for the trainer, 5 for the generator." in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_not_there_is_bad_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["train", "quickstart", "--trainer.device", "cuda"]) == 2
+    assert "trainer.device = 'cuda' cannot be used here: there is no GPU" in capsys.readouterr().err
