@@ -3,8 +3,8 @@
     python benchmarks/scheduler_overhead.py [--json] [--quick] [--case in-flight-1024 ...]
 
 `in-flight-N`: the real scheduler, rollouter, chat rendering, scoring and batching, over environments and a `generate`
-that cost nothing: requests wait in a queue until N rollouts run at once, then the oldest are answered, a few per turn of
-the event loop, as an engine's thread would hand them over. So N rollouts run all the time. The trainer acknowledges
+that cost nothing: requests wait in a queue until N rollouts run at once, then the oldest are answered, a few per turn
+of the event loop, as an engine's thread would hand them over. So N rollouts run all the time. The trainer acknowledges
 each batch at once.
 
 `run-N`: the orchestrator as a run has it. Beside the above: the run's observer with its files, phases and trace; router
@@ -22,20 +22,26 @@ where that is less. Old objects are held from the garbage collector and memory i
 
 from __future__ import annotations
 
+import kit  # isort: skip  - pins threads
+
 import asyncio
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from kit import parse_options, progress, report
+from scheduler_peers import ANSWERED_AT_ONCE, COMPLETION_TOKENS, completion_ids
 
 from tailrace.batching import FormedBatch
+from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import reserve_memory
+from tailrace.lifecycle.memory import reserve_memory, share_one_arena
 from tailrace.models.loading import tokenizer_folder
 from tailrace.records import (
     Completion,
@@ -47,11 +53,15 @@ from tailrace.records import (
     PlannedBatch,
     Rollout,
     RolloutId,
+    RunStatus,
     StepSkipped,
     StepTrained,
     Task,
 )
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.run.composition import RunGround, compose
+from tailrace.run.folder import RunPaths
+from tailrace.run.phases import ORCHESTRATOR, recording_phases, watched_loop
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
 TARGET_S, TARGET_RUN_S, TARGET_LAG_S, TARGET_SPREAD = 80e-6, 150e-6, 0.010, 1.5
@@ -85,9 +95,7 @@ class InstantGenerate:
     def __init__(self, in_flight: int, stop_token_id: int) -> None:
         self._in_flight = in_flight
         self._waiting: deque[asyncio.Future[Completion]] = deque()
-        ids = np.arange(10, 10 + COMPLETION_TOKENS, dtype=np.int32)
-        ids[-1] = stop_token_id
-        self._ids, self._logprobs = ids, np.full(COMPLETION_TOKENS, -1.0, np.float32)
+        self._ids, self._logprobs = completion_ids(stop_token_id), np.full(COMPLETION_TOKENS, -1.0, np.float32)
         self.version = 0
         self.full = asyncio.Event()
         self._enough = asyncio.Event()
@@ -170,16 +178,6 @@ class Silent:
         self._marks.add(formed.batch.summary.num_rollouts)
 
 
-class Counting(RunObserver):
-    """A run's observer that counts as well."""
-
-    marks: Marks
-
-    def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
-        super().step_ended(event, formed)
-        self.marks.add(formed.batch.summary.num_rollouts)
-
-
 @dataclass
 class Beat:
     """How much later than asked the loop resumes a sleeping task."""
@@ -214,17 +212,17 @@ def spec() -> EnvironmentSpec:
 
 
 def main() -> None:
-    options = parse_options(__doc__)
+    options = kit.parse_options(__doc__)
     kinds = {"in-flight": (measure, IN_FLIGHT), "run": (measure_run, IN_FLIGHT_OF_RUNS)}
     cases = {f"{kind}-{count}": (kind, count) for kind, (_, counts) in kinds.items() for count in counts}
     with tempfile.TemporaryDirectory() as folder:
         renderer = ChatRenderer(tokenizer_folder("bundled:quickstart", Path(folder)))
         measured: list[Row] = []
         for name in options.choose(list(cases)):
-            progress(name)
+            kit.progress(name)
             kind, in_flight = cases[name]
             measured.append(run_case(kinds[kind][0](Case(name, in_flight, renderer, options.quick))))
-    report("Scheduler overhead", [judged(row, measured) for row in measured], options)
+    kit.report("Scheduler overhead", [judged(row, measured) for row in measured], options)
 
 
 def judged(row: Row, measured: list[Row]) -> Row:
@@ -253,45 +251,36 @@ class Case:
 
     @property
     def settings(self) -> SchedulingSettings:
-        """A batch is a quarter of what is in flight, or 256 rollouts where that is less."""
-        return SchedulingSettings(batch_size=max(256, self.in_flight // 4))
-
-    @property
-    def max_staleness(self) -> int:
-        """Twice what is in flight may wait."""
-        return -(-2 * self.in_flight // self.settings.batch_size)
-
-    def rollouter(self, generate: Generate) -> Rollouter:
-        """The real one."""
-        rollouts = RolloutSettings(max_tokens=COMPLETION_TOKENS)
-        loaded = {self.environment.name: LoadedEnvironment.of(self.environment, rollouts)}
-        return Rollouter(rollouts, loaded, renderer=self.renderer, generate=generate)
-
-    def scheduler(
-        self,
-        rollouter: Rollouter,
-        send: SendBatch,
-        observer: SchedulerObserver,
-        *,
-        tasks: TaskStream,
-        save_state: SaveState | None = None,
-    ) -> StreamScheduler:
-        """The real one."""
-        return StreamScheduler(
-            tasks,
-            rollouter,
-            send,
-            observer,
-            settings=self.settings,
-            max_staleness=self.max_staleness,
-            max_running=self.in_flight,
-            group_sizes={self.environment.name: GROUP_SIZE},
-            save_state=save_state,
+        """A batch is a quarter of what is in flight, or 256 rollouts where that is less; twice that may wait."""
+        batch_size = max(256, self.in_flight // 4)
+        max_staleness = -(-2 * self.in_flight // batch_size)
+        return SchedulingSettings(
+            batch_size=batch_size, max_staleness=max_staleness, max_in_flight=self.in_flight, row_tokens=8192
         )
 
-    def tasks(self) -> TaskStream:
-        """One environment's."""
-        return TaskStream([TaskSource(self.environment)], seed=0)
+    @property
+    def rollouts(self) -> RolloutSettings:
+        """Of one short turn."""
+        return RolloutSettings(max_tokens=COMPLETION_TOKENS, group_size=GROUP_SIZE)
+
+    @property
+    def loaded(self) -> dict[str, LoadedEnvironment]:
+        """The only environment."""
+        return {self.environment.name: LoadedEnvironment.of(self.environment, self.rollouts)}
+
+    def run_settings(self) -> RunSettings:
+        """Of a run whose trainer and generator do no work; its environment is given apart."""
+        return RunSettings.model_validate(
+            {
+                "name": "measured",
+                "max_steps": 1_000_000,
+                "placement": "scheduler_peers:PeersLauncher",
+                "model": {"name": "bundled:quickstart"},
+                "environments": [{"name": "reverse-text"}],
+                "rollouts": self.rollouts.model_dump(exclude_unset=True),
+                "scheduling": self.settings.model_dump(exclude_unset=True),
+            }
+        )
 
     async def until_measured(self, marks: Marks) -> None:
         """From the first step that ended on."""
@@ -310,8 +299,17 @@ async def measure(case: Case) -> Row:
     batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
     marks, beat = Marks(), Beat()
     reserve_memory(case.in_flight)
-    async with case.rollouter(generate) as rollouter:
-        scheduler = case.scheduler(rollouter, batches.put, Silent(marks), tasks=case.tasks())
+    async with Rollouter(case.rollouts, case.loaded, renderer=case.renderer, generate=generate) as rollouter:
+        scheduler = StreamScheduler(
+            TaskStream([TaskSource(case.environment)], seed=0),
+            rollouter,
+            batches.put,
+            Silent(marks),
+            settings=case.settings,
+            max_staleness=case.settings.staleness_bound("stream"),
+            max_running=case.in_flight,
+            group_sizes={case.environment.name: GROUP_SIZE},
+        )
 
         async def train() -> None:
             while True:
@@ -330,59 +328,49 @@ async def measure(case: Case) -> Row:
 async def measure_run(case: Case) -> Row:
     share_one_arena()
     reserve_memory(case.in_flight)
-    with tempfile.TemporaryDirectory(dir=shared_memory_folder()) as name:
-        folder = Path(name)
-        with peer(folder, case.in_flight, case.renderer.stop_token_ids[0]):
-            return await measure_with(case, folder)
-
-
-async def measure_with(case: Case, folder: Path) -> Row:
-    """With the peer whose sockets lie in `folder`."""
-    marks, beat, paths, observability = Marks(), Beat(), RunPaths(folder / "run"), ObservabilitySettings()
-    paths.root.mkdir()
-    async with AsyncExitStack() as stack:
-        stack.enter_context(hold_old_objects())
-        phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
-        lag = await stack.enter_async_context(watched_loop(observability, phases))
-        log = FileEventLog(paths.events, EPOCH)
-        stack.push_async_callback(EventLogServer(log, address(folder, "events")).close)
-        client = GeneratorClient(address(folder, "generator"))
-        stack.push_async_callback(client.leave)
-        router = Router(["generator"], RouterSettings(), max_staleness=case.max_staleness)
-        welcome = await client.hello()
-        sender = shared_memory_sender(address(folder, "batches"), folder, spill=folder / "spill", capacity=3)
-        stack.push_async_callback(sender.close)
-        writer = BackgroundWriter(queue_records=observability.queue_records)
-        stack.callback(writer.close)
-        observer = run_observer(paths, writer, observability, lag=lag, phases=phases, router=router)
-        observer.marks = marks
-        holding = HoldingGenerate(router, router.interrupt)
-        generate = RecordedGenerate(
-            holding,
-            lambda _, completion: observer.completion_sampled(completion),
-            observer.request_cancelled,
-        )
-        states, tasks = SchedulerStates(paths.scheduler, paths.checkpoints), case.tasks()
-        rollouter = await stack.enter_async_context(case.rollouter(generate))
-
-        async def save_state(step: int, state: bytes) -> None:
-            await asyncio.to_thread(states.write, step, state, trained_step=step - 3)
-
-        scheduler = case.scheduler(
-            rollouter.runner(on_lost=observer.rollout_lost), sender.send, observer, tasks=tasks, save_state=save_state
-        )
-        observer.tell_statistics(lambda: scheduler.statistics, lambda: tasks.environments)
-
-        async def follow() -> None:
-            async for event in log.follow():
-                if isinstance(event, StepTrained):
-                    scheduler.handle(event)
-
-        using = router.use("generator", client, welcome.statistics)
-        async with running(using, beat.run(), scheduler.run(), follow()):
-            await case.until_measured(marks)
-        scheduler.finish("measured")
+    with tempfile.TemporaryDirectory() as folder, hold_old_objects():
+        settings, paths = case.run_settings(), RunPaths(Path(folder))
+        async with AsyncExitStack() as stack:
+            phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, settings.observability))
+            lag = await stack.enter_async_context(watched_loop(settings.observability, phases))
+            ground = RunGround(settings, paths, case.loaded, case.renderer, phases, lag)
+            async with compose(ground) as run:
+                marks, beat = Marks(), Beat()
+                run.observer.step_ended = counted(run.observer.step_ended, marks)  # type: ignore[method-assign]
+                async with running(beat.run()), asyncio.TaskGroup() as tasks:
+                    ending = tasks.create_task(run.orchestrator.run())
+                    await case.until_measured(marks)
+                    await run.orchestrator.request_stop(RunStatus.FINISHED, "measured")
+                    await ending
+                await asyncio.to_thread(run.writer.close)
     return case.row(marks, beat, TARGET_RUN_S, turn_max_s=None)
+
+
+StepEnded = Callable[[StepTrained | StepSkipped, FormedBatch], None]
+
+
+def counted(step_ended: StepEnded, marks: Marks) -> StepEnded:
+    """The observer's, and the marks'."""
+
+    def both(event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
+        step_ended(event, formed)
+        marks.add(formed.batch.summary.num_rollouts)
+
+    return both
+
+
+@asynccontextmanager
+async def running(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """All of them, until this context is left."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
 
 if __name__ == "__main__":

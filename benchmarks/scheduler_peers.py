@@ -1,15 +1,15 @@
-"""The other process of `scheduler_overhead.py`: a generator and a trainer that do no work, over a run's own sockets."""
+"""The other processes of `scheduler_overhead.py`: a generator and a trainer that do no work, over a run's sockets."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
+import msgspec
 import numpy as np
 from typing_extensions import override
 
@@ -21,23 +21,38 @@ from tailrace.generation.engines.protocol import (
     FailureListener,
     SampledTokens,
 )
-from tailrace.generation.rpc.server import GeneratorServer
-from tailrace.records import FinishReason, GenerationRequest, ModelStateDictRef, StepTrained
-from tailrace.transport.batches.channels import shared_memory_receiver
-from tailrace.transport.events.rpc import EventLogClient
+from tailrace.lifecycle.launchers import RoleHandle
+from tailrace.lifecycle.launchers.local import LocalLauncher
+from tailrace.lifecycle.roles import Role, RoleSpec
+from tailrace.records import (
+    FinishReason,
+    GenerationRequest,
+    Int32Array,
+    RunStatus,
+    StepTrained,
+    StopRequested,
+    TrainerEnded,
+    TrainerStarted,
+)
+from tailrace.run.roles import RoleSettings
+from tailrace.transport.events.log import EventLog
 
-EPOCH = "measured"
 COMPLETION_TOKENS, ANSWERED_AT_ONCE = 16, 16
+
+
+def completion_ids(stop_token_id: int) -> Int32Array:
+    """What every completion is made of."""
+    ids = np.arange(10, 10 + COMPLETION_TOKENS, dtype=np.int32)
+    ids[-1] = stop_token_id
+    return ids
 
 
 class InstantEngine(Engine):
     """Answers at once, but for keeping `in_flight` requests waiting: the oldest first, a few per step."""
 
-    def __init__(self, in_flight: int, stop_token_id: int) -> None:
+    def __init__(self, in_flight: int) -> None:
         self._in_flight, self._steps = in_flight, 0
         self._waiting: deque[GenerationRequest] = deque()
-        self._ids = np.arange(10, 10 + COMPLETION_TOKENS, dtype=np.int32)
-        self._ids[-1] = stop_token_id
         self._logprobs = np.full(COMPLETION_TOKENS, -1.0, np.float32)
         self._versions = np.zeros(COMPLETION_TOKENS, np.int32)
 
@@ -97,51 +112,49 @@ class InstantEngine(Engine):
     def close(self) -> None: ...
 
     def _sampled(self, request: GenerationRequest) -> SampledTokens:
-        return SampledTokens(
-            request.request_id, self._ids, self._logprobs, self._versions, finish_reason=FinishReason.STOP
-        )
+        ids = completion_ids(request.sampling.stop_token_ids[0])
+        return SampledTokens(request.request_id, ids, self._logprobs, self._versions, finish_reason=FinishReason.STOP)
 
 
-@contextmanager
-def peer(folder: Path, in_flight: int, stop_token_id: int) -> Iterator[None]:
-    """The process, for as long as this context. Its sockets and shared memory lie in `folder`."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=_main, args=(folder, in_flight, stop_token_id), daemon=True
-    )
-    process.start()
-    try:
-        yield
-    finally:
-        process.kill()
-        process.join()
+class PeersLauncher(LocalLauncher):
+    """`placement = "scheduler_peers:PeersLauncher"`: processes as in a run, whose roles are those below."""
+
+    @override
+    def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
+        role = "trainer" if spec.name == "trainer" else "generator"
+        return super().start(replace(spec, entry=f"scheduler_peers:{role}"), is_replaceable=is_replaceable)
 
 
-def address(folder: Path, name: str) -> str:
-    """Of a socket."""
-    return f"ipc://{folder / name}"
+async def generator(role: Role) -> None:
+    """Serves an engine that does no work, as a run's generator serves its own."""
+    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    engine = Generator(lambda: InstantEngine(told.run.max_running))
+    with told.transports().generator(told.run, role) as ends:
+        await ends.serve(engine)
+    await engine.close()
 
 
-def _main(folder: Path, in_flight: int, stop_token_id: int) -> None:
-    with suppress(KeyboardInterrupt):
-        asyncio.run(_serve(folder, in_flight, stop_token_id))
+async def trainer(role: Role) -> None:
+    """Reads each batch, and says that it was trained."""
+    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    async with told.transports().trainer(told.run) as ends:
+        role.ready()
+        await ends.log.append(TrainerStarted(epoch=told.epoch, step=0, version=0))
+        stopping = asyncio.create_task(_stop_request(ends.log))
+        for step in count(1):
+            receiving = asyncio.create_task(ends.batches.receive())
+            await asyncio.wait({receiving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                receiving.cancel()
+                break
+            await ends.log.append(StepTrained(epoch=told.epoch, step=step, version=0, metrics={}))
+            await ends.batches.acknowledge(step)
+        await ends.log.append(TrainerEnded(epoch=told.epoch, status=RunStatus.FINISHED, step=step - 1, reason=""))
+        async for _ in ends.log.follow():
+            pass
 
 
-async def _serve(folder: Path, in_flight: int, stop_token_id: int) -> None:
-    generator = Generator(lambda: InstantEngine(in_flight, stop_token_id))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(GeneratorServer(generator, _no_weights, address(folder, "generator")).serve())
-        tasks.create_task(_train(folder))
-
-
-def _no_weights(ref: ModelStateDictRef) -> Any:
-    raise AssertionError("no weights are published")
-
-
-async def _train(folder: Path) -> None:
-    """Read each batch, and say that it was trained."""
-    log = EventLogClient(address(folder, "events"), EPOCH)
-    receiver = shared_memory_receiver(address(folder, "batches"), folder, spill=folder / "spill")
-    while True:
-        step = (await receiver.receive()).summary.step
-        await log.append(StepTrained(epoch=EPOCH, step=step, version=0, metrics={}))
-        await receiver.acknowledge(step)
+async def _stop_request(log: EventLog) -> None:
+    async for event in log.follow():
+        if isinstance(event, StopRequested):
+            return
