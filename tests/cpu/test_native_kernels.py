@@ -18,6 +18,7 @@ from tailrace.generation.engines.torch.sampler import sample
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 HEADS = Heads(queries=6, keys=2, size=16)
+PACKED = (6 + 2 * 2) * 16
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def rotated(x: Tensor, weight: Tensor | None, rotation: Rotation) -> Tensor:
 @pytest.mark.parametrize("norms", [True, False])
 def test_rotated_heads_in_padded_groups(kernels: Kernels, dtype: torch.dtype, norms: bool) -> None:
     """Two segments of up to 4 tokens; the second borrows its first token from the first."""
-    packed = torch.randn(6, HEADS.packed).to(dtype)
+    packed = torch.randn(6, PACKED).to(dtype)
     rotation = rotation_of(6, norms=norms)
     gather = torch.tensor([0, 1, 2, -1, 0, 3, 4, 5])
     own_places, own_tokens = torch.tensor([0, 1, 2, 5, 6, 7]), torch.arange(6)
@@ -133,28 +134,24 @@ def test_padded_groups_to_rows_and_back(kernels: Kernels, dtype: torch.dtype) ->
     padded = torch.randn(2, 3, 4, 8).to(dtype)
     places, tokens = torch.tensor([0, 2, 7]), torch.tensor([4, 0, 1])
     rows = torch.zeros(5, 24, dtype=dtype)
-    kernels.scatter(padded, places, tokens, rows)
+    kernels.move(padded, places, tokens, rows, inward=False)
     by_place = padded.transpose(1, 2).reshape(8, 24)
     assert torch.equal(rows[tokens], by_place[places])
     back = torch.zeros_like(padded)
-    kernels.gather(rows, places, tokens, back)
+    kernels.move(back, places, tokens, rows, inward=True)
     assert torch.equal(back.transpose(1, 2).reshape(8, 24)[places], by_place[places])
     assert not back.transpose(1, 2).reshape(8, 24)[[1, 3, 4, 5, 6]].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("heads", [HEADS, Heads(4, 2, 64), Heads(2, 2, 64), Heads(9, 3, 64), Heads(2, 1, 128)])
-def test_a_token_of_each_slot_over_its_cache(
-    kernels: Kernels, dtype: torch.dtype, window: int | None, heads: Heads
-) -> None:
+def test_a_token_of_each_slot_over_its_cache(kernels: Kernels, dtype: torch.dtype, heads: Heads) -> None:
     keys, values = (torch.randn(3, heads.keys, 32, heads.size).to(dtype) for _ in range(2))
     query, lengths = torch.randn(3, heads.queries, heads.size).to(dtype), torch.tensor([1, 32, 9])
-    found = kernels.decode(query, (keys, values), lengths, heads, window)
+    found = kernels.decode(query, (keys, values), lengths, heads)
     for row, length in enumerate(lengths.tolist()):
-        seen = slice(0 if window is None else max(0, length - window), length)
         expected = F.scaled_dot_product_attention(
-            query[row, :, None].float(), keys[row, :, seen].float(), values[row, :, seen].float(), scale=1.0,
+            query[row, :, None].float(), keys[row, :, :length].float(), values[row, :, :length].float(), scale=1.0,
             enable_gqa=True,
         )  # fmt: skip
         close(found[row], expected.flatten(), dtype)
@@ -162,7 +159,7 @@ def test_a_token_of_each_slot_over_its_cache(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_and_values_go_to_their_slots(kernels: Kernels, dtype: torch.dtype) -> None:
-    packed, rotation = torch.randn(3, HEADS.packed).to(dtype), rotation_of(3, norms=True)
+    packed, rotation = torch.randn(3, PACKED).to(dtype), rotation_of(3, norms=True)
     caches = torch.zeros(2, 4, HEADS.keys, 8, HEADS.size, dtype=dtype).unbind()
     slots, positions = torch.tensor([2, 2, 0]), torch.tensor([0, 1, 7])
     query = kernels.rotate_store(packed, rotation, HEADS, slots=slots, positions=positions, caches=caches)

@@ -74,7 +74,7 @@ def test_tied_weights_are_published_once_and_in_the_dtype_asked_for(model_folder
     assert {published[name].dtype for name in published.keys() - exact} == {torch.bfloat16}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_snapshot_of_a_gpu_holds_the_weights_before_the_step_that_runs_meanwhile(model_folder: Path) -> None:
     trainer = make_trainer(model_folder, device="cuda")
     for step in (1, 2):  # the second one into the memory of the first

@@ -105,5 +105,5 @@ class _FusedLayer:
         if step.num_decoding:
             first = len(packed) - step.num_decoding
             lengths = step.positions[first:] + 1
-            attended.append(self.kernels.decode(query[first:], caches, lengths, heads, None))
+            attended.append(self.kernels.decode(query[first:], caches, lengths, heads))
         return attended[0] if len(attended) == 1 else torch.cat(attended)

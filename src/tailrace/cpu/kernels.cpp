@@ -229,8 +229,8 @@ template <class T>
 void rotate_gather_backward(const T *packed, const float *query_weight, const float *key_weight, float epsilon,
                             const float *cosine, const float *sine, Heads heads, float factor, const int64_t *places,
                             const int64_t *tokens, int64_t count, int64_t length, const T *grad_query,
-                            const T *grad_key, const T *grad_value, bool adds, T *grad, float *grad_query_weight,
-                            float *grad_key_weight) {
+                            const T *grad_key, const T *grad_value, int64_t adds, T *grad,
+                            float *grad_query_weight, float *grad_key_weight) {
   int64_t size = heads.size;
   std::vector<float> turned(size);
   for (int64_t index = 0; index < count; ++index) {
@@ -246,7 +246,7 @@ void rotate_gather_backward(const T *packed, const float *query_weight, const fl
       T *out = grad + token * heads.row() + head * size;
       if (is_query || is_key) {
         rotate_head_backward(x, is_query ? query_weight : key_weight, epsilon, cos, sin, size,
-                             is_query ? factor : 1.0f, g, adds, out, is_query ? grad_query_weight : grad_key_weight,
+                             is_query ? factor : 1.0f, g, adds != 0, out, is_query ? grad_query_weight : grad_key_weight,
                              turned.data());
       } else if (adds) {
         for (int64_t i = 0; i < size; ++i) store(out + i, load(out[i]) + load(g[i]));
@@ -260,7 +260,7 @@ void rotate_gather_backward(const T *packed, const float *query_weight, const fl
 // Padded [segments, heads, length, size] to rows [tokens, heads * size] at the listed places, and back (`inward`).
 template <class T>
 void move_places(T *padded, T *rows, int64_t heads, int64_t size, const int64_t *places, const int64_t *tokens,
-                 int64_t count, int64_t length, bool inward) {
+                 int64_t count, int64_t length, int64_t inward) {
   for (int64_t index = 0; index < count; ++index) {
     int64_t segment = places[index] / length, place = places[index] % length;
     for (int64_t head = 0; head < heads; ++head) {
@@ -369,17 +369,17 @@ inline void sample_rows(const float *logits, int64_t rows, int64_t size, const f
   }
 }
 
-// One query per row over the row's own cache: [rows, queries, size]. A row sees its last `window` positions.
+// One query per row over the row's own cache: [rows, queries, size].
 template <class T>
 void decode_any(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
-                  Heads heads, int64_t room, int64_t window, T *out) {
+                  Heads heads, int64_t room, T *out) {
   int64_t size = heads.size, shared = heads.queries / heads.keys;
   std::vector<float> scores(shared * room), wide(shared * size), sums(shared * size);
   for (int64_t row = 0; row < rows; ++row) {
-    int64_t first = lengths[row] > window ? lengths[row] - window : 0, count = lengths[row] - first;
+    int64_t count = lengths[row];
     for (int64_t head = 0; head < heads.keys; ++head) {
-      const T *keys = key_cache + ((row * heads.keys + head) * room + first) * size;
-      const T *values = value_cache + ((row * heads.keys + head) * room + first) * size;
+      const T *keys = key_cache + (row * heads.keys + head) * room * size;
+      const T *values = value_cache + (row * heads.keys + head) * room * size;
       const T *own = query + (row * heads.queries + head * shared) * size;
       T *result = out + (row * heads.queries + head * shared) * size;
       for (int64_t i = 0; i < shared * size; ++i) wide[i] = load(own[i]), sums[i] = 0;
@@ -448,13 +448,13 @@ inline float sum_lanes(vector lanes) {
 // The same for the usual sizes, with queries and sums in registers: what reads bfloats is bound by arithmetic.
 template <class T, int64_t kSize, int64_t kShared>
 void decode_heads(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
-                  Heads heads, int64_t room, int64_t window, T *out) {
+                  Heads heads, int64_t room, T *out) {
   constexpr int64_t kParts = kSize / kPair;
   std::vector<float> scores(kShared * room);
   for (int64_t row = 0; row < rows; ++row) {
-    int64_t first = lengths[row] > window ? lengths[row] - window : 0, count = lengths[row] - first;
+    int64_t count = lengths[row];
     for (int64_t head = 0; head < heads.keys; ++head) {
-      int64_t begin = ((row * heads.keys + head) * room + first) * kSize;
+      int64_t begin = (row * heads.keys + head) * room * kSize;
       int64_t place = (row * heads.queries + head * kShared) * kSize;
       const T *keys = key_cache + begin, *values = value_cache + begin;
       Pair own[kShared][kParts], sums[kShared][kParts] = {};
@@ -498,7 +498,7 @@ void decode_heads(const T *query, const T *key_cache, const T *value_cache, cons
 
 template <class T>
 void decode(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths, int64_t rows,
-            Heads heads, int64_t room, int64_t window, T *out) {
+            Heads heads, int64_t room, T *out) {
   int64_t shared = heads.queries / heads.keys;
   auto run = decode_any<T>;
   if (heads.size == 64)
@@ -509,73 +509,25 @@ void decode(const T *query, const T *key_cache, const T *value_cache, const int6
                         : run;
   if (heads.size == 128)
     run = shared == 1 ? decode_heads<T, 128, 1> : shared == 2 ? decode_heads<T, 128, 2> : run;
-  run(query, key_cache, value_cache, lengths, rows, heads, room, window, out);
+  run(query, key_cache, value_cache, lengths, rows, heads, room, out);
 }
 
 }  // namespace
 
-#define EXPORT(T, NAME)                                                                                                \
-  extern "C" void add_norm_##NAME(const float *stream, const T *delta, const float *weight, float epsilon,            \
-                                  int64_t rows, int64_t size, float *sum, T *normed, float *inverse) {                \
-    add_norm(stream, delta, weight, epsilon, rows, size, sum, normed, inverse);                                       \
-  }                                                                                                                    \
-  extern "C" void add_norm_backward_##NAME(const float *sum, const float *inverse, const float *weight,               \
-                                           const float *grad_sum, const T *grad_normed, int64_t rows, int64_t size,   \
-                                           float *grad, T *rounded, float *grad_weight) {                             \
-    add_norm_backward(sum, inverse, weight, grad_sum, grad_normed, rows, size, grad, rounded, grad_weight);           \
-  }                                                                                                                    \
-  extern "C" void swiglu_##NAME(const T *gate_up, int64_t rows, int64_t size, T *out) {                               \
-    swiglu(gate_up, rows, size, out);                                                                                  \
-  }                                                                                                                    \
-  extern "C" void swiglu_backward_##NAME(const T *gate_up, const T *grad_out, int64_t rows, int64_t size, T *grad) {  \
-    swiglu_backward(gate_up, grad_out, rows, size, grad);                                                              \
-  }                                                                                                                    \
-  extern "C" void rotate_gather_##NAME(const T *packed, const float *query_weight, const float *key_weight,           \
-                                       float epsilon, const float *cosine, const float *sine, int64_t queries,        \
-                                       int64_t keys, int64_t size, float factor, const int64_t *gather,               \
-                                       int64_t segments, int64_t length, T *query, T *key, T *value) {                \
-    rotate_gather(packed, query_weight, key_weight, epsilon, cosine, sine, {queries, keys, size}, factor, gather,     \
-                  segments, length, query, key, value);                                                                \
-  }                                                                                                                    \
-  extern "C" void rotate_gather_backward_##NAME(                                                                       \
-      const T *packed, const float *query_weight, const float *key_weight, float epsilon, const float *cosine,        \
-      const float *sine, int64_t queries, int64_t keys, int64_t size, float factor, const int64_t *places,            \
-      const int64_t *tokens, int64_t count, int64_t length, const T *grad_query, const T *grad_key,                   \
-      const T *grad_value, int64_t adds, T *grad, float *grad_query_weight, float *grad_key_weight) {                 \
-    rotate_gather_backward(packed, query_weight, key_weight, epsilon, cosine, sine, {queries, keys, size}, factor,    \
-                           places, tokens, count, length, grad_query, grad_key, grad_value, adds != 0, grad,          \
-                           grad_query_weight, grad_key_weight);                                                        \
-  }                                                                                                                    \
-  extern "C" void move_places_##NAME(T *padded, T *rows, int64_t heads, int64_t size, const int64_t *places,          \
-                                     const int64_t *tokens, int64_t count, int64_t length, int64_t inward) {          \
-    move_places(padded, rows, heads, size, places, tokens, count, length, inward != 0);                               \
-  }                                                                                                                    \
-  extern "C" void rotate_store_##NAME(const T *packed, const float *query_weight, const float *key_weight,            \
-                                      float epsilon, const float *cosine, const float *sine, int64_t queries,         \
-                                      int64_t keys, int64_t size, float factor, const int64_t *slots,                 \
-                                      const int64_t *positions, int64_t tokens, int64_t room, T *query, T *key_cache, \
-                                      T *value_cache) {                                                                \
-    rotate_store(packed, query_weight, key_weight, epsilon, cosine, sine, {queries, keys, size}, factor, slots,       \
-                 positions, tokens, room, query, key_cache, value_cache);                                              \
-  }                                                                                                                    \
-  extern "C" void causal_softmax_##NAME(T *scores, int64_t batch, int64_t rows, int64_t keys, int64_t block,          \
-                                        int64_t start) {                                                              \
-    causal_softmax(scores, batch, rows, keys, block, start);                                                           \
-  }                                                                                                                    \
-  extern "C" void causal_softmax_backward_##NAME(const T *probabilities, T *grad, int64_t batch, int64_t rows,        \
-                                                 int64_t keys, int64_t block, int64_t start) {                        \
-    causal_softmax_backward(probabilities, grad, batch, rows, keys, block, start);                                     \
-  }                                                                                                                    \
-  extern "C" void decode_##NAME(const T *query, const T *key_cache, const T *value_cache, const int64_t *lengths,     \
-                                int64_t rows, int64_t queries, int64_t keys, int64_t size, int64_t room,              \
-                                int64_t window, T *out) {                                                              \
-    decode(query, key_cache, value_cache, lengths, rows, {queries, keys, size}, room, window, out);                   \
-  }
+// Addresses for `kernels.py`.
+#define EXPORT(NAME) void *NAME##_float32 = (void *)NAME<float>, *NAME##_bfloat16 = (void *)NAME<bfloat>;
 
-EXPORT(float, float32)
-EXPORT(bfloat, bfloat16)
-
-extern "C" void sample_float32(const float *logits, int64_t rows, int64_t size, const float *temperatures,
-                               const double *draws, int64_t *chosen, float *logprobs) {
-  sample_rows(logits, rows, size, temperatures, draws, chosen, logprobs);
+extern "C" {
+EXPORT(add_norm)
+EXPORT(add_norm_backward)
+EXPORT(swiglu)
+EXPORT(swiglu_backward)
+EXPORT(rotate_gather)
+EXPORT(rotate_gather_backward)
+EXPORT(move_places)
+EXPORT(rotate_store)
+EXPORT(causal_softmax)
+EXPORT(causal_softmax_backward)
+EXPORT(decode)
+void *sample_float32 = (void *)sample_rows;
 }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int64, c_void_p
 from typing import NamedTuple, TypeAlias
 
@@ -14,10 +15,7 @@ from torch import Tensor
 
 from tailrace.cpu.build import load_library
 
-UNLIMITED = 2**62
-"""A window that reaches back to every position."""
-
-Argument: TypeAlias = Tensor | int | float | None
+_FUNCTION = ctypes.CFUNCTYPE(None)
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -27,11 +25,6 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     size: int
-
-    @property
-    def packed(self) -> int:
-        """Length of a packed token."""
-        return (self.queries + 2 * self.keys) * self.size
 
 
 class Rotation(NamedTuple):
@@ -51,6 +44,15 @@ class Rotation(NamedTuple):
     """Queries are multiplied by it."""
 
 
+Argument: TypeAlias = Tensor | Heads | int | float | None
+
+
+class _Heads(ctypes.Structure):
+    """`Heads` in kernels.cpp."""
+
+    _fields_ = [(name, c_int64) for name in Heads._fields]
+
+
 def find_kernels() -> Kernels | None:
     """The kernels, where they can be had and one thread computes; torch's operations share work among more."""
     if torch.get_num_threads() != 1:
@@ -64,6 +66,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._functions: dict[str, Callable[..., None]] = {}
 
     def add_norm(
         self, stream: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
@@ -143,16 +146,14 @@ class Kernels:
             *(int(adds), grad, grad_query_weight, grad_key_weight),
         )
 
-    def scatter(self, padded: Tensor, places: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        """`rows` [tokens, heads * size] take what `padded` [segments, heads, length, size] holds at `places`."""
-        self._call(
-            "move_places", rows.dtype, padded, rows, *padded.shape[1::2], places, tokens, *_moved(padded, places), 0
-        )
+    def move(self, padded: Tensor, places: Tensor, tokens: Tensor, rows: Tensor, *, inward: bool) -> None:
+        """`rows` [tokens, heads * size] take what `padded` [segments, heads, length, size] holds at `places`.
 
-    def gather(self, rows: Tensor, places: Tensor, tokens: Tensor, padded: Tensor) -> None:
-        """The other way round; other places of `padded` stay as they are."""
+        `inward` the other way round; other places of `padded` stay as they are.
+        """
+        _, heads, length, size = padded.shape
         self._call(
-            "move_places", rows.dtype, padded, rows, *padded.shape[1::2], places, tokens, *_moved(padded, places), 1
+            "move_places", rows.dtype, padded, rows, heads, size, places, tokens, len(places), length, int(inward)
         )
 
     def rotate_store(
@@ -174,16 +175,13 @@ class Kernels:
         )
         return query
 
-    def decode(
-        self, query: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, heads: Heads, window: int | None
-    ) -> Tensor:
+    def decode(self, query: Tensor, caches: tuple[Tensor, Tensor], lengths: Tensor, heads: Heads) -> Tensor:
         """Attention of `query` [rows, queries, size], scaled, over the first `lengths` [rows] tokens of slots 0, 1, ...
 
         Returns [rows, queries * size].
         """
         out = query.new_empty(len(query), heads.queries * heads.size)
-        reach = UNLIMITED if window is None else window
-        self._call("decode", query.dtype, query, *caches, lengths, len(query), *heads, caches[0].shape[2], reach, out)
+        self._call("decode", query.dtype, query, *caches, lengths, len(query), heads, caches[0].shape[2], out)
         return out
 
     def causal_softmax(self, scores: Tensor, *, block: int, start: int) -> Tensor:
@@ -209,24 +207,23 @@ class Kernels:
         return chosen, logprobs
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Argument) -> None:
-        getattr(self._library, f"{name}_{_SUFFIXES[dtype]}")(*map(_native, arguments))
+        name = f"{name}_{_SUFFIXES[dtype]}"
+        if name not in self._functions:
+            self._functions[name] = ctypes.cast(c_void_p.in_dll(self._library, name), _FUNCTION)
+        self._functions[name](*map(_native, arguments))
 
 
 def _described(rotation: Rotation, heads: Heads) -> tuple[Argument, ...]:
-    return (
-        *(rotation.query_weight, rotation.key_weight, rotation.epsilon, rotation.cosine, rotation.sine),
-        *(*heads, rotation.scale),
-    )
+    weights = rotation.query_weight, rotation.key_weight
+    return *weights, rotation.epsilon, rotation.cosine, rotation.sine, heads, rotation.scale
 
 
-def _moved(padded: Tensor, places: Tensor) -> tuple[int, int]:
-    return len(places), padded.shape[2]
-
-
-def _native(argument: Argument) -> c_void_p | c_int64 | c_float:
+def _native(argument: Argument) -> c_void_p | c_int64 | c_float | _Heads:
     if isinstance(argument, Tensor):
         assert argument.is_contiguous()
         return c_void_p(argument.data_ptr())
+    if isinstance(argument, Heads):
+        return _Heads(*argument)
     if isinstance(argument, float):
         return c_float(argument)
     return c_void_p(None) if argument is None else c_int64(argument)

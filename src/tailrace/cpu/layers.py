@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from tailrace.cpu.kernels import Heads, Rotation
 
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _EPSILON_NAMES = ("variance_epsilon", "eps")
@@ -79,40 +81,42 @@ def known_layers(model: nn.Module) -> list[tuple[nn.Module, LayerParts]]:
 
 def parts_of(layer: nn.Module) -> LayerParts | None:
     """The layer's parts; None for any other module."""
-    if set(dict(layer.named_children())) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
-        return None
     parts: Any = layer
+    if not _has_known_names(parts):
+        return None
     attention, mlp = parts.self_attn, parts.mlp
-    names = set(dict(attention.named_children()))
-    if names not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS):
-        return None
-    if set(dict(mlp.named_children())) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return None
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    projections, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+    linears = (*projections, attention.o_proj, *gate_up, mlp.down_proj)
     size, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
-    norms = [rms_norm(parts.input_layernorm), rms_norm(parts.post_attention_layernorm)]
-    norms += [rms_norm(attention.q_norm), rms_norm(attention.k_norm)] if names >= _HEAD_NORMS else []
-    first, second, *of_heads = [norm for norm in norms if norm is not None] or (None, None)
-    if first is None or second is None or len(of_heads) + 2 != len(norms) or not _is_silu(mlp.act_fn):
+    if not all(type(linear) is nn.Linear for linear in linears) or not _is_silu(mlp.act_fn):
         return None
-    if not all(type(linear) is nn.Linear for linear in linears) or not isinstance(size, int) or size % 2:
+    if not isinstance(size, int) or size % 2 or not isinstance(scale, float):
         return None
-    if not isinstance(scale, float) or any(norm.weight.shape != (size,) for norm in of_heads):
+    first, second = rms_norm(parts.input_layernorm), rms_norm(parts.post_attention_layernorm)
+    head_norms = None
+    if hasattr(attention, "q_norm"):
+        of_queries, of_keys = rms_norm(attention.q_norm), rms_norm(attention.k_norm)
+        if of_queries is None or of_keys is None or of_queries.epsilon != of_keys.epsilon:
+            return None
+        if any(norm.weight.shape != (size,) for norm in (of_queries, of_keys)):
+            return None
+        head_norms = of_queries, of_keys
+    if first is None or second is None:
         return None
-    if of_heads and of_heads[0].epsilon != of_heads[1].epsilon:
-        return None
+    heads = Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
     return LayerParts(
-        input_norm=first,
-        projections=(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norms=(of_heads[0], of_heads[1]) if of_heads else None,
-        attention=attention,
-        output=attention.o_proj,
-        mlp_norm=second,
-        gate_up=(mlp.gate_proj, mlp.up_proj),
-        down=mlp.down_proj,
-        heads=Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size),
-        scale=scale,
+        first, projections, head_norms, attention, attention.o_proj, second, gate_up, mlp.down_proj, heads, scale
+    )
+
+
+def _has_known_names(layer: Any) -> bool:
+    def names(module: nn.Module) -> set[str]:
+        return {name for name, _ in module.named_children()}
+
+    return (
+        names(layer) == _LAYER_PARTS
+        and names(layer.self_attn) in (_ATTENTION_PARTS, _ATTENTION_PARTS | _HEAD_NORMS)
+        and names(layer.mlp) == _MLP_PARTS
     )
 
 

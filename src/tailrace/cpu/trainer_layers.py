@@ -171,7 +171,7 @@ class _Attention(torch.autograd.Function):
             places = _padded_places(group)
             padded = kernels.rotate_gather(packed, layout.rotation, heads, gather=places, segments=group.num_segments)
             attended, probabilities = attend(*padded, window=None, kernels=kernels)
-            kernels.scatter(attended, group.scatter, group.positions, output)
+            kernels.move(attended, group.scatter, group.positions, output, inward=False)
             kept += [*padded, *probabilities]
             ctx.counts.append(len(probabilities))
         ctx.layout = layout
@@ -187,7 +187,7 @@ class _Attention(torch.autograd.Function):
         for group, count in zip(groups, ctx.counts, strict=True):
             (query, key, value), probabilities, kept = kept[:3], kept[3 : 3 + count], kept[3 + count :]
             grad_output = torch.zeros_like(query)
-            layout.kernels.gather(grads[0].contiguous(), group.scatter, group.positions, grad_output)
+            layout.kernels.move(grad_output, group.scatter, group.positions, grads[0].contiguous(), inward=True)
             padded_grads.append(
                 attend_backward((query, key, value), probabilities, grad_output, window=None, kernels=layout.kernels)
             )

@@ -71,6 +71,17 @@ class Generators:
         """Wait for what fails the run, and raise it. Returns never."""
         await asyncio.shield(self._fatal)
 
+    async def serving(self) -> None:
+        """Wait until one takes requests. Raises what fails the run before."""
+        serving = asyncio.ensure_future(self.router.serving())
+        try:
+            await asyncio.wait({serving, self._fatal}, return_when=asyncio.FIRST_COMPLETED)
+            if self._fatal.done():
+                self._fatal.result()
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
     async def close(self) -> None:
         """End every generator in order. Closing twice does nothing."""
         for task in self._tasks:

@@ -55,17 +55,17 @@ class Whereabouts(msgspec.Struct, frozen=True):
 class HostTransports(Transports):
     """Of roles of one host."""
 
-    def __init__(self, where: Whereabouts) -> None:
-        self.where = where
+    def __init__(self, where: Whereabouts, settings: RunSettings) -> None:
+        self.where, self._settings = where, settings
         self._shared_memory, self._files = Path(where.shared_memory), Path(where.batch_files)
 
     @override
     @asynccontextmanager
-    async def trainer(self, settings: RunSettings) -> AsyncIterator[TrainerEnds]:
+    async def trainer(self) -> AsyncIterator[TrainerEnds]:
         log = EventLogClient(self.where.events, self.where.epoch)
-        batches = self._batch_receiver(settings)
+        batches = self._batch_receiver()
         store = SharedMemoryModelStateDictStore(self._shared_memory)
-        payloads = self._payload_store(settings)
+        payloads = self._payload_store()
         try:
             yield TrainerEnds(log, batches, store, payloads)
         finally:
@@ -76,18 +76,18 @@ class HostTransports(Transports):
 
     @override
     @contextmanager
-    def generator(self, settings: RunSettings, role: Role) -> Iterator[GeneratorEnds]:
+    def generator(self, role: Role) -> Iterator[GeneratorEnds]:
         store = SharedMemoryModelStateDictStore(self._shared_memory)
-        forwarded = MemoryPayloadStore() if settings.transport.payloads == "value" else None
-        payloads = forwarded or self._payload_store(settings, role.instance)
+        forwarded = MemoryPayloadStore() if self._settings.transport.payloads == "value" else None
+        payloads = forwarded or self._payload_store(role.instance)
 
         async def serve(generator: Generator) -> None:
             server = GeneratorServer(
                 generator,
                 store.open,
                 role.address,
-                model=settings.model.name,
-                report_every_s=settings.generator.router.report_every_s,
+                model=self._settings.model.name,
+                report_every_s=self._settings.generator.router.report_every_s,
                 forwarded=forwarded,
             )
             role.ready(server.address)
@@ -100,8 +100,8 @@ class HostTransports(Transports):
             store.close()
 
     @override
-    def batch_sender(self, settings: RunSettings) -> ChannelBatchSender:
-        match settings.transport.batches:
+    def batch_sender(self) -> ChannelBatchSender:
+        match self._settings.transport.batches:
             case "files":
                 return file_sender(self.where.batches, self._files, capacity=BATCHES_AHEAD)
             case "zmq":
@@ -111,8 +111,8 @@ class HostTransports(Transports):
                     self.where.batches, self._shared_memory, spill=self._files, capacity=BATCHES_AHEAD
                 )
 
-    def _batch_receiver(self, settings: RunSettings) -> ChannelBatchReceiver:
-        match settings.transport.batches:
+    def _batch_receiver(self) -> ChannelBatchReceiver:
+        match self._settings.transport.batches:
             case "files":
                 return file_receiver(self.where.batches, self._files)
             case "zmq":
@@ -121,13 +121,13 @@ class HostTransports(Transports):
                 return shared_memory_receiver(self.where.batches, self._shared_memory, spill=self._files)
 
     @override
-    def payload_accounts(self, settings: RunSettings) -> PayloadAccounts:
-        return PayloadAccounts(self._payload_store(settings, ORCHESTRATOR))
+    def payload_accounts(self) -> PayloadAccounts:
+        return PayloadAccounts(self._payload_store(ORCHESTRATOR))
 
-    def _payload_store(self, settings: RunSettings, writer: str = "") -> PayloadStore:
+    def _payload_store(self, writer: str = "") -> PayloadStore:
         """Shared memory until it is full, or the folder that the settings name. Puts as `writer`."""
         in_folder = SlabPayloadStore(Path(self.where.payloads), writer=writer, name=FOLDER)
-        if settings.transport.payload_folder is not None:
+        if self._settings.transport.payload_folder is not None:
             return in_folder
         return OverflowingPayloadStore(SlabPayloadStore(self._shared_memory, writer=writer), in_folder)
 
@@ -137,21 +137,15 @@ class HostTransports(Transports):
 
     @override
     def connect(
-        self,
-        address: str,
-        *,
-        name: str,
-        settings: RunSettings,
-        on_report: ReportListener,
-        payloads: PayloadAccounts | None,
+        self, address: str, name: str, on_report: ReportListener, payloads: PayloadAccounts | None
     ) -> GeneratorClient:
         return GeneratorClient(
             address,
             name=name,
-            progress_deadline_s=settings.generator.router.progress_deadline_s,
+            progress_deadline_s=self._settings.generator.router.progress_deadline_s,
             on_report=on_report,
             payloads=payloads,
-            by_value=settings.transport.payloads == "value",
+            by_value=self._settings.transport.payloads == "value",
         )
 
     def lent_files(self) -> LendFile:
@@ -169,16 +163,15 @@ def host_transports(settings: RunSettings, paths: RunPaths, launcher: Launcher) 
     """With fresh folders, which are removed at the end."""
     payload_parent = payload_folder(settings, paths)
     with RunResources(launcher.epoch, payload_parent=payload_parent) as resources:
-        yield HostTransports(
-            Whereabouts(
-                epoch=launcher.epoch,
-                events=launcher.address("events"),
-                batches=launcher.address("batches"),
-                batch_files=str(paths.batches),
-                shared_memory=str(resources.shared_memory),
-                payloads=str(resources.payloads),
-            )
+        where = Whereabouts(
+            epoch=launcher.epoch,
+            events=launcher.address("events"),
+            batches=launcher.address("batches"),
+            batch_files=str(paths.batches),
+            shared_memory=str(resources.shared_memory),
+            payloads=str(resources.payloads),
         )
+        yield HostTransports(where, settings)
 
 
 def payload_folder(settings: RunSettings, paths: RunPaths) -> Path | None:

@@ -10,7 +10,6 @@ from functools import partial
 
 from typing_extensions import override
 
-from tailrace.config import RunSettings
 from tailrace.errors import EngineFailed
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import ReportListener
@@ -31,8 +30,9 @@ _of_this_process: dict[str, MemoryTransports] = {}
 class MemoryTransports(Transports):
     """Of roles of this process. They end with the run, whichever role lets go of them before."""
 
-    def __init__(self, log: MemoryEventLog) -> None:
-        self._log = log
+    def __init__(self, log: MemoryEventLog, model: str) -> None:
+        """`model` is the name of the one that generators start with."""
+        self._log, self._model = log, model
         self._batches = MemoryBatchQueue(BATCHES_AHEAD)
         self._store = MemoryModelStateDictStore()
         self._payloads = MemoryPayloadStore()
@@ -42,13 +42,13 @@ class MemoryTransports(Transports):
 
     @override
     @asynccontextmanager
-    async def trainer(self, settings: RunSettings) -> AsyncIterator[TrainerEnds]:
+    async def trainer(self) -> AsyncIterator[TrainerEnds]:
         await self._engine_is_built.wait()  # two threads that import transformers at once find it half imported
         yield TrainerEnds(self._log, self._batches.receiver(), self._store, self._payloads)
 
     @override
     @contextmanager
-    def generator(self, settings: RunSettings, role: Role) -> Iterator[GeneratorEnds]:
+    def generator(self, role: Role) -> Iterator[GeneratorEnds]:
         try:
             yield GeneratorEnds(self._payloads, partial(self._serve, role))
         finally:
@@ -72,11 +72,11 @@ class MemoryTransports(Transports):
             closed.cancel()
 
     @override
-    def batch_sender(self, settings: RunSettings) -> MemoryBatchQueue:
+    def batch_sender(self) -> MemoryBatchQueue:
         return self._batches
 
     @override
-    def payload_accounts(self, settings: RunSettings) -> PayloadAccounts:
+    def payload_accounts(self) -> PayloadAccounts:
         return PayloadAccounts(self._payloads)
 
     @override
@@ -85,18 +85,10 @@ class MemoryTransports(Transports):
 
     @override
     def connect(
-        self,
-        address: str,
-        *,
-        name: str,
-        settings: RunSettings,
-        on_report: ReportListener,
-        payloads: PayloadAccounts | None,
+        self, address: str, name: str, on_report: ReportListener, payloads: PayloadAccounts | None
     ) -> GeneratorHere:
         generator, closing = self._generators[address]
-        return GeneratorHere(
-            generator, closing, self._store, model=settings.model.name, on_report=on_report, payloads=payloads
-        )
+        return GeneratorHere(generator, closing, self._store, model=self._model, on_report=on_report, payloads=payloads)
 
     @override
     def remove(self) -> None:
@@ -190,11 +182,11 @@ def memory_transports(epoch: str) -> MemoryTransports:
 
 
 @contextmanager
-def new_memory_transports(epoch: str, log: MemoryEventLog) -> Iterator[MemoryTransports]:
+def new_memory_transports(log: MemoryEventLog, model: str) -> Iterator[MemoryTransports]:
     """For the roles of a new run."""
-    transports = _of_this_process[epoch] = MemoryTransports(log)
+    transports = _of_this_process[log.epoch] = MemoryTransports(log, model)
     try:
         yield transports
     finally:
-        del _of_this_process[epoch]
+        del _of_this_process[log.epoch]
         transports.remove()

@@ -29,14 +29,9 @@ class StartedGenerator(ReplicaSource):
     """A role of this run."""
 
     def __init__(
-        self,
-        spec: RoleSpec,
-        settings: RunSettings,
-        launcher: Launcher,
-        transports: Transports,
-        payloads: PayloadAccounts | None = None,
+        self, spec: RoleSpec, launcher: Launcher, transports: Transports, payloads: PayloadAccounts | None = None
     ) -> None:
-        self._spec, self._settings, self._launcher, self._transports = spec, settings, launcher, transports
+        self._spec, self._launcher, self._transports = spec, launcher, transports
         self._payloads = payloads
         self._serves = False
         self._handle: RoleHandle | None = None
@@ -54,13 +49,7 @@ class StartedGenerator(ReplicaSource):
             self._handle = self._launcher.start(self._spec, is_replaceable=True)
         else:
             await self._handle.restart()
-        client = self._transports.connect(
-            await self._handle.ready(),
-            name=self.name,
-            settings=self._settings,
-            on_report=on_report,
-            payloads=self._payloads,
-        )
+        client = self._transports.connect(await self._handle.ready(), self.name, on_report, self._payloads)
         self._leaving = asyncio.create_task(self._fail_when_left(self._handle, client), name=f"exit of {self.name}")
         return client
 

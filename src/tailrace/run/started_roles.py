@@ -50,14 +50,14 @@ class StartedRoles:
     """Who holds what in the payload store."""
 
     def __init__(self, ground: _Ground, log: MemoryEventLog) -> None:
-        settings, transports = ground.settings, ground.transports
+        transports = ground.transports
         self._launcher, self._transports = ground.launcher, transports
         self.trainer = ground.launcher.start(
-            trainer_spec(ground.told, ground.devices.get("trainer"), trainer_environment(os.environ))
+            trainer_spec(ground.role_settings, ground.devices.get("trainer"), trainer_environment(os.environ))
         )
-        self.batches = transports.batch_sender(settings)
+        self.batches = transports.batch_sender()
         self._end_log = transports.serve_log(log)
-        self.payloads = transports.payload_accounts(settings)
+        self.payloads = transports.payload_accounts()
         self.generators = _start_generators(ground, payloads=self.payloads)
 
     async def watch(self) -> None:
@@ -123,6 +123,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     async with _opened(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as ground:
         generators = _start_generators(ground, serving_model=settings.model.name)
         try:
+            await generators.serving()
             yield generators.router.generate, generators.watch
         finally:
             await generators.close()
@@ -136,7 +137,7 @@ class _Ground:
     launcher: Launcher
     transports: Transports
     devices: Mapping[str, tuple[str, ...]]
-    told: RoleSettings
+    role_settings: RoleSettings
 
 
 @asynccontextmanager
@@ -147,15 +148,15 @@ async def _opened(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
         launcher = launcher_class(settings.placement)(log.epoch, paths.logs, SHUTDOWN)
         stack.callback(launcher.kill)
         if launcher.runs_in_this_process:
-            transports: Transports = stack.enter_context(new_memory_transports(log.epoch, log))
+            transports: Transports = stack.enter_context(new_memory_transports(log, settings.model.name))
         else:
             await asyncio.to_thread(remove_leftovers)
             if (folder := payload_folder(settings, paths)) is not None:
                 await asyncio.to_thread(remove_leftovers, folder)
             transports = stack.enter_context(host_transports(settings, paths, launcher))
         await stack.enter_async_context(launcher)
-        told = RoleSettings.of(in_own_process(settings, devices), paths, log.epoch, transports)
-        yield _Ground(settings, launcher, transports, devices, told)
+        role_settings = RoleSettings.of(in_own_process(settings, devices), paths, log.epoch, transports)
+        yield _Ground(settings, launcher, transports, devices, role_settings)
 
 
 def _start_generators(
@@ -175,7 +176,7 @@ def _start_generators(
         )
     else:
         sources = [
-            StartedGenerator(spec, settings, ground.launcher, transports, payloads)
-            for spec in generator_specs(ground.told, ground.devices)
+            StartedGenerator(spec, ground.launcher, transports, payloads)
+            for spec in generator_specs(ground.role_settings, ground.devices)
         ]
     return Generators(settings, sources)

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from tailrace.config import RunSettings
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.router.replica import ReplicaClient
 from tailrace.generation.rpc.client import ReportListener
@@ -64,22 +63,22 @@ class ReplicaConnection(ReplicaClient, Protocol):
 
 
 class Transports(ABC):
-    """Makes every role's ends. Use it on a running event loop."""
+    """Makes every role's ends, as one run's settings ask. Use it on a running event loop."""
 
     @abstractmethod
-    def trainer(self, settings: RunSettings) -> AbstractAsyncContextManager[TrainerEnds]:
+    def trainer(self) -> AbstractAsyncContextManager[TrainerEnds]:
         """The trainer's ends, for as long as it runs."""
 
     @abstractmethod
-    def generator(self, settings: RunSettings, role: Role) -> AbstractContextManager[GeneratorEnds]:
+    def generator(self, role: Role) -> AbstractContextManager[GeneratorEnds]:
         """A generator's ends, for one of its lives."""
 
     @abstractmethod
-    def batch_sender(self, settings: RunSettings) -> BatchSender:
+    def batch_sender(self) -> BatchSender:
         """The orchestrator's end of the batch queue."""
 
     @abstractmethod
-    def payload_accounts(self, settings: RunSettings) -> PayloadAccounts:
+    def payload_accounts(self) -> PayloadAccounts:
         """The orchestrator's end of the payload store."""
 
     @abstractmethod
@@ -88,13 +87,7 @@ class Transports(ABC):
 
     @abstractmethod
     def connect(
-        self,
-        address: str,
-        *,
-        name: str,
-        settings: RunSettings,
-        on_report: ReportListener,
-        payloads: PayloadAccounts | None,
+        self, address: str, name: str, on_report: ReportListener, payloads: PayloadAccounts | None
     ) -> ReplicaConnection:
         """To a generator that is ready at `address`. `payloads` is told of what its completions bring."""
 

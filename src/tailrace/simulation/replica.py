@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from tailrace.errors import EngineFailed
 from tailrace.generation.completions import as_chunk, assembled
 from tailrace.generation.engines.protocol import EngineStatistics, SampledTokens
+from tailrace.generation.router.replica import ReplicaClient
 from tailrace.records import Completion, FinishReason, GenerationRequest, ModelStateDictRef, OnChunk, RequestId
 from tailrace.simulation.engine_model import EngineModel, Sequence
 from tailrace.simulation.lengths import LengthSource
@@ -34,8 +36,8 @@ class _Call:
     on_chunk: OnChunk | None
 
 
-class ModelledReplica:
-    """Implements the router's `ReplicaClient`. Make it on a running event loop."""
+class ModelledReplica(ReplicaClient):
+    """The router's client, modelled. Make it on a running event loop."""
 
     def __init__(
         self,
@@ -61,12 +63,13 @@ class ModelledReplica:
     # --- what the router asks ------------------------------------------------------------------------------------
 
     @property
+    @override
     def failure(self) -> Exception | None:
-        """See `ReplicaClient.failure`."""
         return self._failure
 
+    @override
     async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        """See `ReplicaClient.generate`. The length is that of the whole completion, whatever was interrupted."""
+        """The length is that of the whole completion, whatever was interrupted."""
         self._require_alive()
         self._advance()
         request_id, before, most = request.request_id, request.prefix_tokens, request.sampling.max_tokens
@@ -88,8 +91,8 @@ class ModelledReplica:
                 self._take_off(request_id)
                 self._changed()
 
+    @override
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
-        """See `ReplicaClient.load_model_state_dict`."""
         self._require_alive()
         if not self._load_holds:
             await self._unless_failed(self._load_s)
@@ -100,8 +103,8 @@ class ModelledReplica:
         await self._unless_failed(self.engine.loaded_s - self._now())
         return ref.version
 
+    @override
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
-        """See `ReplicaClient.interrupt`."""
         self._require_alive()
         self._advance()
         ids = list(self._calls) if request_ids is None else sorted(set(request_ids) & set(self._calls))
@@ -112,12 +115,13 @@ class ModelledReplica:
         self._changed()
         return len(ids)
 
+    @override
     async def failed(self) -> Exception:
-        """See `ReplicaClient.failed`."""
         return await asyncio.shield(self._failed)
 
+    @override
     def fail(self, failure: Exception) -> None:
-        """See `ReplicaClient.fail`. Whole chunks have reached the router, the rest of what was sampled is lost."""
+        """Whole chunks have reached the router, the rest of what was sampled is lost."""
         if self._failure is not None:
             return
         self._advance()

@@ -7,17 +7,21 @@ that a model's own code runs unchanged and hands over queries, keys and values o
                                       ◄─scatter── causal attention; what was padded is never read back
 
 On CPU one call over a padded group is several times faster than a call per segment. Padding lies to the right, where
-causal attention cannot see it, so no mask is needed either.
+causal attention cannot see it, so no mask is needed either. On a GPU in 16 bits the row goes to torch's variable-length
+kernel as it is, and no group is made.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,6 +37,7 @@ MIN_FILL = 0.8
 _ALWAYS_TOGETHER = 32
 """Segments up to this many tokens share a group whatever their lengths: calls cost more than padding."""
 
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "dropout", "attention_mask")
 
 
@@ -73,6 +78,7 @@ class Segments:
 
     lengths: tuple[int, ...]
     groups: tuple[SegmentGroup, ...]
+    """Nothing where a kernel takes the row as it is."""
     position_ids: Tensor
     """[1, num_tokens], from 0 in every segment; of tokens in the row, so that a borrowed beginning is left out."""
     offsets: Tensor
@@ -81,25 +87,28 @@ class Segments:
     """[num_tokens]: where each token of the row lies among the groups' real tokens, one group after the other."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> Segments:
+    def of(cls, lengths: Sequence[int], shared: SharedPrefixes | None = None, *, padded: bool = True) -> Segments:
         """Divide a row into segments of these lengths, each 1 or more; with `shared`, the row holds computed tokens.
 
-        On the CPU: see `transfer.to_device`.
+        On the CPU: see `transfer.to_device`. A kernel for ragged rows needs no `padded` groups.
         """
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + int(length))
-        position_ids = torch.cat([torch.arange(int(length)) for length in lengths])
-        computed = torch.ones(starts[-1], dtype=torch.bool) if shared is None else torch.from_numpy(shared.computed)
-        place = torch.arange(starts[-1]) if shared is None else torch.from_numpy(shared.place)
-        groups = tuple(_group(members, lengths, starts, computed, place) for members in _by_length(lengths))
-        order = torch.cat([group.positions for group in groups])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        num_tokens = int(starts[-1])
+        computed = np.ones(num_tokens, np.bool_) if shared is None else shared.computed
+        place = np.arange(num_tokens) if shared is None else shared.place
+        position_ids = np.arange(num_tokens) - np.repeat(starts[:-1], lengths)
+        groups = (
+            [_group(members, lengths, starts, computed, place) for members in _by_length(lengths)] if padded else []
+        )
+        order = np.concatenate([group.positions.numpy() for group in groups]) if padded else np.empty(0, np.int64)
+        restore = np.empty_like(order)
+        restore[order] = np.arange(len(order))
         return cls(
             lengths=tuple(int(length) for length in lengths),
-            groups=groups,
-            position_ids=position_ids[computed][None],
-            offsets=torch.tensor(starts, dtype=torch.int32),
-            restore=torch.empty_like(order).scatter_(0, order, torch.arange(len(order))),
+            groups=tuple(groups),
+            position_ids=torch.from_numpy(position_ids[computed])[None],
+            offsets=torch.from_numpy(starts.astype(np.int32)),
+            restore=torch.from_numpy(restore),
         )
 
 
@@ -141,9 +150,8 @@ def packed_attention(
 
 def _attend_row(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> Tensor:
     """[num_tokens, heads, head_size] of all segments."""
-    query = rows[0]
-    if query.is_cuda and _varlen_attention is not None and query.dtype in (torch.float16, torch.bfloat16):
-        return _attend_varlen(rows, segments, rule)
+    if not segments.groups:
+        return _attend_ragged(rows, segments, rule)
     outputs = [_attend_group(rows, group, rule) for group in segments.groups]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[segments.restore]
 
@@ -164,8 +172,17 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> 
     if rule.kernel is not None and (output := rule.kernel(query, key, value, rule.scale, rule.window)) is not None:
         return output
     bias = _window_bias(length, rule.window, query) if rule.window is not None and length > rule.window else None
+    if query.is_cuda and query.dtype is torch.float32 and query.shape[1] != key.shape[1]:
+        # Of CUDA's kernels only one takes float32 without scores of length squared, and it takes no grouped heads.
+        key, value = _repeat_heads(query, key, value, dim=1)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, is_causal=bias is None, scale=rule.scale, enable_gqa=True
+        query,
+        key,
+        value,
+        attn_mask=bias,
+        is_causal=bias is None,
+        scale=rule.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
@@ -195,9 +212,18 @@ class _Gather(torch.autograd.Function):
         return gradient, None
 
 
-def _attend_varlen(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> Tensor:
-    """Torch's own variable-length flash attention: no padding at all. CUDA, 16-bit."""
+def _attend_ragged(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> Tensor:
+    """Torch's own variable-length flash attention: no padding at all. Raises `ModelError` for what it does not take."""
     query, key, value = (tensor.contiguous() for tensor in rows)
+    head_size = query.shape[-1]
+    if _varlen_attention is None or query.dtype not in _FLASH_DTYPES or head_size % 8 or head_size > 256:
+        raise ModelError(f"variable-length attention does not take heads of {head_size} in {query.dtype}")
+    options: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in inspect.signature(_varlen_attention).parameters:  # torch 2.12 and later
+            options["enable_gqa"] = True
+        else:
+            key, value = _repeat_heads(query, key, value, dim=1)
     longest = max(segments.lengths)
     output: Tensor = _varlen_attention(
         query,
@@ -209,9 +235,15 @@ def _attend_varlen(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> 
         longest,
         scale=rule.scale,
         window_size=(-1 if rule.window is None else rule.window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     return output
+
+
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries have."""
+    times = query.shape[dim] // key.shape[dim]
+    return key.repeat_interleave(times, dim=dim), value.repeat_interleave(times, dim=dim)
 
 
 def _require_plain(module: torch.nn.Module, segments: Segments | None, others: dict[str, Any]) -> Segments:
@@ -238,16 +270,20 @@ def _by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _group(
-    members: list[int], lengths: Sequence[int], starts: list[int], computed: Tensor, place: Tensor
+    members: list[int],
+    lengths: Sequence[int],
+    starts: NDArray[np.int64],
+    computed: NDArray[np.bool_],
+    place: NDArray[np.int64],
 ) -> SegmentGroup:
     longest = int(lengths[members[0]])
-    columns = torch.arange(longest)[None]
-    member_lengths = torch.tensor([int(lengths[member]) for member in members])[:, None]
-    firsts = torch.tensor([starts[member] for member in members])[:, None]
-    tokens = (firsts + torch.minimum(columns, member_lengths - 1)).flatten()
-    real, gather = (columns < member_lengths).flatten(), place[tokens]
-    own, borrowed = ((real & kind).nonzero().squeeze(1) for kind in (computed[tokens], ~computed[tokens]))
-    return SegmentGroup(len(members), longest, gather, own, gather[own], borrowed, gather[borrowed])
+    columns = np.arange(longest)[None]
+    member_lengths = np.array([int(lengths[member]) for member in members])[:, None]
+    tokens = (starts[members][:, None] + np.minimum(columns, member_lengths - 1)).reshape(-1)
+    real, gather = (columns < member_lengths).reshape(-1), place[tokens]
+    own, borrowed = (np.flatnonzero(real & kind) for kind in (computed[tokens], ~computed[tokens]))
+    indices = (gather, own, gather[own], borrowed, gather[borrowed])
+    return SegmentGroup(len(members), longest, *(torch.from_numpy(index) for index in indices))
 
 
 def _find_varlen_attention() -> Any:

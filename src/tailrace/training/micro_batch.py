@@ -41,8 +41,12 @@ class MicroBatch:
         version: int,
         device: torch.device | str = "cpu",
         routed_experts: ExpertArray | None = None,  # [num_tokens, layers, top_k], for every token of the row
+        *,
+        padded: bool = True,
     ) -> MicroBatch:
         """Prepare a row for a trainer that holds policy `version`; to a GPU it goes in one copy.
+
+        `padded` groups of segments are for attention that needs them (`PolicyModel.pads_segments`).
 
         On a CPU samples that begin alike share what they begin with, and `routed_experts` may stay where they are until
         the row is trained on; where they are unknown, they may be filled in.
@@ -62,7 +66,7 @@ class MicroBatch:
         own, mixed = row.policy_versions[positions] == version, row.mixed_cache[positions]
         micro_batch = cls(
             input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
-            segments=Segments.of(lengths, shared),
+            segments=Segments.of(lengths, shared, padded=padded),
             predictors=torch.from_numpy(predictors),
             tokens=_loss_tokens(row, positions),
             fresh=torch.from_numpy(own & ~mixed),

@@ -8,6 +8,7 @@ the general way is taken instead, which is slower and right.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_LENGTHS = [5, 3, 7]
-_PACKING_TOLERANCE = 1e-3
+_PACKING_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+"""Of packed rows, by the logits' type: single ones add up in another order."""
+
 _HEAD_TOLERANCE = 1e-6
 """Tolerance for logits == hidden @ headᵀ, scaled and capped as the configuration says: the very same computation."""
 
@@ -43,9 +46,9 @@ class PolicyModel(nn.Module):
 
     Calling it trains on a micro-batch. Every weight is used inside its own module's forward, so that hooks on modules
     (FSDP's, which gather and free weights) see every use. `packs` says whether rows of several samples may be given to
-    it, `num_fused_layers` how many layers native passes compute (on a CPU); `head` is None where logits are more than
-    hidden states times one matrix. `replay` holds the hooks on this model's routers. Raises `ModelError` where
-    `gradient_checkpointing` is asked of a model that can't.
+    it, `pads_segments` whether its attention needs padded groups of them, `num_fused_layers` how many layers native
+    passes compute (on a CPU); `head` is None where logits are more than hidden states times one matrix. `replay` holds
+    the hooks on its routers. Raises `ModelError` where `gradient_checkpointing` is asked of a model that can't.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class PolicyModel(nn.Module):
         self._device = next(model.parameters()).device
         if self._autocast:
             cast_experts_under_autocast(self.model)
+        self.pads_segments = True
         self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
         self.packs, head = self._probe()
         rounds_head = self._autocast and head_dtype == "bfloat16"
@@ -127,38 +131,55 @@ class PolicyModel(nn.Module):
         generator = torch.Generator().manual_seed(0)
         row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self._device)
         pieces = torch.split(row, _PROBE_LENGTHS, dim=1)
-        own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
-        expected = torch.cat(own, dim=1)
-        self.packs = self._packs(row, expected)
-        if not self.packs and self._acceleration is not None and self.num_fused_layers:
-            self._acceleration.restore_layers()
-            self.packs = self._packs(row, expected)
-        return self.packs, self._find_head(pieces[-1])
+        with self._probe_precision():
+            own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
+            expected = torch.cat(own, dim=1)
+            self.packs = self._finds_packing(row, expected)
+            if not self.packs and self._acceleration is not None and self.num_fused_layers:
+                self._acceleration.restore_layers()
+                self.packs = self._finds_packing(row, expected)
+            return self.packs, self._find_head(pieces[-1])
 
-    def _packs(self, row: Tensor, expected: Tensor) -> bool:
+    def _probe_precision(self) -> AbstractContextManager[Any]:
+        """On a GPU that of training, whose kernels are others than those of float32."""
+        return self._precision() if self._device.type == "cuda" else nullcontext()
+
+    def _finds_packing(self, row: Tensor, expected: Tensor) -> bool:
+        """Whether the model gives its own answers for a packed row, as it is or in padded groups."""
         own_attention = self.model.config._attn_implementation
-        segments = to_device(Segments.of(_PROBE_LENGTHS), self._device)
         register_packed_attention()
-        try:
-            if getattr(self.model.config.get_text_config(), "attention_chunk_size", None):
-                raise ModelError("it attends in chunks")
-            self.model.set_attn_implementation(PACKED_ATTENTION)
-            packed = self.model(
-                input_ids=row, position_ids=segments.position_ids, use_cache=False, segments=segments
-            ).logits
-            _require_equal(packed, expected, _PACKING_TOLERANCE)
-        except (ModelError, TypeError, ValueError) as error:
-            if not self.num_fused_layers:
-                _log.warning("%s trains one sample at a time: %s", type(self.model).__name__, error)
-            self.model.set_attn_implementation(own_attention)
-            return False
-        return True
+        self.model.set_attn_implementation(PACKED_ATTENTION)
+        refusal: Exception | None = None
+        for padded in (False, True) if self._device.type == "cuda" else (True,):
+            self.pads_segments = padded
+            try:
+                self._require_packing(row, expected)
+            except (ModelError, TypeError, ValueError) as error:
+                refusal = error
+            else:
+                return True
+        if not self.num_fused_layers:
+            _log.warning("%s trains one sample at a time: %s", type(self.model).__name__, refusal)
+        self.model.set_attn_implementation(own_attention)
+        return False
+
+    def _require_packing(self, row: Tensor, expected: Tensor) -> None:
+        if getattr(self.model.config.get_text_config(), "attention_chunk_size", None):
+            raise ModelError("it attends in chunks")
+        segments = self._segments(_PROBE_LENGTHS)
+        packed = self.model(
+            input_ids=row, position_ids=segments.position_ids, use_cache=False, segments=segments
+        ).logits
+        _require_equal(packed, expected, _PACKING_TOLERANCE[packed.dtype])
+
+    def _segments(self, lengths: Sequence[int]) -> Segments:
+        return to_device(Segments.of(lengths, padded=self.pads_segments), self._device)
 
     def _find_head(self, row: Tensor) -> OutputHead | None:
         head = find_head(self.model)
         if head is None:
             return None
-        inputs = self._inputs(row, to_device(Segments.of(row.shape[1:]), self._device))
+        inputs = self._inputs(row, self._segments(row.shape[1:]))
         hidden = self.model.base_model(**inputs).last_hidden_state
         try:
             _require_equal(head.logits(hidden), self.model(**inputs).logits, _HEAD_TOLERANCE)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tailrace.models.devices import DeviceIds
 
 DecayName: TypeAlias = Literal["constant", "linear", "cosine"]
+BUILT_IN_LOSSES = ("clipped_ratio",)
+"""Here, and not in the registry, which imports torch: names are checked where settings are read."""
+
 CorrectionName: TypeAlias = Literal["truncated_is", "none"]
 
 
@@ -39,6 +42,15 @@ class LossSettings(BaseModel):
         description="A token with a positive advantage stops counting above the ratio 1 + clip_high.",
     )
     truncation: float = Field(default=2.0, gt=1, description="Highest importance weight that any token gets.")
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_loss(cls, name: str) -> str:
+        if name not in BUILT_IN_LOSSES and not all(name.partition(":")):
+            raise ValueError(
+                f"name is {name!r}; it must be {' or '.join(BUILT_IN_LOSSES)}, or module:function, a loss of your own"
+            )
+        return name
 
     @model_validator(mode="after")
     def _truncation_reaches_the_clip(self) -> Self:

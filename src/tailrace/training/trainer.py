@@ -75,7 +75,7 @@ class Trainer:
         torch.set_num_threads(settings.threads)
         tune_process()
         _seed_everything(seed)
-        if settings.loss.correction == "none":
+        if settings.loss.name == "clipped_ratio" and settings.loss.correction == "none":
             _log.warning("trainer.loss.correction is none: gradients are biased as soon as generation is stale")
         self.settings = settings
         self.model_name = model_name
@@ -206,7 +206,9 @@ class Trainer:
             for piece in [row] if self._policy.packs else split_samples(row):
                 if piece.loss_mask.any():
                     experts = self._read_experts(piece)
-                    micro_batch = MicroBatch.of(piece, self.version, self.settings.device, experts)
+                    micro_batch = MicroBatch.of(
+                        piece, self.version, self.settings.device, experts, padded=self._policy.pads_segments
+                    )
                     self._train_on(micro_batch, denominator, sums)
         return sums.read()
 

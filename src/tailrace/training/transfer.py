@@ -31,7 +31,8 @@ def to_device(record: RecordT, device: torch.device | str) -> RecordT:
     # From pinned memory the copy is asynchronous; torch keeps the pinned block until it is done.
     packed = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for tensor, start in zip(tensors, starts, strict=True):
-        packed[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+        if tensor.nbytes:  # an empty one from NumPy has strides that no view takes
+            packed[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
     packed = packed.to(device, non_blocking=True)
     views = iter(
         packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -33,6 +33,9 @@ SILENCE_MS = 15_000
 CLOSE_LINGER_MS = 1000
 """How long the last messages of a closed socket may still be on their way, in the background."""
 
+_REFUSALS = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_REFUSALS |= zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+
 MessageT = TypeVar("MessageT")
 
 
@@ -98,6 +101,29 @@ async def wait_until(changed: asyncio.Event, condition: Callable[[], bool]) -> N
         await changed.wait()
 
 
+class PeerMonitor:
+    """Learns from a socket's monitor, without polling, that the peer has connected, and that it is gone."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, *, refusals: bool = False) -> None:
+        """Make it before the socket is bound or connected. With `refusals` a failed handshake ends the watch, too."""
+        events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(events | _REFUSALS if refusals else events)
+
+    async def watch(self, on_connected: Callable[[], None]) -> bool:
+        """Wait for the peer to go away; whether it had been there, or else refused the handshake."""
+        was_connected = False
+        while (await recv_monitor_message(self._monitor))["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            was_connected = True
+            on_connected()
+        return was_connected
+
+    def close(self) -> None:
+        """Before the socket itself is closed."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+
 class Channel:
     """One end of a conversation of two processes, in whole messages and in order. Make it on a running event loop.
 
@@ -125,7 +151,7 @@ class Channel:
         self.connected = False
         self._on_message, self._on_body, self._changed, self._peer = on_message, on_body, changed, peer
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        self._monitor = PeerMonitor(self._socket)
         if address.startswith("tcp:"):
             self._socket.set(zmq.HEARTBEAT_IVL, SILENCE_MS // 3)
             self._socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
@@ -171,13 +197,15 @@ class Channel:
 
     async def _watch(self) -> None:
         """Waits for the other end to connect, and then to go away; ends then."""
-        event = None
-        while event != zmq.Event.DISCONNECTED:
-            event = (await recv_monitor_message(self._monitor))["event"]
-            self.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
-            self._changed.set()
+        await self._monitor.watch(self._connect)
+        self.connected = False
+        self._changed.set()
         self._drain()
         self._end(PeerGone(f"the {self._peer} ended or closed its end"))
+
+    def _connect(self) -> None:
+        self.connected = True
+        self._changed.set()
 
     def _drain(self) -> None:
         """Deliver what had arrived before the other end went away."""
@@ -205,6 +233,5 @@ class Channel:
 
     def _close_sockets(self) -> None:
         if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            self._monitor.close()
             self._socket.close(linger=CLOSE_LINGER_MS)

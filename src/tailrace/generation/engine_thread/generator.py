@@ -190,7 +190,7 @@ class _Worker:
         try:
             engine = self._engine_factory()
             loop = EngineLoop(engine, self._inbox, self._weights)
-        except Exception as error:  # noqa: BLE001 - told to every caller
+        except Exception as error:  # noqa: BLE001 - raised to every caller
             _log.log(
                 logging.DEBUG if isinstance(error, TailraceError) else logging.ERROR,
                 "the engine could not be built",
@@ -207,7 +207,7 @@ class _Worker:
         try:
             loop.run()
             engine.close()
-        except Exception as error:  # noqa: BLE001 - told to every caller
+        except Exception as error:  # noqa: BLE001 - raised to every caller
             if not self.is_broken:
                 _log.error("the engine failed", exc_info=True)
             self._fail(error, "failed")

@@ -65,8 +65,8 @@ class EngineLoop:
         self._engine, self._inbox, self._policy = engine, inbox, policy
         self._calls: dict[str, Call] = {}
         self._interrupting: list[_Interrupting] = []
-        self._to_tell: list[Callable[[], None]] = []
-        """What others learn once the statistics are those after this iteration."""
+        self._notifications: list[Callable[[], None]] = []
+        """Called once the statistics are those after this iteration."""
         self._is_reset = False
         self._nonfinite = 0
         self._load_stall_s = 0.0
@@ -94,9 +94,9 @@ class EngineLoop:
             case Load():
                 self._change_weights(self._load)
         self.statistics = self._snapshot()
-        told, self._to_tell = self._to_tell, []
-        for tell in told:
-            tell()
+        notifications, self._notifications = self._notifications, []
+        for notify in notifications:
+            notify()
         return True
 
     def fail(self, failure: Callable[[], Exception]) -> None:
@@ -121,7 +121,7 @@ class EngineLoop:
         if self._engine.has_work:
             self._is_reset = False
             self._resolve(self._engine.step())
-        self._tell_interrupted()
+        self._settle_interruptions()
 
     def _admit(self, call: Call) -> None:
         request = call.request
@@ -157,7 +157,7 @@ class EngineLoop:
             del self._calls[chunk.request_id]
             deliveries[call.loop].append(_Delivery(call, chunk, completion))
         for loop, delivered in deliveries.items():
-            self._to_tell.append(partial(post, loop, _deliver, delivered))
+            self._notifications.append(partial(post, loop, _deliver, delivered))
 
     # --- interruption --------------------------------------------------------------------------------------------
 
@@ -172,11 +172,11 @@ class EngineLoop:
             post(call.loop, set_result, call.future, assembled(call.request.prefix, [], FinishReason.ABORTED))
         self._interrupting.append(_Interrupting(interruption, wanted, len(wanted) + len(waiting)))
 
-    def _tell_interrupted(self) -> None:
+    def _settle_interruptions(self) -> None:
         for interrupting in self._interrupting:
             interrupting.left &= self._calls.keys()
             if not interrupting.left:
-                self._to_tell.append(partial(interrupting.interruption.done.resolve, interrupting.count))
+                self._notifications.append(partial(interrupting.interruption.done.resolve, interrupting.count))
         self._interrupting = [interrupting for interrupting in self._interrupting if interrupting.left]
 
     # --- weights -------------------------------------------------------------------------------------------------
@@ -189,10 +189,10 @@ class EngineLoop:
                 change()
         except EngineFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - told to whoever asked for the weights, who tries again
+        except Exception as error:  # noqa: BLE001 - raised to whoever asked for the weights, who tries again
             staged = self._inbox.take_staged()
             if staged is not None:
-                self._to_tell.append(partial(staged.settle, error))
+                self._notifications.append(partial(staged.settle, error))
         self._load_stall_s += time.perf_counter() - began_s
 
     def _reset(self) -> None:
@@ -207,10 +207,10 @@ class EngineLoop:
             self._engine.load_model_state_dict(staged.tensors, staged.version)
         except EngineFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - told to whoever asked for the weights, who tries again
-            self._to_tell.append(partial(staged.settle, error))
+        except Exception as error:  # noqa: BLE001 - raised to whoever asked for the weights, who tries again
+            self._notifications.append(partial(staged.settle, error))
         else:
-            self._to_tell.append(staged.settle)
+            self._notifications.append(staged.settle)
 
     def _snapshot(self) -> EngineStatistics:
         own = self._engine.statistics()

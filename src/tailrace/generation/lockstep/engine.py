@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import msgspec
 import torch
+from typing_extensions import override
 
 from tailrace.errors import EngineFailed, GenerationError, ModelError, RequestRefused
 from tailrace.generation.engines.prefetch import prefetch_tensors
@@ -157,8 +158,8 @@ class _Ranks:
             ) from error
 
 
-class LockstepEngine:
-    """All ranks' engines as one, on rank 0. Implements `Engine`; every other rank runs `follow`."""
+class LockstepEngine(Engine):
+    """All ranks' engines as one, on rank 0; every other rank runs `follow`."""
 
     def __init__(
         self,
@@ -177,58 +178,64 @@ class LockstepEngine:
         self._arrivals: list[_Add | _Abort] = []
 
     @property
+    @override
     def limits(self) -> EngineLimits:
-        """See `Engine`."""
         return self._engine.limits
 
     @property
+    @override
     def has_work(self) -> bool:
-        """See `Engine`."""
         return self._engine.has_work
 
+    @override
     def watch(self, on_failure: FailureListener) -> None:
-        """See `Engine.watch`."""
         self._engine.watch(on_failure)
         if self._lifeline is not None:
             self._lifeline.watch(on_failure)
 
+    @override
     def add(self, request: GenerationRequest) -> None:
-        """See `Engine.add`. The other ranks are told with the next step."""
+        """The other ranks are told with the next step."""
         self._engine.add(request)
         self._arrivals.append(_Add(request))
 
+    @override
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
         self._engine.abort(request_id)
         self._arrivals.append(_Abort(request_id))
 
+    @override
     def step(self) -> list[SampledTokens]:
-        """See `Engine.step`: all ranks', and this rank's tokens."""
+        """All ranks', and this rank's tokens."""
         arrivals, self._arrivals = self._arrivals, []
         self._ranks.send(_Step(arrivals))
         return _agreed(self._ranks, self._engine.step)
 
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Engine.prepare`: read ahead, so that the copy meets no page that is not there."""
+        """Read ahead, so that the copy meets no page that is not there."""
         prefetch_tensors(tensors)
         return tensors
 
+    @override
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """See `Engine.load_model_state_dict`: every rank gets all the tensors and takes what is its own."""
+        """Every rank gets all the tensors and takes what is its own."""
         described = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         self._ranks.send(_Load(version, described))
         self._ranks.send_tensors(tensors)
         _agreed(self._ranks, lambda: self._engine.load_model_state_dict(tensors, version))
 
+    @override
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """See `Engine.reset_prefix_cache`."""
         self._ranks.send(_Reset(preempt_running))
         _agreed(self._ranks, lambda: self._engine.reset_prefix_cache(preempt_running=preempt_running))
 
+    @override
     def statistics(self) -> EngineStatistics:
         """This rank's."""
         return self._engine.statistics()
 
+    @override
     def close(self) -> None:
         """End all ranks' engines."""
         self._ranks.send(_Close())

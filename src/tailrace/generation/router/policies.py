@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+from typing_extensions import override
+
 from tailrace.generation.engines.protocol import EngineStatistics
 
 UNAVAILABLE = math.inf
@@ -48,27 +50,27 @@ def load_of(statistics: EngineStatistics, promised_tokens: int) -> float:
     return tokens / capacity + waiting_share
 
 
-class LeastLoaded:
-    """The least loaded replica, whatever its caches hold. Implements `RoutingPolicy`.
+class LeastLoaded(RoutingPolicy):
+    """The least loaded replica, whatever its caches hold.
 
     >>> LeastLoaded().choose("session", "group", [0.5, 0.1, UNAVAILABLE])
     1
     """
 
+    @override
     def choose(self, session_id: str, group_id: str, loads: Sequence[float]) -> int | None:
-        """See `RoutingPolicy.choose`."""
         lightest = min(loads)
         return None if lightest == UNAVAILABLE else loads.index(lightest)
 
+    @override
     def forget(self, replica: int) -> None:
-        """See `RoutingPolicy.forget`: nothing is remembered."""
+        """Nothing is remembered."""
 
 
-class Sticky:
+class Sticky(RoutingPolicy):
     """Where the session's prefix is cached, then where its group's prompt is, then the least loaded.
 
-    A replica is overloaded, and left, when its load is above `ratio` times the least load plus `slack`. Implements
-    `RoutingPolicy`.
+    A replica is overloaded, and left, when its load is above `ratio` times the least load plus `slack`.
 
     >>> policy = Sticky()
     >>> policy.choose("a", "g", [0.0, 0.0]), policy.choose("a", "g", [0.05, 0.0]), policy.choose("a", "g", [0.9, 0.0])
@@ -80,8 +82,8 @@ class Sticky:
         self._sessions: dict[str, int] = {}
         self._groups: dict[str, int] = {}
 
+    @override
     def choose(self, session_id: str, group_id: str, loads: Sequence[float]) -> int | None:
-        """See `RoutingPolicy.choose`."""
         lightest = min(loads)
         if lightest == UNAVAILABLE:
             return None
@@ -95,8 +97,8 @@ class Sticky:
         _remember(self._sessions, session_id, home, self._remembered)
         return home
 
+    @override
     def forget(self, replica: int) -> None:
-        """See `RoutingPolicy.forget`."""
         for homes in (self._sessions, self._groups):
             for key in [key for key, home in homes.items() if home == replica]:
                 del homes[key]

@@ -72,7 +72,7 @@ class Router:
                 index = await self._choose(routed)
                 if index is None:
                     return routed.interrupted()
-                if (completion := await self._ask(index, routed, on_chunk)) is not None:
+                if (completion := await self._run_part(index, routed, on_chunk)) is not None:
                     return completion
             return completion
         finally:
@@ -89,7 +89,7 @@ class Router:
             await self._next_change()
         return None
 
-    async def _ask(self, index: int, routed: RoutedRequest, on_chunk: OnChunk | None) -> Completion | None:
+    async def _run_part(self, index: int, routed: RoutedRequest, on_chunk: OnChunk | None) -> Completion | None:
         """The completion; None when the request has to go on elsewhere."""
         replica = self._replicas[index]
         client, part, chunks = replica.client, routed.part, list[Completion]()

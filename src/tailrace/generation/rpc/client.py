@@ -23,7 +23,6 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, EngineFailed, SettingsError
 from tailrace.generation.completions import tail
@@ -68,7 +67,7 @@ from tailrace.records import (
     PayloadChunk,
     RolloutId,
 )
-from tailrace.transport.channels import CLOSE_LINGER_MS, encode
+from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 ReplyT = TypeVar("ReplyT", bound=AnyReply)
@@ -77,12 +76,9 @@ LendFile: TypeAlias = Callable[[ModelStateDictRef], AbstractContextManager[tuple
 """`SharedMemoryModelStateDictStore.lend_file`."""
 
 ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
-"""Hears how busy the engine is, and how many requests of this client it had received by then."""
+"""Gets the engine's statistics, and how many requests of this client had been received by then."""
 
 _COPIED_BYTES = 1 << 16
-
-_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
-_EVENTS |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +94,7 @@ class _OpenCall:
         """Of what the reply brings."""
         return self.call.request.owner if isinstance(self.call, GenerateCall) else None
 
-    def tell(self, chunk: Completion) -> None:
+    def deliver(self, chunk: Completion) -> None:
         """A listener that raises fails its own call alone."""
         try:
             if self.on_chunk is not None:
@@ -142,7 +138,7 @@ class GeneratorClient:
             keys.apply_to_client(self._socket)
         if address.startswith("tcp:"):
             keep_alive(self._socket)
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._monitor = PeerMonitor(self._socket, refusals=True)
         self._socket.connect(address)
         self._tasks = [
             asyncio.create_task(self._receive(), name=f"replies of {name}"),
@@ -178,7 +174,7 @@ class GeneratorClient:
         """Sample one completion. See `records.Generate`."""
         streamed = request.prefix_tokens
 
-        def tell(chunk: Completion) -> None:
+        def deliver(chunk: Completion) -> None:
             nonlocal streamed
             streamed += chunk.num_tokens
             if on_chunk is not None:
@@ -186,10 +182,10 @@ class GeneratorClient:
 
         call = GenerateCall(call_id=next(self._ids), request=request, wants_chunks=on_chunk is not None)
         with self._watched():
-            reply, frames = await self._call(call, CompletionReply, on_chunk=tell)
+            reply, frames = await self._call(call, CompletionReply, on_chunk=deliver)
         completion = reply.completion
         if completion.num_tokens > streamed:  # the last tokens come with the completion alone
-            tell(tail(completion, streamed))
+            deliver(tail(completion, streamed))
         if not self._by_value:
             return completion
         known = () if request.prefix is None else request.prefix.routed_experts
@@ -279,8 +275,7 @@ class GeneratorClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._monitor.close()
         self._socket.close(linger=CLOSE_LINGER_MS)
 
     async def _call(
@@ -334,7 +329,7 @@ class GeneratorClient:
 
     def _handle(self, reply: AnyReply, frames: Frames) -> None:
         if isinstance(reply, ReportReply):
-            self._heard(reply)
+            self._take_report(reply)
             return
         self._progress.progress()
         if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
@@ -344,14 +339,14 @@ class GeneratorClient:
             call = None
         if isinstance(reply, ChunkReply):
             if call is not None:
-                call.tell(reply.chunk)
+                call.deliver(reply.chunk)
             return
         if self._payloads is not None and isinstance(reply, CompletionReply) and not self._by_value:
             self._payloads.record(call.owner if call else None, reply.completion.routed_experts)
         if call is not None:
             call.future.set_result((reply, frames))
 
-    def _heard(self, report: ReportReply) -> None:
+    def _take_report(self, report: ReportReply) -> None:
         """An engine that stepped or took weights makes progress, whether or not a chunk was full."""
         seen = (report.statistics.steps_total, report.statistics.policy_version)
         if seen != self._last_seen:
@@ -362,15 +357,7 @@ class GeneratorClient:
 
     async def _watch(self) -> None:
         """Waits for the server to go away, or to refuse this client's keys."""
-        shaken = False
-        while True:
-            event = (await recv_monitor_message(self._monitor))["event"]
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                shaken = True
-                self._connected.set()
-                continue
-            break
-        if shaken:
+        if await self._monitor.watch(self._connected.set):
             self.fail(EngineFailed(f"the process of {self._name} ended or closed its socket"))
             return
         self.fail(

@@ -132,7 +132,7 @@ class GeneratorServer:
         """Answer calls until a client asks to close; the generator is closed then, and every call answered.
 
         A stand-alone server answers until it is cancelled; its generator is closed then. Raises `EngineFailed` at once
-        when the engine fails, which every client is told.
+        when the engine fails, after every client was sent the error.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -189,7 +189,7 @@ class GeneratorServer:
     async def _answer(self, client: bytes, call: AnyCall, frames: Frames) -> None:
         try:
             reply, arrays = await self._result(client, call, frames)
-        except Exception as error:  # noqa: BLE001 - told to the caller, with its type
+        except Exception as error:  # noqa: BLE001 - raised to the caller, with its type
             reply, arrays = pack_error(call.call_id, error), []
         await self._send(client, reply, arrays)
 

@@ -16,15 +16,8 @@ LOSSES: dict[str, Callable[[LossSettings], Loss]] = {"clipped_ratio": ClippedRat
 
 
 def load_loss(settings: LossSettings) -> Loss:
-    """The loss that `settings` name. Raises `SettingsError` for one that is neither built in nor to be found."""
-    if ":" in settings.name:
-        return _import_loss(settings.name)
-    if settings.name not in LOSSES:
-        raise SettingsError(
-            f"trainer.loss.name is {settings.name!r}; it must be one of {', '.join(sorted(LOSSES))}, or module:function"
-            " for a loss of your own"
-        )
-    return LOSSES[settings.name](settings)
+    """The loss that `settings` name. Raises `SettingsError` for one's own where it is not to be found."""
+    return LOSSES[settings.name](settings) if settings.name in LOSSES else _import_loss(settings.name)
 
 
 def _import_loss(name: str) -> Loss:

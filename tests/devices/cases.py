@@ -1,0 +1,126 @@
+"""The trainer's step, weight loading and the torch engine's step on a device: run by `test_devices.py`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tailrace.generation.engines.torch import TorchEngine
+from tailrace.records import GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
+from tailrace.training.policy_model import PolicyModel
+from tailrace.training.settings import TrainerSettings
+from tailrace.training.trainer import Trainer
+from tests.devices.stand_in import stand_in_gpu
+from tests.training.tiny import CONFIGS, build_batch
+
+
+def test_the_stand_in_refuses_mixed_devices() -> None:
+    with stand_in_gpu(), pytest.raises(RuntimeError, match="device"):
+        torch.ones(3, device="cuda") + torch.ones(3)
+
+
+def test_the_stand_in_counts_reads() -> None:
+    with stand_in_gpu() as gpu:
+        weight = torch.nn.Parameter(torch.ones(3, 3, device="cuda"))
+        loss = (torch.ones(2, 3, device="cuda") @ weight).sum()
+        loss.backward()
+        assert weight.grad is not None
+        assert weight.grad.is_cuda
+        assert gpu.reads == 0
+        float(loss)
+        loss.detach().cpu().numpy()
+        assert gpu.reads == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_steps(dtype: str) -> None:
+    with stand_in_gpu() as gpu:
+        engine = TorchEngine(build("qwen3", dtype, device="cuda"), slots=4, max_model_tokens=64)
+        for index in range(3):
+            engine.add(request(index))
+        steps = 0
+        while engine.has_work and steps < 40:
+            before = gpu.reads
+            engine.step()
+            assert gpu.reads - before <= 1
+            steps += 1
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_weights_go_from_trainer_to_engine(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
+    with stand_in_gpu():
+        trainer = Trainer(
+            TrainerSettings(device="cuda", dtype=dtype), model_name="qwen3", max_steps=10, max_staleness=4
+        )
+        published = trainer.snapshot(dtype).wait()
+        assert all(not tensor.is_cuda for tensor in published.values())
+        engine = TorchEngine(build("qwen3", dtype, device="cuda"), slots=4, max_model_tokens=64)
+        engine.load_model_state_dict(engine.prepare(published), 1)
+        engine.add(request(0))
+        while engine.has_work:
+            engine.step()
+        assert engine.statistics().policy_version == 1
+
+
+@pytest.mark.parametrize(("dtype", "pads"), [("float32", True), ("bfloat16", False)], ids=["float32", "bfloat16"])
+def test_a_row_is_padded_only_where_no_kernel_takes_it_as_it_is(dtype: str, pads: bool) -> None:
+    with stand_in_gpu():
+        policy = PolicyModel(build("qwen3", "float32", device="cuda"), dtype=dtype)
+        assert policy.packs
+        assert policy.pads_segments == pads
+
+
+STEPS = [
+    *itertools.product(["qwen3"], ["float32", "bfloat16"], ["float32", "bfloat16"], [False, True]),
+    ("gpt2", "bfloat16", "float32", False),
+    ("mistral with a sliding window", "float32", "float32", False),
+    ("mistral with a sliding window", "bfloat16", "float32", True),
+    ("gemma2 with soft caps", "bfloat16", "float32", False),
+]
+
+
+@pytest.mark.parametrize(("model", "dtype", "head_dtype", "gradient_checkpointing"), STEPS)
+def test_the_trainer_steps(
+    model: str, dtype: str, head_dtype: str, gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
+    settings = TrainerSettings(
+        device="cuda", dtype=dtype, head_dtype=head_dtype, gradient_checkpointing=gradient_checkpointing
+    )
+    with stand_in_gpu() as gpu:
+        trainer = Trainer(settings, model_name=model, max_steps=10, max_staleness=4)
+        before = gpu.reads
+        few = trainer.train_step(build_batch(lengths=(9, 14, 5, 12), rows=(2, 2), step=1))
+        reads_of_two_rows = gpu.reads - before
+        trainer.train_step(build_batch(lengths=(9, 14, 5, 12, 7, 8), rows=(2, 2, 1, 1), step=2, version=1))
+        reads_of_four_rows = gpu.reads - before - reads_of_two_rows
+        published = trainer.model_state_dict("bfloat16")
+    assert few.version == 1
+    assert all(not tensor.is_cuda for tensor in published.values())
+    assert reads_of_two_rows == reads_of_four_rows, "a micro-batch waits for the device"
+
+
+def load(name: str, *, dtype: str, device: str) -> PreTrainedModel:
+    return build(name, dtype, device=device)
+
+
+def build(name: str, dtype: str, *, device: str) -> PreTrainedModel:
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=getattr(torch, dtype))
+
+
+def request(index: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=RequestId(f"r{index}"),
+        session_id=SessionId(f"s{index}"),
+        group_id=GroupId("g"),
+        prompt_token_ids=np.arange(1, 6 + index, dtype=np.int32),
+        sampling=SamplingParams(max_tokens=5),
+    )
