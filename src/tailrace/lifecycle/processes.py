@@ -1,8 +1,7 @@
-"""A role's process: started with a socket as its standard input, and told apart from its number when it ends.
+"""A role's process, started with a socket as its standard input.
 
-The parent writes a `Launch` as one line of JSON into the socket and keeps it open for as long as it lives: its end of
-file is how the child learns that its parent vanished, on every system and however it died. The child's one answer is
-the line that says it is ready.
+The parent writes a `Launch` as one line of JSON and keeps the socket open: its end of file is how the child learns, on
+every system, that its parent is gone, however it died. The child's only answer is the line that says it is ready.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def spawn_role(
         raise
     finally:
         its.close()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended already, and is seen leaving
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended already, which `call_on_exit` notices
         ours.sendall(msgspec.json.encode(launch) + b"\n")
     return process, ours
 

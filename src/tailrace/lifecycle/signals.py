@@ -20,7 +20,7 @@ class StopSignals:
     the signal handler, so that it works while the loop is stuck; it is expected to end the process.
     """
 
-    def __init__(self, request_stop: Callable[[ExitCode], None], abort: Callable[[ExitCode], None]) -> None:
+    def __init__(self, request_stop: Callable[[ExitCode], object], abort: Callable[[ExitCode], None]) -> None:
         self._request_stop = request_stop
         self._abort = abort
         self._previous: dict[signal.Signals, Any] = {}

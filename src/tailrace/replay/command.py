@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError, SettingsError
-from tailrace.lifecycle.resources import RunResources, SocketFolder, remove_leftovers
+from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.records import Group
 from tailrace.replay.capture import SETTINGS_FILE, read_capture
 from tailrace.replay.experts import ReplayedExperts, num_bytes
@@ -24,6 +24,7 @@ from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.batches.channels import shared_memory_receiver, shared_memory_sender
+from tailrace.transport.channels import ipc_address
 
 _SIZE = re.compile(r"(?P<number>[\d.]+)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -64,8 +65,8 @@ async def replay(
     await asyncio.to_thread(remove_leftovers)
     async with AsyncExitStack() as stack:
         epoch = uuid.uuid4().hex
-        shared_memory = stack.enter_context(RunResources(epoch)).shared_memory
-        address = stack.enter_context(SocketFolder(epoch)).address(_QUEUE)
+        shared_memory = stack.enter_context(own_shared_memory(epoch)).path
+        address = ipc_address(stack.enter_context(own_socket_folder(epoch)).path, _QUEUE)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-replay-")))
         recorder = stack.enter_context(PhaseRecorder().recording())
         sender = shared_memory_sender(address, shared_memory, num_ranks=ranks)

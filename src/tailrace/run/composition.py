@@ -38,11 +38,11 @@ from tailrace.reporting.usage import ProcessMeter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment
 from tailrace.run.folder import RunPaths
 from tailrace.run.orchestrator import Orchestrator
-from tailrace.run.parts import held_out_tasks, make_rollouter, task_stream
+from tailrace.run.parts import held_out_tasks, make_rollouter
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
-from tailrace.scheduling import Evaluator, StreamScheduler
+from tailrace.scheduling import Evaluator, StreamScheduler, TaskSource, TaskStream
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder
@@ -136,7 +136,9 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         rollouter = await stack.enter_async_context(
             make_rollouter(settings, environments, renderer=ground.renderer, generate=generate, log_folder=paths.logs)
         )
-        tasks, states = task_stream(settings, environments), SchedulerStates(paths.scheduler, paths.checkpoints)
+        sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
+        tasks = TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
+        states = SchedulerStates(paths.scheduler, paths.checkpoints)
         scheduler = StreamScheduler(
             tasks,
             rollouter.runner(on_lost=observer.rollout_lost),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,76 +12,31 @@ from tailrace.errors import DataError
 from tailrace.reporting.sinks import evaluation_path, rollouts_path
 
 
-@dataclass(frozen=True, slots=True)
 class RunPaths:
     """Where a run's files are. See "A run's folder" in docs/concepts.md."""
 
-    root: Path
-
-    @property
-    def settings(self) -> Path:
-        """The resolved settings."""
-        return self.root / "config.toml"
-
-    @property
-    def events(self) -> Path:
-        """The event log."""
-        return self.root / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """One line of metrics per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """One file of readable rollouts per step."""
-        return self.root / "rollouts"
-
-    @property
-    def superseded(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.settings = root / "config.toml"
+        self.events = root / "events.jsonl"
+        self.metrics = root / "metrics.jsonl"
+        self.rollouts = root / "rollouts"
+        self.superseded = root / "superseded"
         """What was written about steps that a resumed run trained again."""
-        return self.root / "superseded"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.root / "checkpoints"
-
-    @property
-    def scheduler(self) -> Path:
+        self.checkpoints = root / "checkpoints"
+        self.scheduler = root / "scheduler"
         """The scheduler's state at the steps that checkpoints name."""
-        return self.root / "scheduler"
-
-    @property
-    def batches(self) -> Path:
+        self.batches = root / "batches"
         """Batches on their way that go by files, or have no room in shared memory; gone when the run has ended."""
-        return self.root / "batches"
-
-    @property
-    def logs(self) -> Path:
-        """One log per process."""
-        return self.root / "logs"
-
-    @property
-    def trace(self) -> Path:
+        self.logs = root / "logs"
+        self.trace = root / "trace.json"
         """A Chrome trace of all processes, written when the run ends."""
-        return self.root / "trace.json"
-
-    @property
-    def trace_parts(self) -> Path:
+        self.trace_parts = root / "trace"
         """What each process has written of it so far."""
-        return self.root / "trace"
-
-    @property
-    def capture(self) -> Path:
+        self.capture = root / "capture"
         """What entered the pipeline in the first steps, where asked for."""
-        return self.root / "capture"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer's files, where the model's own folder is not a local one."""
-        return self.root / "tokenizer"
+        self.tokenizer = root / "tokenizer"
+        """The tokenizer's files, where the model has no local folder."""
 
 
 _ROLLOUT_PATHS = (rollouts_path, evaluation_path)

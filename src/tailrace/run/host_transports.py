@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.lifecycle.launchers import Launcher
-from tailrace.lifecycle.resources import RunResources
+from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory
 from tailrace.lifecycle.roles import Role
 from tailrace.run.folder import RunPaths
 from tailrace.run.transports import BATCHES_AHEAD, GeneratorEnds, TrainerEnds, Transports
@@ -37,7 +37,7 @@ from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 ORCHESTRATOR = "orchestrator"
-"""Name under which it puts payloads that came over sockets; a generator's is that of its life."""
+"""Its name as a writer of payloads that came over sockets; a generator's is that of its life."""
 
 
 class Whereabouts(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     batch_files: str
     shared_memory: str
     payloads: str
-    """For those that shared memory has no room for."""
+    """Folder for those that shared memory has no room for."""
 
 
 class HostTransports(Transports):
@@ -161,21 +161,23 @@ class HostTransports(Transports):
 @contextmanager
 def host_transports(settings: RunSettings, paths: RunPaths, launcher: Launcher) -> Iterator[HostTransports]:
     """With fresh folders, which are removed at the end."""
-    payload_parent = payload_folder(settings, paths)
-    with RunResources(launcher.epoch, payload_parent=payload_parent) as resources:
+    with ExitStack() as stack:
+        shared_memory = payloads = stack.enter_context(own_shared_memory(launcher.epoch)).path
+        if (parent := payload_folder(settings, paths)) is not None:
+            payloads = stack.enter_context(own_payload_folder(launcher.epoch, parent)).path
         where = Whereabouts(
             epoch=launcher.epoch,
             events=launcher.address("events"),
             batches=launcher.address("batches"),
             batch_files=str(paths.batches),
-            shared_memory=str(resources.shared_memory),
-            payloads=str(resources.payloads),
+            shared_memory=str(shared_memory),
+            payloads=str(payloads),
         )
         yield HostTransports(where, settings)
 
 
 def payload_folder(settings: RunSettings, paths: RunPaths) -> Path | None:
-    """Where the run's folder for payloads belongs that find no room in shared memory; None without payloads."""
+    """Parent of the folder for payloads that shared memory has no room for; None without payloads."""
     if not settings.generator.return_routed_experts:
         return None
     return Path(settings.transport.payload_folder or paths.root)

@@ -1,4 +1,4 @@
-"""Transports within one process: objects instead of sockets. A debugger may stop all of it for as long as it likes."""
+"""Transports within one process: objects instead of sockets, without deadlines that a debugger would break."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tailrace.errors import EngineFailed
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import ReportListener
 from tailrace.generation.rpc.messages import PROTOCOL, WelcomeReply
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.roles import Role
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.run.transports import BATCHES_AHEAD, GeneratorEnds, ReplicaConnection, TrainerEnds, Transports
@@ -28,7 +29,7 @@ _of_this_process: dict[str, MemoryTransports] = {}
 
 
 class MemoryTransports(Transports):
-    """Of roles of this process. They end with the run, whichever role lets go of them before."""
+    """Of roles of this process. They end with the run."""
 
     def __init__(self, log: MemoryEventLog, model: str) -> None:
         """`model` is the name of the one that generators start with."""
@@ -59,17 +60,12 @@ class MemoryTransports(Transports):
         closing = asyncio.Event()
         self._generators[role.address] = generator, closing
         role.ready()
-        failed, closed = asyncio.create_task(generator.failed()), asyncio.create_task(closing.wait())
-        try:
-            with contextlib.suppress(Exception):  # whoever says hello is given it, with its type
-                await generator.ready()
-            self._engine_is_built.set()
-            await asyncio.wait({failed, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                raise failed.result()
-        finally:
-            failed.cancel()
-            closed.cancel()
+        with contextlib.suppress(Exception):  # `hello` raises it, with its type
+            await generator.ready()
+        self._engine_is_built.set()
+        ended = await first_done(generator.failed(), closing.wait())
+        if isinstance(ended, Exception):
+            raise ended
 
     @override
     def batch_sender(self) -> MemoryBatchQueue:
@@ -81,7 +77,7 @@ class MemoryTransports(Transports):
 
     @override
     def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
-        return partial(asyncio.sleep, 0)  # whoever follows it reads the object itself
+        return partial(asyncio.sleep, 0)  # roles read the object itself
 
     @override
     def connect(
@@ -151,7 +147,7 @@ class GeneratorHere(ReplicaConnection):
 
     @override
     def fail(self, failure: Exception) -> None:
-        """Later calls fail; those that are outstanding do when the engine is closed, which is next."""
+        """Later calls fail; outstanding ones do when the engine is closed, which is next."""
         if not self._failed.done():
             self._failed.set_result(failure)
 

@@ -1,12 +1,11 @@
 """One run: the scheduler, the weights' way to the generators, and the event log that ends it.
 
-    follow   reads the event log: steps to the scheduler, published weights to their distributor, which reports what
-             serves; the terminal record ends it
-    work     schedules, evaluates, watches the roles; when it fails, or every task was handed out and trained, the
-             trainer is asked to stop
+    follow   reads the event log: steps go to the scheduler, published weights to the router; ends with the terminal
+             record
+    work     schedules, evaluates, watches the roles; when it fails, or every task is done, the trainer is asked to stop
 
 The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place. After
-the record of a run that finished, an evaluation that is due or goes on is waited for.
+a run that finished, it waits for evaluations that are due.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TransportError
 from tailrace.generation.router.weights import WeightListener
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
@@ -48,11 +48,11 @@ RUN_ENDED = "run_ended"
 DATA_EXHAUSTED = "every task was handed out max_epochs times"
 
 _EXPLANATION_S = 1.0
-"""How long a failed engine's process has to be seen leaving, which says more than the call that failed."""
+"""How long to wait for a failed engine's process to end, whose error says more than the failed call's."""
 
 
 class Orchestrator(WeightListener):
-    """Runs until the trainer's terminal record. Once trainer and weights are there it starts workers and scheduler."""
+    """Runs until the trainer's terminal record. Starts workers and scheduler once trainer and weights are ready."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class Orchestrator(WeightListener):
         observer: RunObserver,
         evaluator: Evaluator,
     ) -> None:
-        """`states` is where the scheduler keeps its own."""
         self.checkpoint = ""
         """Path of the newest one."""
         self.step = 0
@@ -109,7 +108,7 @@ class Orchestrator(WeightListener):
             self._scheduler.finish(RUN_ENDED)
 
     async def request_stop(self, status: RunStatus, reason: str) -> None:
-        """Ask the trainer to end; the first request counts. Work left over once it has ended is left."""
+        """Ask the trainer to end; the first request counts."""
         if status is RunStatus.CANCELLED:
             self._interrupted.set()
         if not self._stop_requested and not self._has_ended:
@@ -171,15 +170,13 @@ class Orchestrator(WeightListener):
         await self.request_stop(RunStatus.FAILED, str(self.error))
 
     async def _explained(self, error: BaseException) -> BaseException:
-        """The end of the process with which a call failed, which may be seen a moment after the failure."""
+        """The error of the process that failed a call, which may be noticed a moment after the call."""
         if isinstance(error, EngineFailed):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
                     await self._roles.watch()
-            except TimeoutError:
-                pass
-            except (LifecycleError, SettingsError) as explanation:
-                return explanation
+            except (TimeoutError, LifecycleError, SettingsError) as explanation:
+                return error if isinstance(explanation, TimeoutError) else explanation
         return error
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
@@ -191,7 +188,7 @@ class Orchestrator(WeightListener):
         if follower.done():
             return
         late = f"the trainer did not answer a request to stop within {SHUTDOWN.last_save_s:g} s"
-        why = str(self.error or ("the trainer left without telling how training ended" if has_left else late))
+        why = str(self.error or ("the trainer left without its terminal record" if has_left else late))
         record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
         with contextlib.suppress(TransportError):  # it came at the last moment
             await self._log.append(record)
@@ -238,10 +235,7 @@ class Orchestrator(WeightListener):
             return
         if ended.status is RunStatus.FINISHED and self._scheduling and not worker.done():
             self._scheduling.cancel()
-            finishing = asyncio.create_task(evaluator.finish())
-            interrupted = asyncio.create_task(self._interrupted.wait())
-            await asyncio.wait({finishing, interrupted, worker}, return_when=asyncio.FIRST_COMPLETED)
-            await _cancelled(finishing, interrupted)
+            await first_done(evaluator.finish(), self._interrupted.wait(), asyncio.wait({worker}))
         if not evaluator.is_idle:
             _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
 

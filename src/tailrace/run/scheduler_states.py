@@ -31,7 +31,7 @@ class SchedulerStates:
         return self._folder / f"step_{step:06d}.json"
 
     def step_ended(self, step: int) -> None:
-        """The trainer is done with this step: no checkpoint of an earlier one is still to come."""
+        """The trainer has ended this step: no checkpoint of an earlier one will follow."""
         self._ended_step = step
 
     async def save(self, step: int, state: bytes) -> None:

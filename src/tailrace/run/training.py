@@ -32,7 +32,7 @@ from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder
 from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks
-from tailrace.run.phases import ORCHESTRATOR, recording_phases, traced_run, watched_loop
+from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
 _logger = logging.getLogger(__name__)
 
@@ -63,8 +63,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
             stack.enter_context(hold_old_objects())
             reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
-        phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
-        lag = await stack.enter_async_context(watched_loop(observability, phases))
+        phases, lag = await stack.enter_async_context(observed_process(ORCHESTRATOR, paths, observability))
         ground = RunGround(settings, paths, environments, renderer, phases, lag)
         live = LiveView(
             ground.view,

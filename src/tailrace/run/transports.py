@@ -1,7 +1,7 @@
 """What joins the roles of a run: event log, batches, weights, payloads, requests.
 
-A role is told of one `Transports`, and asks it for its ends: sockets and folders (`HostTransports`) where roles are
-processes of their own, objects (`MemoryTransports`) where all are in this one.
+A role asks the run's `Transports` for its ends: sockets and folders (`HostTransports`) where roles are processes of
+their own, objects (`MemoryTransports`) where all are in this one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GeneratorEnds:
 
 
 class ReplicaConnection(ReplicaClient, Protocol):
-    """A connected generator, as whoever started it uses it."""
+    """A connected generator, with what its owner needs beside the router."""
 
     async def hello(self, epoch: str = "") -> WelcomeReply:
         """Wait for its engine to be built. Raises what building it raised."""
@@ -89,7 +89,7 @@ class Transports(ABC):
     def connect(
         self, address: str, name: str, on_report: ReportListener, payloads: PayloadAccounts | None
     ) -> ReplicaConnection:
-        """To a generator that is ready at `address`. `payloads` is told of what its completions bring."""
+        """To a generator that is ready at `address`. `payloads` records what its completions bring."""
 
     @abstractmethod
     def remove(self) -> None:
