@@ -70,7 +70,7 @@ from tailrace.records import (
     Task,
     TaskId,
 )
-from tailrace.replay.loop_load import LagSampler, LoopTraffic, SampledLag
+from tailrace.replay.loop_load import LagSampler, SampledLag, loop_traffic
 from tailrace.replay.memory import PeakMemory, copy_s
 from tailrace.transport.batches.channels import ChannelBatchSender, shared_memory_sender
 from tailrace.transport.channels import encode, ipc_address
@@ -202,7 +202,7 @@ async def run_case(case: Case, *, steps: int, smallest_s: float | None) -> list[
         orchestrator = Orchestrator(case, folder, sender)
         stack.push_async_callback(orchestrator.close)
         stack.enter_context(hold_old_objects())  # as in a run's orchestrator
-        async with LoopTraffic(TRAFFIC_TASKS):
+        async with loop_traffic(TRAFFIC_TASKS):
             idle = LagSampler()
             async with idle:
                 await asyncio.sleep(_IDLE_S)

@@ -34,9 +34,7 @@ __all__ = [
 
 
 def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
-    """The settings of a recipe or file, with command-line overrides laid over it.
-
-    Raises `SettingsError`.
+    """The settings of a recipe or file, with command-line overrides laid over it. Raises `SettingsError`.
 
     >>> load_settings("quickstart", ["--max_steps", "3"]).max_steps
     3

@@ -85,11 +85,7 @@ class _ProblemFormatter:
 
 
 def dotted(key: Key) -> str:
-    """A key as it stands in the tables.
-
-    >>> dotted(("environments", 0, "name"))
-    'environments.0.name'
-    """
+    """As in the tables: `environments.0.name`."""
     return ".".join(map(str, key))
 
 

@@ -27,10 +27,7 @@ def list_plans() -> list[str]:
 def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = None) -> list[SimulationPlan]:
     """The plan of a packaged name or a TOML file, once for each of its `[[policies]]` and each value of the sweep.
 
-    A policy is a table of anything that a plan may say, laid over the rest. `sweep` is `KEY=VALUE,VALUE,...`; a key of
-    the section `scheduling` needs no more than its own name.
-
-    Raises `SettingsError`.
+    A policy is a table laid over the plan. `sweep` is `KEY=VALUE,VALUE,...`. Raises `SettingsError`.
 
     >>> [plan.name for plan in load_plans("long-tail", sweep="max_staleness=0,4")][:2]
     ['sync, max_staleness = 0', 'sync, max_staleness = 4']
@@ -49,7 +46,10 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
                 name = table.get("name", "")
                 table = apply_overrides(table, {key: value})
                 table["name"] = f"{name}, {key[-1]} = {value}" if name else f"{key[-1]} = {value}"
-            plans.append(_validated(table, file, set(given)))
+            try:
+                plans.append(SimulationPlan.model_validate(table))
+            except ValidationError as error:
+                raise explain(error, SimulationPlan, Places(file, set(given))) from None
     return plans
 
 
@@ -61,13 +61,6 @@ def _read(plan: str) -> SettingsFile:
             f"there is no plan {plan!r}. Plans: {', '.join(list_plans())}. A file of your own ends in .toml"
         )
     return read_settings_file(f"{_FOLDER}/{plan}")
-
-
-def _validated(table: Table, file: SettingsFile, given: set[tuple[str, ...]]) -> SimulationPlan:
-    try:
-        return SimulationPlan.model_validate(table)
-    except ValidationError as error:
-        raise explain(error, SimulationPlan, Places(file, set(given))) from None
 
 
 def _laid_over(base: Table, policy: Table) -> Table:

@@ -66,10 +66,7 @@ def list_recipes() -> dict[str, str]:
 
 
 def read_settings_file(recipe: str) -> SettingsFile:
-    """Read a packaged recipe by name, or a TOML file by path.
-
-    Raises `SettingsError` for a name that is neither, with the nearest recipe, and for a file that is no TOML.
-    """
+    """Read a packaged recipe by name, or a TOML file by path. Raises `SettingsError`, with the nearest recipe."""
     path = Path(recipe)
     if path.suffix != ".toml":
         path = recipe_folder() / f"{recipe}.toml"

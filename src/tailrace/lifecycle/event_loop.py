@@ -26,11 +26,7 @@ _stuck: set[Future[Any]] = set()
 
 
 class _Threads(ThreadPoolExecutor):
-    """The loop's threads, and the calls in them that have not ended.
-
-    So many are allowed that users' calls which never return leave some for the run's own: asyncio's default is four
-    more than there are processors.
-    """
+    """The loop's threads, more than asyncio's: users' calls that never return must leave some for the run's own."""
 
     def __init__(self) -> None:
         super().__init__(_MOST_THREADS, thread_name_prefix="tailrace-loop")

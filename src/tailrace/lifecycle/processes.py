@@ -21,12 +21,8 @@ import msgspec
 from tailrace.lifecycle.roles import RoleSpec
 
 _THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
-    "RAYON_NUM_THREADS",
+    *(f"{library}_NUM_THREADS" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")),
 )
 
 
@@ -51,10 +47,7 @@ def spawn_role(
     output: IO[bytes] | None = None,
     leads_group: bool = True,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a role's process; it lives no longer than the socket's other end, which is returned.
-
-    `output` takes what it prints, by default this process's own output. Raises `OSError`.
-    """
+    """Start a role's process; it ends with the returned socket. `output` takes its prints. Raises `OSError`."""
     launch = Launch(spec, life, address, [path for path in sys.path if path], orphan_grace_s)
     ours, its = socket.socketpair()
     try:

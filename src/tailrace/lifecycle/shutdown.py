@@ -46,10 +46,7 @@ class ShutdownSettings:
 
 
 async def run_stage(stage: ShutdownStage, settings: ShutdownSettings, action: Callable[[], Awaitable[object]]) -> None:
-    """Wait for one stage until its deadline. The shutdown goes on however it ends; the log names one that fails.
-
-    Cancelling this cancels the stage.
-    """
+    """Wait for one stage until its deadline; the log names one that overran or failed. Cancelling cancels it."""
     deadline_s = settings.deadline_s(stage)
     task = asyncio.ensure_future(action())
     try:

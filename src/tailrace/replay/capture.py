@@ -124,10 +124,7 @@ class CaptureWriter:
 
 
 def read_capture(folder: Path) -> list[Group]:
-    """The groups of a capture, in the order in which they came, with the advantages that they were trained with.
-
-    Raises `DataError` for a folder without a capture, and for a damaged one, naming the file.
-    """
+    """The groups of a capture, in order, with the advantages of the run. Raises `DataError`."""
     paths = sorted(folder.glob("group_*.msgpack"))
     if not paths:
         raise DataError(
@@ -163,7 +160,7 @@ def _group_record(group: Group, rollouts: list[Rollout], steps: int) -> _GroupRe
         group_id=group.group_id,
         task=(task.task_id, task.environment, task.index, dict(task.row), task.seed),
         rollouts=[_rollout_record(rollout) for rollout in rollouts],
-        advantages=None if group.advantages is None else [_plain(advantage) for advantage in group.advantages],
+        advantages=None if group.advantages is None else [*map(_plain, group.advantages)],
         steps=steps,
     )
 

@@ -18,7 +18,7 @@ from tailrace.records import Group
 from tailrace.replay.capture import SETTINGS_FILE, read_capture
 from tailrace.replay.experts import ReplayedExperts, num_bytes
 from tailrace.replay.measuring import Replay, StageCost
-from tailrace.replay.scoring import Rescoring
+from tailrace.replay.scoring import rescoring
 from tailrace.replay.stages import Pipeline
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.scheduling.settings import SchedulingSettings
@@ -58,10 +58,7 @@ class ReplayPlan:
 async def replay(
     plan: ReplayPlan, *, only: str | None = None, traffic: int = 0, repeat: int = 1, ranks: int = 1
 ) -> list[StageCost]:
-    """Measure the pipeline, for a trainer of so many data-parallel ranks.
-
-    Raises `SettingsError` for a phase that there is not, with those that there are.
-    """
+    """Measure the pipeline, for `ranks` data-parallel ranks. Raises `SettingsError` for an unknown phase."""
     await asyncio.to_thread(remove_leftovers)
     async with AsyncExitStack() as stack:
         epoch = uuid.uuid4().hex
@@ -77,14 +74,14 @@ async def replay(
             stack.push_async_callback(receivers[-1].close)
         experts = stack.enter_context(ReplayedExperts(shared_memory))
         groups = await asyncio.to_thread(plan.groups, experts)
-        scoring = await stack.enter_async_context(Rescoring(plan.settings)) if plan.settings is not None else None
+        score = await stack.enter_async_context(rescoring(plan.settings)) if plan.settings is not None else None
         pipeline = Pipeline(
             groups,
             plan.scheduling(groups),
             sender,
             receivers,
             folder,
-            score_groups=scoring.score if scoring is not None and scoring.is_possible else None,
+            score_groups=score,
             open_payload=experts.open if experts else None,
         )
         if only is not None and only not in pipeline.stages:

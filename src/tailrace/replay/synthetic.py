@@ -66,8 +66,7 @@ class SyntheticLoad:
 def synthetic_groups(load: SyntheticLoad, put: PutExperts | None = None) -> list[Group]:
     """Finished, scored groups without advantages; the last one may be smaller. The same ones every time.
 
-    `put` is called once a turn, as a generator does at the end of each request, with the experts of the positions that
-    this turn's forward passes saw. Its array is used again for the next turn: copy to keep.
+    `put` is called once a turn, with the experts that a generator would put, in an array that is used again.
     """
     random = np.random.default_rng(0)
     record_experts = _experts_recorder(load, put, random)

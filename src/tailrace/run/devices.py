@@ -13,10 +13,7 @@ from tailrace.lifecycle.launchers import launcher_class
 
 
 def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
-    """Ids of GPUs by role; roles that need none are left out. Takes up to seconds, where it asks the driver.
-
-    Raises `SettingsError` where there are too few, or none.
-    """
+    """Ids of GPUs by role, for roles that need any. May ask the driver, for seconds. Raises `SettingsError`."""
     launcher = launcher_class(settings.placement)
     pool = launcher.devices()
     needs = _needs(settings, pool)

@@ -88,11 +88,6 @@ def evaluation_text(model: str, evaluations: list[EnvironmentEvaluation]) -> str
     return "\n".join(_line(model, evaluation) for evaluation in evaluations)
 
 
-def evaluation_json(evaluations: list[EnvironmentEvaluation]) -> str:
-    """One JSON object by environment, for programs."""
-    return msgspec.json.encode({evaluation.environment: _figures(evaluation) for evaluation in evaluations}).decode()
-
-
 def _line(model: str, evaluation: EnvironmentEvaluation) -> str:
     result = evaluation.result
     lost = "".join(f", {count} lost ({reason})" for reason, count in sorted(result.failed.items()))
@@ -102,12 +97,16 @@ def _line(model: str, evaluation: EnvironmentEvaluation) -> str:
     )
 
 
-def _figures(evaluation: EnvironmentEvaluation) -> dict[str, object]:
-    result = evaluation.result
-    return {
-        "reward_mean": result.mean_reward,
-        "standard_error": result.standard_error,
-        "tasks": len(result.rewards),
-        "failed": result.failed,
-        "wall_s": evaluation.wall_s,
+def evaluation_json(evaluations: list[EnvironmentEvaluation]) -> str:
+    """One JSON object by environment, for programs."""
+    figures = {
+        evaluation.environment: {
+            "reward_mean": evaluation.result.mean_reward,
+            "standard_error": evaluation.result.standard_error,
+            "tasks": len(evaluation.result.rewards),
+            "failed": evaluation.result.failed,
+            "wall_s": evaluation.wall_s,
+        }
+        for evaluation in evaluations
     }
+    return msgspec.json.encode(figures).decode()

@@ -47,11 +47,7 @@ class _MetricsLine(msgspec.Struct):
 
 
 def find_run_folder(settings: RunSettings, parent: Path) -> RunPaths:
-    """Where the run's folder will be, or is to be resumed. Nothing is made yet.
-
-    Raises `DataError` when it exists and `resume` is off (nothing is ever overwritten), and when there is nothing to
-    resume.
-    """
+    """The folder, not made yet. Raises `DataError` where it is there without `resume`, or not there with it."""
     paths = RunPaths(parent / settings.name)
     exists = paths.root.is_dir() and any(paths.root.iterdir())
     if exists and not settings.resume:
@@ -74,9 +70,9 @@ def make_run_folder(settings: RunSettings, paths: RunPaths) -> None:
 
 
 def wind_back(paths: RunPaths, step: int) -> None:
-    """Set aside, in `superseded/`, what was written about steps after `step`: they will be trained again.
+    """Move what was written about steps after `step`, which will be trained again, to `superseded/`.
 
-    So that metrics and rollouts are one history, that of the weights that survived. Raises `DataError`.
+    Then metrics and rollouts are one history, that of the weights in use. Raises `DataError`.
     """
     lines = paths.metrics.read_bytes().splitlines(keepends=True) if paths.metrics.is_file() else []
     lost = {line: number for line in lines if (number := _step_of(line)) > step}

@@ -20,7 +20,6 @@ from tailrace.errors import LifecycleError, TailraceError
 from tailrace.generation.router.router import Router
 from tailrace.generation.rpc.client import ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
-from tailrace.lifecycle.event_loop import first_done
 from tailrace.run.transports import ReplicaConnection
 
 _logger = logging.getLogger(__name__)
@@ -65,10 +64,6 @@ class Generators:
     async def watch(self) -> NoReturn:
         """Wait for what fails the run, and raise it."""
         await asyncio.shield(self._fatal)
-
-    async def serving(self) -> None:
-        """Wait until one takes requests. Raises what fails the run before."""
-        await first_done(self.watch(), self.router.serving())
 
     async def close(self) -> None:
         """End every generator in order. Closing twice does nothing."""

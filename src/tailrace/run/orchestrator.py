@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
@@ -81,36 +82,32 @@ class Orchestrator(WeightListener):
         self._observer, self._evaluator = observer, evaluator
         roles.generators.router.weights.listener = self
         self._trainer_started = False
-        self._stop_requested = False
-        self._stop_seen = asyncio.Event()
+        self._stop_requested = self._is_interrupted = self._is_exhausted = False
         self._scheduling: asyncio.Task[None] | None = None
-        self._exhausted = asyncio.Event()
-        self._interrupted = asyncio.Event()
         self._has_ended = False
         self._changed = asyncio.Event()
 
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
         follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
-        stopping = asyncio.create_task(self._stop_seen.wait())
-        exhausted = asyncio.create_task(self._exhausted.wait())
+        ending = asyncio.create_task(self._until(lambda: self._stop_requested or self._is_exhausted))
         try:
-            await asyncio.wait({follower, worker, stopping, exhausted}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({follower, worker, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not follower.done():
-                if worker.done() or exhausted.done():
+                if worker.done() or self._is_exhausted:
                     await self._stop_trainer(worker.exception() if worker.done() else None)
                 await self._wait_for_record(follower)
             await self._finish_evaluating(follower.result(), worker)
             return follower.result()
         finally:
-            started = (worker, follower, stopping, exhausted)
-            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(*started))
+            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(worker, follower, ending))
             self._scheduler.finish(RUN_ENDED)
 
     async def request_stop(self, status: RunStatus, reason: str) -> None:
         """Ask the trainer to end; the first request counts."""
         if status is RunStatus.CANCELLED:
-            self._interrupted.set()
+            self._is_interrupted = True
+            self._changed.set()
         if not self._stop_requested and not self._has_ended:
             self._stop_requested = True
             await self._log.append(StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason))
@@ -150,7 +147,6 @@ class Orchestrator(WeightListener):
                     self.checkpoint = event.path
                 case StopRequested():
                     self._stop_requested = True
-                    self._stop_seen.set()
                     _logger.info("stopping: %s", event.reason)
                     if self._scheduling:
                         self._scheduling.cancel()
@@ -205,7 +201,7 @@ class Orchestrator(WeightListener):
 
     async def _schedule(self) -> None:
         """Waits for the trainer, its weights in the generators, and the workers; then schedules until the tasks end."""
-        await wait_until(self._changed, lambda: self._trainer_started)
+        await self._until(lambda: self._trainer_started)
         await self._installed(self.version)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._roles.generators.router.serving())
@@ -217,7 +213,8 @@ class Orchestrator(WeightListener):
         if self.step == 0:
             self._evaluator.step_ended(0, self.version)
         await self._scheduler.run()
-        self._exhausted.set()
+        self._is_exhausted = True
+        self._changed.set()
 
     def _resume(self, step: int) -> bytes:
         """Let the run's folder end at `step`; the scheduler's state then. Nothing to do for a run that begins."""
@@ -226,7 +223,10 @@ class Orchestrator(WeightListener):
         return self._states.read(step)
 
     async def _installed(self, version: int) -> None:
-        await wait_until(self._changed, lambda: self.installed_version >= version)
+        await self._until(lambda: self.installed_version >= version)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        await wait_until(self._changed, condition)
 
     async def _finish_evaluating(self, ended: TrainerEnded, worker: asyncio.Task[None]) -> None:
         """After a run that finished: wait for what is left to evaluate, until its deadline or a signal."""
@@ -235,7 +235,7 @@ class Orchestrator(WeightListener):
             return
         if ended.status is RunStatus.FINISHED and self._scheduling and not worker.done():
             self._scheduling.cancel()
-            await first_done(evaluator.finish(), self._interrupted.wait(), asyncio.wait({worker}))
+            await first_done(evaluator.finish(), self._until(lambda: self._is_interrupted), asyncio.wait({worker}))
         if not evaluator.is_idle:
             _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
 

@@ -56,9 +56,9 @@ def held_out_tasks(environment: LoadedEnvironment, seed: int, limit: int | None 
 
 
 def make_renderer(settings: RunSettings, tokenizer_files: Path) -> ChatRenderer:
-    """The model's chat renderer. `tokenizer_files` is where its tokenizer is written when it has no local folder.
+    """The model's chat renderer; `tokenizer_files` takes the tokenizer of a model without a local folder.
 
-    Raises `ModelError` for a model that cannot be what is trained, as far as can be seen without loading it.
+    Raises `ModelError` for a model that cannot be trained, as far as can be seen without loading it.
     """
     folder = tokenizer_folder(settings.model.name, tokenizer_files)
     renderer = ChatRenderer(folder, name=settings.model.name, thinking_retention=settings.rollouts.thinking_retention)

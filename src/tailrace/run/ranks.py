@@ -80,10 +80,7 @@ class FollowerSettings(msgspec.Struct, frozen=True):
 
 
 def torchrun_rank(generator: GeneratorSettings, environment: Mapping[str, str] = os.environ) -> Rank | None:
-    """This process among those of torchrun; None where it was started alone.
-
-    Raises `SettingsError` where torchrun's processes are not what the settings need.
-    """
+    """This process among those of torchrun; None if started alone. Raises `SettingsError` where settings disagree."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     rank = Rank(
@@ -109,10 +106,7 @@ def torchrun_rank(generator: GeneratorSettings, environment: Mapping[str, str] =
 
 
 def lead(build: Callable[[], Engine], settings: ServeSettings, torchrun: Rank | None = None) -> LockstepEngine:
-    """Build rank 0's engine, and drive all ranks by it. Call it in the thread that steps the engine.
-
-    Without `torchrun` the other ranks are started here. Raises what building the engine raises.
-    """
+    """Build rank 0's engine, which drives all ranks, in the thread that steps it; starts them without `torchrun`."""
     import torch.distributed as dist
 
     from tailrace.generation.lockstep.engine import LockstepEngine

@@ -115,23 +115,16 @@ def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
 
 
 async def generator(role: Role) -> None:
-    """Generates until its client closes it, or it is terminated.
-
-    It is ready before its engine is built: an error in building it is the answer to `hello`, with its type.
-    """
+    """Generates until its client closes it. Ready before its engine is built: `hello` raises that build's error."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     settings = role_settings.run
     index = settings.generator.replica_names.index(role.spec.name)
     seed = _seed(settings.generator.seed, index, role.life)
     seeded = settings.generator.model_copy(update={"seed": seed})
     async with _observed(role, role_settings):
-        with role_settings.transports().generator(role) as ends:
-            engine = engine_factory(settings.model, seeded)
-            generator = Generator(engine, settings.generator.weights, payloads=ends.payloads)
-            try:
-                await ends.serve(generator)
-            finally:
-                await generator.close()
+        engine = engine_factory(settings.model, seeded)
+        make_generator = lambda payloads: Generator(engine, settings.generator.weights, payloads=payloads)  # noqa: E731
+        await role_settings.transports().serve_generator(role, make_generator)
 
 
 @asynccontextmanager

@@ -25,10 +25,7 @@ from tailrace.transport.payloads.store import MemoryPayloadStore
 
 
 async def serve(settings: ServeSettings, address: str, key: Path | None, say: Callable[[str], None]) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns the exit status. `say` tells people where it listens.
-
-    Raises `SettingsError` for an address that is in use or not safe, and `ModelError` for a model that it cannot load.
-    """
+    """Serve until Ctrl-C or SIGTERM; returns the exit status. `say` prints. Raises `SettingsError`, `ModelError`."""
     rank = torchrun_rank(settings.generator)
     if rank is not None:
         os.environ.update(own_device(settings.generator, rank))

@@ -23,19 +23,17 @@ from tailrace.config import RunSettings
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
 from tailrace.lifecycle.memory import trainer_environment
-from tailrace.lifecycle.resources import remove_leftovers
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.shutdown import ShutdownSettings, ShutdownStage, run_stage
 from tailrace.records import Generate
 from tailrace.run.devices import in_own_process, role_devices
 from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Generators
-from tailrace.run.host_transports import HostTransports, host_transports, payload_folder
+from tailrace.run.host_transports import HostTransports, host_transports
 from tailrace.run.memory_transports import new_memory_transports
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import GENERATOR, TRAINER, RoleSettings
 from tailrace.run.transports import Transports
-from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
@@ -46,12 +44,6 @@ Watch: TypeAlias = Callable[[], Coroutine[Any, Any, NoReturn]]
 
 class StartedRoles:
     """The roles of a run, as the orchestrator uses them. Make it on a running event loop; it starts them."""
-
-    generators: Generators
-    trainer: RoleHandle
-    batches: BatchSender
-    payloads: PayloadAccounts
-    """Who holds what in the payload store."""
 
     def __init__(self, starter: _RoleStarter, log: MemoryEventLog) -> None:
         self._launcher, self._transports = starter.launcher, starter.transports
@@ -94,10 +86,7 @@ class StartedRoles:
 
 @asynccontextmanager
 async def start_roles(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[StartedRoles]:
-    """Start the roles where the settings say. Close `log` before leaving the context: the trainer leaves with it.
-
-    Raises `SettingsError` for what cannot be started with these settings, and `LifecycleError`.
-    """
+    """Start the roles. Close `log` before leaving, which ends the trainer. Raises `SettingsError`, `LifecycleError`."""
     async with _role_starter(settings, paths, log) as starter:
         roles = StartedRoles(starter, log)
         try:
@@ -117,7 +106,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
         generators = starter.start_generators(serving_model=settings.model.name)
         try:
-            await generators.serving()
+            await first_done(generators.watch(), generators.router.serving())
             yield generators.router.generate, generators.watch
         finally:
             await generators.close()
@@ -141,10 +130,7 @@ class _RoleStarter:
     def start_generators(
         self, *, payloads: PayloadAccounts | None = None, serving_model: str | None = None
     ) -> Generators:
-        """Those that the settings ask for, or that they name; the latter must serve `serving_model`, if given.
-
-        `payloads` records what completions bring.
-        """
+        """Those that the settings ask for, or name; the latter must serve `serving_model`, where given."""
         chosen, launcher, transports = self.settings.generator, self.launcher, self.transports
         if not chosen.connect:
             specs = [self._spec(name, GENERATOR, chosen.threads) for name in chosen.replica_names]
@@ -176,10 +162,7 @@ async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEvent
         if launcher.runs_in_this_process:
             transports: Transports = stack.enter_context(new_memory_transports(log, settings.model.name))
         else:
-            await asyncio.to_thread(remove_leftovers)
-            if (folder := payload_folder(settings, paths)) is not None:
-                await asyncio.to_thread(remove_leftovers, folder)
-            transports = host = stack.enter_context(host_transports(settings, paths, launcher))
+            transports = host = await stack.enter_async_context(host_transports(settings, paths, launcher))
             where = host.where
         await stack.enter_async_context(launcher)
         run = in_own_process(settings, devices).model_dump_json()

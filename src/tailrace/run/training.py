@@ -40,10 +40,7 @@ _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
 async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummary:
-    """Train, and leave a run's folder under `parent`. The summary's exit code tells how it ended.
-
-    Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
-    """
+    """Train, and leave a run's folder under `parent`. Raises `TailraceError` before anything is started."""
     is_apart = not launcher_class(settings.placement).runs_in_this_process
     if is_apart:  # a trainer in this process configures its own allocator
         share_one_arena()

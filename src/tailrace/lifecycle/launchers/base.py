@@ -20,10 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RoleHandle(ABC):
-    """A role, over all its lives. Its launcher makes it, on a running event loop.
-
-    A launcher's own handle implements `_begin`, `_terminate` and `_kill`, and calls `_was_ready` and `_has_left`.
-    """
+    """A role, over all its lives. Made by its launcher, on a running event loop."""
 
     def __init__(self, spec: RoleSpec, launcher: Launcher, *, is_replaceable: bool = False) -> None:
         """The early end of one that `is_replaceable` fails nothing by itself: its owner sees to it."""
@@ -59,6 +56,8 @@ class RoleHandle(ABC):
     def early_exit(self) -> LifecycleError:
         """The error to raise when it left before it was asked to."""
         return LifecycleError(f"the {self.spec.name} left early, {describe_exit(self.status or 0)}")
+
+    # --- what its launcher calls -------------------------------------------------------------------------------------
 
     def _was_ready(self, address: str) -> None:
         if not self._readied.done():
@@ -121,10 +120,7 @@ class RoleHandle(ABC):
                 raise LifecycleError(f"the {self.spec.name} ({self.pid}) cannot be killed: the system holds it")
 
     async def restart(self) -> None:
-        """Start it again under the same name, with an address of its own; what is left of it is killed before.
-
-        Raises `LifecycleError`.
-        """
+        """Start it again, under an address of its own, after killing what is left of it. Raises `LifecycleError`."""
         await self.kill()
         self.start_life()
 
@@ -180,10 +176,7 @@ class Launcher(ABC):
     # --- what its owner does -----------------------------------------------------------------------------------------
 
     def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
-        """Start a role. Raises `LifecycleError` when one of its name runs, or it cannot be started.
-
-        `watch` does not report the early end of one that is replaceable.
-        """
+        """Start a role; `watch` ignores the end of a replaceable one. Raises `LifecycleError`, as for a taken name."""
         before = self._handles.get(spec.name)
         if before is not None and before.is_running:
             raise LifecycleError(f"a role named {spec.name} runs already")
