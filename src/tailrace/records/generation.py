@@ -63,4 +63,3 @@ class Generate(Protocol):
 
     async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         """Sample one completion, `request.prefix` included."""
-        ...
