@@ -64,26 +64,28 @@ class RoleSettings(msgspec.Struct, frozen=True):
         return HostTransports(self.where, self.run) if self.where is not None else memory_transports(self.epoch)
 
 
-def trainer_spec(told: RoleSettings, devices: tuple[str, ...] | None, environment: Mapping[str, str]) -> RoleSpec:
+def trainer_spec(
+    role_settings: RoleSettings, devices: tuple[str, ...] | None, environment: Mapping[str, str]
+) -> RoleSpec:
     """The trainer, with these GPUs and variables of its own."""
     return RoleSpec(
         "trainer",
         _TRAINER,
-        msgspec.json.encode(told),
-        threads=told.run.trainer.threads,
+        msgspec.json.encode(role_settings),
+        threads=role_settings.run.trainer.threads,
         devices=devices,
         environment=environment,
     )
 
 
-def generator_specs(told: RoleSettings, devices: Mapping[str, tuple[str, ...]]) -> list[RoleSpec]:
+def generator_specs(role_settings: RoleSettings, devices: Mapping[str, tuple[str, ...]]) -> list[RoleSpec]:
     """Every generator that the settings ask for, with its GPUs by its name."""
-    chosen = told.run.generator
+    chosen = role_settings.run.generator
     return [
         RoleSpec(
             name,
             _GENERATOR,
-            msgspec.json.encode(msgspec.structs.replace(told, index=index)),
+            msgspec.json.encode(msgspec.structs.replace(role_settings, index=index)),
             threads=chosen.threads,
             devices=devices.get(name),
         )
@@ -93,32 +95,34 @@ def generator_specs(told: RoleSettings, devices: Mapping[str, tuple[str, ...]]) 
 
 async def trainer(role: Role) -> None:
     """Trains. Leaves when the event log ends: by then its terminal record was read."""
-    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     if role.has_own_process:
         importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
-    async with _observed(role, told) as phases, told.transports().trainer() as ends:
+    async with _observed(role, role_settings) as phases, role_settings.transports().trainer() as ends:
         role.ready()
-        await _train(told, ends, phases)
+        await _train(role_settings, ends, phases)
         async for _ in ends.log.follow():
             pass
 
 
-async def _train(told: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
+async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
     """Train until the terminal record, which this writes on every way out."""
     from tailrace.training.checkpoints import latest_checkpoint
     from tailrace.training.loop import TrainerPlan, run_trainer
 
-    settings = told.run
+    settings = role_settings.run
     try:
-        newest = latest_checkpoint(told.paths.checkpoints) if settings.resume else None
+        newest = latest_checkpoint(role_settings.paths.checkpoints) if settings.resume else None
         if newest is not None:
-            await asyncio.to_thread(_adopt_scheduler_state, told.paths, newest)
+            await asyncio.to_thread(_adopt_scheduler_state, role_settings.paths, newest)
     except CheckpointError as error:
-        await ends.log.append(TrainerEnded(epoch=told.epoch, status=RunStatus.FAILED, step=0, reason=str(error)))
+        await ends.log.append(
+            TrainerEnded(epoch=role_settings.epoch, status=RunStatus.FAILED, step=0, reason=str(error))
+        )
         raise
     plan = TrainerPlan(
-        epoch=told.epoch,
-        checkpoints=told.paths.checkpoints,
+        epoch=role_settings.epoch,
+        checkpoints=role_settings.paths.checkpoints,
         resume_from=newest,
         publish_dtype=settings.model.dtype,
         phases=phases,
@@ -142,12 +146,12 @@ async def generator(role: Role) -> None:
 
     It is ready before its engine is built: what that raises is told to whoever says hello, with its type.
     """
-    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
-    settings = told.run
-    seed = _seed(settings.generator.seed, told.index, role.life)
+    role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    settings = role_settings.run
+    seed = _seed(settings.generator.seed, role_settings.index, role.life)
     seeded = settings.generator.model_copy(update={"seed": seed})
-    async with _observed(role, told):
-        with told.transports().generator(role) as ends:
+    async with _observed(role, role_settings):
+        with role_settings.transports().generator(role) as ends:
             factory = engine_factory(settings.model, seeded)
             engine = Generator(factory, settings.generator.weights, payloads=ends.payloads)
             try:
@@ -157,15 +161,15 @@ async def generator(role: Role) -> None:
 
 
 @asynccontextmanager
-async def _observed(role: Role, told: RoleSettings) -> AsyncIterator[PhaseRecorder | None]:
+async def _observed(role: Role, role_settings: RoleSettings) -> AsyncIterator[PhaseRecorder | None]:
     """Measures and logs what a process of its own does; the orchestrator's does so already."""
     if not role.has_own_process:
         yield None
         return
-    name, chosen = role.spec.name, told.run.observability
-    setup_logging(name, told.paths.logs, level=chosen.log_level)
+    name, chosen = role.spec.name, role_settings.run.observability
+    setup_logging(name, role_settings.paths.logs, level=chosen.log_level)
     async with AsyncExitStack() as stack:
-        phases = await stack.enter_async_context(recording_phases(name, told.paths, chosen))
+        phases = await stack.enter_async_context(recording_phases(name, role_settings.paths, chosen))
         await stack.enter_async_context(watched_loop(chosen, phases))
         yield phases
 

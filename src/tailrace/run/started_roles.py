@@ -53,7 +53,7 @@ class StartedRoles:
         transports = ground.transports
         self._launcher, self._transports = ground.launcher, transports
         self.trainer = ground.launcher.start(
-            trainer_spec(ground.told, ground.devices.get("trainer"), trainer_environment(os.environ))
+            trainer_spec(ground.role_settings, ground.devices.get("trainer"), trainer_environment(os.environ))
         )
         self.batches = transports.batch_sender()
         self._end_log = transports.serve_log(log)
@@ -137,7 +137,7 @@ class _Ground:
     launcher: Launcher
     transports: Transports
     devices: Mapping[str, tuple[str, ...]]
-    told: RoleSettings
+    role_settings: RoleSettings
 
 
 @asynccontextmanager
@@ -155,8 +155,8 @@ async def _opened(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -
                 await asyncio.to_thread(remove_leftovers, folder)
             transports = stack.enter_context(host_transports(settings, paths, launcher))
         await stack.enter_async_context(launcher)
-        told = RoleSettings.of(in_own_process(settings, devices), paths, log.epoch, transports)
-        yield _Ground(settings, launcher, transports, devices, told)
+        role_settings = RoleSettings.of(in_own_process(settings, devices), paths, log.epoch, transports)
+        yield _Ground(settings, launcher, transports, devices, role_settings)
 
 
 def _start_generators(
@@ -177,6 +177,6 @@ def _start_generators(
     else:
         sources = [
             StartedGenerator(spec, ground.launcher, transports, payloads)
-            for spec in generator_specs(ground.told, ground.devices)
+            for spec in generator_specs(ground.role_settings, ground.devices)
         ]
     return Generators(settings, sources)
