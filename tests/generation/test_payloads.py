@@ -19,15 +19,8 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.messages import CompletionReply, unpack_payloads, unpack_reply
 from tailrace.generation.rpc.server import GeneratorServer
-from tailrace.records import (
-    Branch,
-    Completion,
-    FinishReason,
-    Generate,
-    PayloadChunk,
-    PayloadRef,
-    PayloadTableBuilder,
-)
+from tailrace.records import Branch, Completion, FinishReason, Generate, PayloadChunk, PayloadRef
+from tailrace.records.payload_table import PayloadTableBuilder
 from tailrace.transport.channels import create_socket_folder, encode, ipc_address
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import SlabPayloadStore

@@ -56,8 +56,6 @@ class JudgeFormat(Protocol):
 
     def prompt(self, group: Group, rubric: str) -> list[Message]:
         """The conversation whose next message is the verdict."""
-        ...
 
     def scores(self, answer: str, group: Group) -> Sequence[float]:
         """One score from 0 to 1 per rollout, in their order. Raises `JudgeFailed` for an answer that holds none."""
-        ...

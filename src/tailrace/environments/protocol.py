@@ -36,7 +36,6 @@ class Policy(Protocol):
             BudgetExceeded: No turn or token is left. Let it pass: it ends the rollout.
             RequestRefused: The conversation does not fit the model's context.
         """
-        ...
 
 
 Agent: TypeAlias = Callable[[Task, Policy], Awaitable[AgentResult | Reward | float | None]]
@@ -88,11 +87,9 @@ class Environment(Protocol):
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
         """Open the conversation of a task."""
-        ...
 
     def step(self, reply: Message) -> Observation | Awaitable[Observation]:
         """Judge the policy's reply and answer it."""
-        ...
 
 
 EnvironmentFactory: TypeAlias = Callable[[], Environment]

@@ -56,7 +56,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
-    for sentence in [*plan.describe(), *describe_devices(devices)]:
+    for sentence in [*plan.sentences, *describe_devices(devices)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if is_apart:  # tensors in cycles live elsewhere

@@ -73,11 +73,6 @@ class ChatTokenizer:
         )
 
     @property
-    def all_special_tokens(self) -> list[str]:
-        """The text of every token that has a role."""
-        return list(dict.fromkeys(self.special_tokens.values()))
-
-    @property
     def tells_time(self) -> bool:
         """Whether the chat template may render the same conversation differently later."""
         return self._template.tells_time

@@ -1,4 +1,4 @@
-"""What the orchestrator and its rollout workers say to each other: length-prefixed msgpack over pipes, never pickle.
+"""Messages between the orchestrator and its rollout workers: length-prefixed msgpack over pipes, never pickle.
 
 orchestrator ── Hello, then one call at a time ──► worker        stdin
 orchestrator ◄── one Answer per call, in order ─── worker        stdout
@@ -71,7 +71,7 @@ Call: TypeAlias = Load | Open | Step | ReadAttributes | Score | ScoreNamed
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A call, and the environments that nobody needs any more."""
+    """A call, and the environments that have been closed since the last one."""
 
     call: Call
     closed: list[int]

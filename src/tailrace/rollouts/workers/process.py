@@ -17,13 +17,7 @@ import threading
 import traceback
 from typing import Any, BinaryIO
 
-from tailrace.environments import (
-    Environment,
-    EnvironmentSettings,
-    EnvironmentSpec,
-    Observation,
-    load_environment,
-)
+from tailrace.environments import Environment, EnvironmentSettings, EnvironmentSpec, Observation, load_environment
 from tailrace.environments.callables import settled
 from tailrace.environments.protocol import read_attributes, require_observation
 from tailrace.environments.results import as_agent_result
