@@ -50,20 +50,15 @@ class Totals:
     staleness_sum: float = 0.0
     staleness_max: int = 0
     failures: Counter[str] = field(default_factory=Counter)
+    rewards: list[float] = field(default_factory=list)
+    """One mean per step, like the rates below."""
+    generation_tokens_per_s: list[float] = field(default_factory=list)
+    training_tokens_per_s: list[float] = field(default_factory=list)
 
     @property
     def staleness_mean(self) -> float:
         """Over tokens that bore loss."""
         return self.staleness_sum / max(1, self.tokens_trained)
-
-
-@dataclass(slots=True)
-class History:
-    """One value per step, for the live view."""
-
-    rewards: list[float] = field(default_factory=list)
-    generation_tokens_per_s: list[float] = field(default_factory=list)
-    training_tokens_per_s: list[float] = field(default_factory=list)
 
 
 class GroupSink(Protocol):
@@ -93,7 +88,7 @@ class RunObserver(SchedulerObserver):
         release_payloads: Callable[[RolloutId], None],
     ) -> None:
         """`release_payloads` is called for every rollout that is terminal."""
-        self.totals, self.history = Totals(), History()
+        self.totals = Totals()
         self.latest: dict[str, float] = {}
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
@@ -194,10 +189,10 @@ class RunObserver(SchedulerObserver):
         for gauge in self._gauges:
             self._metrics.update(gauge())
         self.latest = self._recorder.flush()
-        self.history.generation_tokens_per_s.append(rate)
-        self.history.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
+        totals.generation_tokens_per_s.append(rate)
+        totals.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
         if "reward/mean" in self.latest:
-            self.history.rewards.append(self.latest["reward/mean"])
+            totals.rewards.append(self.latest["reward/mean"])
         self._sink.write({"step": event.step, "wall_s": now - self._started_s, **self.latest})
         self._rollouts.write(event.step, self._entries)
         self._entries = []
