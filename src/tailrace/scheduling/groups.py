@@ -3,7 +3,7 @@
     task ─► members run, each over its attempts ─► scored together ─► advantages ─► filtered, or ready for a batch
                         └─ early release: each finished rollout is ready once enough siblings have finished
 
-A failed attempt is followed by up to `max_retries` more. Stopping a group cancels its running attempts and whatever they
+A failed attempt is followed by up to `max_retries` more. Stopping a group cancels its running attempts and what they
 wait for (agents, tools, rewards, requests); the group ends once all of them have ended.
 """
 

@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from tailrace.records import Completion, Int32Array, Message, ToolSpec
-from tailrace.rollouts import ParsedReply, Renderer
+from tailrace.rollouts.chat import ParsedReply, Renderer
 
 _EMPTY = ParsedReply(content="")
 

@@ -56,7 +56,7 @@ class Router:
         )
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
-        self._requests: dict[RoutedRequest, None] = {}  # in order of arrival: a set would be walked in any order
+        self._requests: dict[RoutedRequest, None] = {}  # in order of arrival, which a set has not
 
     # --- requests ------------------------------------------------------------------------------------------------
 
