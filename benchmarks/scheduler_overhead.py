@@ -2,12 +2,17 @@
 
     python benchmarks/scheduler_overhead.py [--json] [--quick] [--case in-flight-1024 ...]
 
-The real scheduler, rollouter, chat rendering, scoring and batching, over environments and a `generate` that cost
-nothing: requests wait in a queue until `in_flight` rollouts run at once, then the oldest are answered, a few per turn
-of the event loop, as an engine's thread would hand them over. So `in_flight` rollouts run all the time. The trainer
-acknowledges each batch at once. Counted once that many run; the lag of the loop is that of the whole run, the first
-burst of admissions included.
+`in-flight-N`: the real scheduler, rollouter, chat rendering, scoring and batching, over environments and a `generate`
+that cost nothing: requests wait in a queue until N rollouts run at once, then the oldest are answered, a few per turn
+of the event loop, as an engine's thread would hand them over. So N rollouts run all the time. The trainer acknowledges
+each batch at once.
 
+`run-N`: the orchestrator as a run has it. Beside the above: the run's observer with its files, phases and trace; router
+and RPC to a generator in another process, which answers as above; the bytes of each batch in shared memory, read by a
+trainer in that process, which says by the event log that the step ended; the scheduler's state on disk. Of the whole
+process, its threads included, but not of the other one.
+
+Counted once that many run; the lag of the loop is that of the whole run, the first burst of admissions included.
 `cpu_s_per_rollout` is user and system time of the process over trained rollouts, the median over steps; what the
 stand-in for the engine costs is counted with it. `loop_lag_max_s` is how much later than asked a sleeping task went on,
 neighbours on the machine included; `loop_turn_max_s` is the most CPU time that one turn of the event loop took. Rewards
@@ -17,20 +22,26 @@ where that is less. Old objects are held from the garbage collector and memory i
 
 from __future__ import annotations
 
+import kit  # isort: skip  - pins threads
+
 import asyncio
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from kit import parse_options, progress, report
+from scheduler_peers import ANSWERED_AT_ONCE, COMPLETION_TOKENS, completion_ids
 
 from tailrace.batching import FormedBatch
+from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import reserve_memory
+from tailrace.lifecycle.memory import reserve_memory, share_one_arena
 from tailrace.models.loading import tokenizer_folder
 from tailrace.records import (
     Completion,
@@ -42,16 +53,21 @@ from tailrace.records import (
     PlannedBatch,
     Rollout,
     RolloutId,
+    RunStatus,
     StepSkipped,
     StepTrained,
     Task,
 )
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.run.composition import RunGround, compose
+from tailrace.run.folder import RunPaths
+from tailrace.run.phases import ORCHESTRATOR, recording_phases, watched_loop
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
-TARGET_S, TARGET_LAG_S, TARGET_SPREAD = 150e-6, 0.010, 1.5
+TARGET_S, TARGET_RUN_S, TARGET_LAG_S, TARGET_SPREAD = 80e-6, 150e-6, 0.010, 1.5
 IN_FLIGHT = (1024, 4096, 16_384, 65_536)
-GROUP_SIZE, COMPLETION_TOKENS, ANSWERED_AT_ONCE = 8, 16, 16
+IN_FLIGHT_OF_RUNS = (1024,)
+GROUP_SIZE = 8
 BEAT_S = 0.002
 
 
@@ -65,9 +81,10 @@ class Row:
     cpu_s_per_rollout: float
     loop_lag_max_s: float
     loop_lag_p99_s: float
-    loop_turn_max_s: float
+    loop_turn_max_s: float | None
+    """None in a run, whose loop has no turn that only watches it."""
     flatness: float | None
-    """CPU time per rollout over that of the cheapest case."""
+    """CPU time per rollout over that of the cheapest case of its kind."""
     target: float
     met: bool
 
@@ -78,9 +95,7 @@ class InstantGenerate:
     def __init__(self, in_flight: int, stop_token_id: int) -> None:
         self._in_flight = in_flight
         self._waiting: deque[asyncio.Future[Completion]] = deque()
-        ids = np.arange(10, 10 + COMPLETION_TOKENS, dtype=np.int32)
-        ids[-1] = stop_token_id
-        self._ids, self._logprobs = ids, np.full(COMPLETION_TOKENS, -1.0, np.float32)
+        self._ids, self._logprobs = completion_ids(stop_token_id), np.full(COMPLETION_TOKENS, -1.0, np.float32)
         self.version = 0
         self.full = asyncio.Event()
         self._enough = asyncio.Event()
@@ -113,14 +128,21 @@ class InstantGenerate:
         )
 
 
-class Silent:
-    """A scheduler's observer that only counts."""
+class Marks:
+    """CPU time and trained rollouts at the end of each step."""
 
     def __init__(self) -> None:
         self.trained = 0
-        self.marks: list[tuple[float, int]] = []
-        """CPU time and trained rollouts at the end of each step."""
+        self._marks: list[tuple[float, int]] = []
         self._awaited: list[tuple[int, asyncio.Event]] = []
+
+    def add(self, rollouts: int) -> None:
+        """So many were trained in a step that ended."""
+        self.trained += rollouts
+        self._marks.append((time.process_time(), self.trained))
+        for trained, reached in self._awaited:
+            if self.trained >= trained:
+                reached.set()
 
     async def reached(self, trained: int) -> None:
         """Waits until so many rollouts are trained."""
@@ -128,6 +150,19 @@ class Silent:
             event = asyncio.Event()
             self._awaited.append((trained, event))
             await event.wait()
+
+    @property
+    def cpu_s_per_rollout(self) -> float:
+        """Median over steps."""
+        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
+        return float(np.median([(after[0] - before[0]) / (after[1] - before[1]) for before, after in pairs]))
+
+
+class Silent:
+    """A scheduler's observer that only counts."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
 
     def rollout_finished(self, rollout: Rollout) -> None: ...
 
@@ -140,11 +175,7 @@ class Silent:
     def batch_sent(self, formed: FormedBatch) -> None: ...
 
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
-        self.trained += formed.batch.summary.num_rollouts
-        self.marks.append((time.process_time(), self.trained))
-        for trained, reached in self._awaited:
-            if self.trained >= trained:
-                reached.set()
+        self._marks.add(formed.batch.summary.num_rollouts)
 
 
 @dataclass
@@ -181,50 +212,103 @@ def spec() -> EnvironmentSpec:
 
 
 def main() -> None:
-    options = parse_options(__doc__)
-    names = {f"in-flight-{count}": count for count in IN_FLIGHT}
+    options = kit.parse_options(__doc__)
+    kinds = {"in-flight": (measure, IN_FLIGHT), "run": (measure_run, IN_FLIGHT_OF_RUNS)}
+    cases = {f"{kind}-{count}": (kind, count) for kind, (_, counts) in kinds.items() for count in counts}
     with tempfile.TemporaryDirectory() as folder:
         renderer = ChatRenderer(tokenizer_folder("bundled:quickstart", Path(folder)))
-        measured = []
-        for name in options.choose(list(names)):
-            progress(name)
-            measured.append(run_case(name, names[name], renderer, quick=options.quick))
-    cheapest = min(row.cpu_s_per_rollout for row in measured)
-    report("Scheduler overhead", [judged(row, cheapest) for row in measured], options)
+        measured: list[Row] = []
+        for name in options.choose(list(cases)):
+            kit.progress(name)
+            kind, in_flight = cases[name]
+            measured.append(run_case(kinds[kind][0](Case(name, in_flight, renderer, options.quick))))
+    kit.report("Scheduler overhead", [judged(row, measured) for row in measured], options)
 
 
-def judged(row: Row, cheapest: float) -> Row:
-    flatness = row.cpu_s_per_rollout / cheapest
-    met = row.cpu_s_per_rollout < TARGET_S and flatness < TARGET_SPREAD and row.loop_lag_max_s < TARGET_LAG_S
-    return Row(**{**row.__dict__, "flatness": flatness, "met": met})
+def judged(row: Row, measured: list[Row]) -> Row:
+    kind = row.case.rpartition("-")[0]
+    flatness = row.cpu_s_per_rollout / min(one.cpu_s_per_rollout for one in measured if one.case.startswith(kind))
+    met = row.cpu_s_per_rollout < row.target and flatness < TARGET_SPREAD and row.loop_lag_max_s < TARGET_LAG_S
+    return replace(row, flatness=flatness, met=met)
 
 
-def run_case(name: str, in_flight: int, renderer: ChatRenderer, *, quick: bool) -> Row:
+def run_case(case: Coroutine[Any, Any, Row]) -> Row:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(measure(name, in_flight, renderer, rounds=1 if quick else 4))
+        return runner.run(case)
 
 
-async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: int) -> Row:
-    environment, batch_size = spec(), max(256, in_flight // 4)
-    generate = InstantGenerate(in_flight, renderer.stop_token_ids[0])
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    name: str
+    in_flight: int
+    renderer: ChatRenderer
+    quick: bool
+    environment: EnvironmentSpec = field(default_factory=spec)
+
+    @property
+    def settings(self) -> SchedulingSettings:
+        """A batch is a quarter of what is in flight, or 256 rollouts where that is less; twice that may wait."""
+        batch_size = max(256, self.in_flight // 4)
+        max_staleness = -(-2 * self.in_flight // batch_size)
+        return SchedulingSettings(
+            batch_size=batch_size, max_staleness=max_staleness, max_in_flight=self.in_flight, row_tokens=8192
+        )
+
+    @property
+    def rollouts(self) -> RolloutSettings:
+        """Of one short turn."""
+        return RolloutSettings(max_tokens=COMPLETION_TOKENS, group_size=GROUP_SIZE)
+
+    @property
+    def loaded(self) -> dict[str, LoadedEnvironment]:
+        """The only environment."""
+        return {self.environment.name: LoadedEnvironment.of(self.environment, self.rollouts)}
+
+    def run_settings(self) -> RunSettings:
+        """Of a run whose trainer and generator do no work; its environment is given apart."""
+        return RunSettings.model_validate(
+            {
+                "name": "measured",
+                "max_steps": 1_000_000,
+                "placement": "scheduler_peers:PeersLauncher",
+                "model": {"name": "bundled:quickstart"},
+                "environments": [{"name": "reverse-text"}],
+                "rollouts": self.rollouts.model_dump(exclude_unset=True),
+                "scheduling": self.settings.model_dump(exclude_unset=True),
+            }
+        )
+
+    async def until_measured(self, marks: Marks) -> None:
+        """From the first step that ended on."""
+        await marks.reached(1)
+        await marks.reached(marks.trained + max(20_000, (1 if self.quick else 4) * self.in_flight))
+
+    def row(self, marks: Marks, beat: Beat, target: float, *, turn_max_s: float | None) -> Row:
+        """What was measured."""
+        lags = float(np.max(beat.lags)), float(np.percentile(beat.lags, 99))
+        cpu_s = marks.cpu_s_per_rollout
+        return Row(self.name, self.in_flight, marks.trained, cpu_s, *lags, turn_max_s, None, target, False)
+
+
+async def measure(case: Case) -> Row:
+    generate = InstantGenerate(case.in_flight, case.renderer.stop_token_ids[0])
     batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
-    observer, beat = Silent(), Beat()
-    max_staleness = -(-2 * in_flight // batch_size)
-    reserve_memory(in_flight)
-    rollouts = RolloutSettings(max_tokens=COMPLETION_TOKENS)
-    loaded = {environment.name: LoadedEnvironment.of(environment, rollouts)}
-    async with Rollouter(rollouts, loaded, renderer=renderer, generate=generate) as rollouter:
+    marks, beat = Marks(), Beat()
+    reserve_memory(case.in_flight)
+    async with Rollouter(case.rollouts, case.loaded, renderer=case.renderer, generate=generate) as rollouter:
         scheduler = StreamScheduler(
-            TaskStream([TaskSource(environment)], seed=0),
+            TaskStream([TaskSource(case.environment)], seed=0),
             rollouter,
             batches.put,
-            observer,
-            settings=SchedulingSettings(batch_size=batch_size),
-            max_staleness=max_staleness,
-            max_running=in_flight,
-            group_sizes={environment.name: GROUP_SIZE},
+            Silent(marks),
+            settings=case.settings,
+            max_staleness=case.settings.staleness_bound("stream"),
+            max_running=case.in_flight,
+            group_sizes={case.environment.name: GROUP_SIZE},
         )
 
         async def train() -> None:
@@ -234,21 +318,59 @@ async def measure(name: str, in_flight: int, renderer: ChatRenderer, *, rounds: 
                 scheduler.handle(StepTrained(epoch="", step=step, version=step, metrics={}))
 
         with hold_old_objects():
-            coroutines = (beat.run(), beat.watch_turns(), scheduler.run(), generate.serve(), train())
-            tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-            await generate.full.wait()
-            await observer.reached(1)
-            await observer.reached(observer.trained + max(20_000, rounds * in_flight))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            async with running(beat.run(), beat.watch_turns(), scheduler.run(), generate.serve(), train()):
+                await generate.full.wait()
+                await case.until_measured(marks)
             scheduler.finish("measured")
-    lag_max_s, lag_p99_s = float(np.max(beat.lags)), float(np.percentile(beat.lags, 99))
-    pairs = list(zip(observer.marks[:-1], observer.marks[1:], strict=True))
-    cpu_s = float(np.median([(after[0] - before[0]) / (after[1] - before[1]) for before, after in pairs]))
-    return Row(
-        name, in_flight, observer.trained, cpu_s, lag_max_s, lag_p99_s, beat.longest_turn_s, None, TARGET_S, False
-    )
+    return case.row(marks, beat, TARGET_S, turn_max_s=beat.longest_turn_s)
+
+
+async def measure_run(case: Case) -> Row:
+    share_one_arena()
+    reserve_memory(case.in_flight)
+    with tempfile.TemporaryDirectory() as folder, hold_old_objects():
+        settings, paths = case.run_settings(), RunPaths(Path(folder))
+        async with AsyncExitStack() as stack:
+            phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, settings.observability))
+            lag = await stack.enter_async_context(watched_loop(settings.observability, phases))
+            ground = RunGround(settings, paths, case.loaded, case.renderer, phases, lag)
+            async with compose(ground) as run:
+                marks, beat = Marks(), Beat()
+                run.observer.step_ended = counted(run.observer.step_ended, marks)  # type: ignore[method-assign]
+                async with running(beat.run()), asyncio.TaskGroup() as tasks:
+                    ending = tasks.create_task(run.orchestrator.run())
+                    await case.until_measured(marks)
+                    await run.orchestrator.request_stop(RunStatus.FINISHED, "measured")
+                    await ending
+                await asyncio.to_thread(run.writer.close)
+    return case.row(marks, beat, TARGET_RUN_S, turn_max_s=None)
+
+
+StepEnded = Callable[[StepTrained | StepSkipped, FormedBatch], None]
+
+
+def counted(step_ended: StepEnded, marks: Marks) -> StepEnded:
+    """The observer's, and the marks'."""
+
+    def both(event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
+        step_ended(event, formed)
+        marks.add(formed.batch.summary.num_rollouts)
+
+    return both
+
+
+@asynccontextmanager
+async def running(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """All of them, until this context is left."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
 
 if __name__ == "__main__":

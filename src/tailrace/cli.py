@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -72,9 +74,8 @@ class Train:
             from tailrace.run.training import train
 
             summary = _run(train(settings))
-        console = Console()
-        console.print(summary_text(summary), highlight=False, markup=False, soft_wrap=True)
-        console.print(f"  in          runs/{settings.name}", highlight=False, soft_wrap=True)
+        _print(summary_text(summary))
+        _print(f"  in          runs/{settings.name}")
         return summary.exit_code
 
 
@@ -101,8 +102,7 @@ class Evaluate:
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
             found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
-        text = evaluation_json(found) if self.json else evaluation_text(settings.model.name, found)
-        Console().print(text, highlight=False, markup=False, soft_wrap=True)
+        _print(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
         return 0
 
 
@@ -122,10 +122,7 @@ class Serve:
         from tailrace.config.serving import load_serve_settings
         from tailrace.run.serving import serve
 
-        def say(sentence: str) -> None:
-            Console().print(sentence, highlight=False, markup=False, soft_wrap=True)
-
-        return _run(serve(load_serve_settings(self.model, overrides), self.address, self.key, say))
+        return _run(serve(load_serve_settings(self.model, overrides), self.address, self.key, _print))
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class Simulate:
         from tailrace.simulation import simulate
         from tailrace.simulation.report import comparison, record
 
-        logging.getLogger("tailrace").setLevel(logging.ERROR)  # what a run warns of, the table tells
+        logging.getLogger("tailrace").setLevel(logging.ERROR)  # the table says what a run would warn of
         runs = []
         for plan in load_plans(self.plan, overrides, sweep=self.sweep):
             runs.append(simulate(plan))
@@ -167,7 +164,7 @@ class Simulate:
 
 @dataclass(frozen=True)
 class Replay:
-    """Run a captured step's pipeline again, offline, and tell what each phase costs and does to the event loop."""
+    """Run a captured step's pipeline again, offline, and measure what each phase costs and does to the event loop."""
 
     capture: Capture = None
     """A run's folder with a capture in it (`tailrace train RECIPE --capture 2`); or none, with --synthetic."""
@@ -203,7 +200,7 @@ class Replay:
             table.add_row(*row)
         Console(width=max(_TABLE_WIDTH, Console().width)).print(table)
         if self.json:
-            sys.stdout.write(as_json(costs) + "\n")
+            _print(as_json(costs))
         return 0
 
 
@@ -251,29 +248,29 @@ class FetchSmollm2:
         from tailrace.models.export import export_smollm2
 
         _refuse(overrides)
-        Console().print(f"wrote {export_smollm2(self.folder)}", highlight=False, soft_wrap=True)
+        _print(f"wrote {export_smollm2(self.folder)}")
         return 0
 
 
-Command: TypeAlias = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Evaluate, tyro.conf.subcommand("eval")]
-    | Annotated[Serve, tyro.conf.subcommand("serve")]
-    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
-    | Annotated[Replay, tyro.conf.subcommand("replay")]
-    | Annotated[Recipes, tyro.conf.subcommand("recipes")]
-    | Annotated[Settings, tyro.conf.subcommand("settings")]
-    | Annotated[FetchSmollm2, tyro.conf.subcommand("fetch-smollm2")]
-)
+_COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
+    "train": Train,
+    "eval": Evaluate,
+    "serve": Serve,
+    "simulate": Simulate,
+    "replay": Replay,
+    "recipes": Recipes,
+    "settings": Settings,
+    "fetch-smollm2": FetchSmollm2,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status. Without `arguments` it is the process's own, which ends with it."""
-    from tailrace.lifecycle.event_loop import end_in_spite_of_threads
+    """Run the command; returns its exit status. Without `arguments`, those of the process, which it may end."""
+    from tailrace.lifecycle.event_loop import force_exit_if_threads_hang
 
     status = _status_of(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        end_in_spite_of_threads(status)
+        force_exit_if_threads_hang(status)
     return status
 
 
@@ -293,17 +290,17 @@ def _status_of(given: Sequence[str]) -> int:
 
 def _require_command(arguments: Sequence[str]) -> None:
     """Raise `SettingsError` for a first word that is no command, with the nearest one."""
-    names = ("train", "eval", "serve", "simulate", "replay", "recipes", "settings", "fetch-smollm2")
     word = arguments[0] if arguments else "-h"
-    if not word.startswith("-") and word not in names:
-        close = get_close_matches(word, names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(names)}"
+    if not word.startswith("-") and word not in _COMMANDS:
+        close = get_close_matches(word, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(_COMMANDS)}"
         raise SettingsError(f"there is no command {word!r}; {hint}")
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    commands: Any = reduce(or_, (Annotated[one, tyro.conf.subcommand(name)] for name, one in _COMMANDS.items()))
     command, overrides = tyro.cli(
-        Command,
+        commands,
         prog="tailrace",
         description="Reinforcement learning of language models, asynchronous throughout.",
         args=arguments or ["--help"],
@@ -327,11 +324,15 @@ def _show_plan(settings: Any) -> int:
 
     environments = load_environments(settings)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
-    console = Console()
-    console.print(settings_as_toml(settings), highlight=False, markup=False, soft_wrap=True)
-    for sentence in [*plan.describe(), *describe_devices(role_devices(settings))]:
-        console.print(f"  {sentence}", highlight=False, markup=False, soft_wrap=True)
+    _print(settings_as_toml(settings))
+    for sentence in [*plan.sentences, *describe_devices(role_devices(settings))]:
+        _print(f"  {sentence}")
     return 0
+
+
+def _print(text: str) -> None:
+    """As it is: neither wrapped nor coloured."""
+    Console().print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _refuse(overrides: list[str]) -> None:

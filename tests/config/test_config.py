@@ -175,7 +175,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
     plan = plan_run(settings, {"alphabet-sort": 800})
     assert plan.steps_per_epoch == 800 * settings.rollouts.group_size / settings.scheduling.batch_size
     assert plan.expected_steps == 50
-    assert len(plan.describe()) == 9
+    assert len(plan.sentences) == 9
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
 )
 def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: str) -> None:
     settings = load_settings("quickstart", ["--scheduling.batch_size", "64", *overrides])
-    assert any(sentence in line for line in plan_run(settings, {"alphabet-sort": 800}).describe())
+    assert any(sentence in line for line in plan_run(settings, {"alphabet-sort": 800}).sentences)
 
 
 @pytest.mark.parametrize(

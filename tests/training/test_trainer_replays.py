@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from tailrace.errors import ModelError, PayloadLost, TrainingError
-from tailrace.records import Batch, OpenPayload, PayloadChunk, PayloadRef, PayloadTableBuilder
+from tailrace.records import Batch, OpenPayload, PayloadChunk, PayloadRef
+from tailrace.records.payload_table import PayloadTableBuilder
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer

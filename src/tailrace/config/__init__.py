@@ -18,7 +18,7 @@ from tailrace.config.plan import Plan, plan_run
 from tailrace.config.problems import explain
 from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.settings import RunSettings
-from tailrace.config.sources import Key, Places, list_recipes, read_settings_file
+from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
 
 __all__ = [
@@ -42,20 +42,17 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
     3
     """
     file = read_settings_file(recipe)
-    given = parse_overrides(overrides)
-    table = apply_overrides(file.table, given)
+    table = apply_overrides(file.table, parse_overrides(overrides))
     table.setdefault("name", _name_of(recipe))
     try:
         return RunSettings.model_validate(table)
     except ValidationError as error:
-        raise explain(error, RunSettings, Places(file, {_as_located(key) for key in given})) from None
+        raise explain(error, RunSettings, _places(file, overrides)) from None
 
 
 @contextmanager
 def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """What is found wrong with these settings only when they are used is told with its place, as by `load_settings`.
-
-    Raises `SettingsError`.
+    """Errors in these settings that show only when they are used name their file and line, as in `load_settings`.
 
     >>> with placed("quickstart", ["--environment.args.max_name", "3"]):
     ...     raise SettingsError("no such argument", key=("environments", 0, "args", "max_name"))
@@ -68,8 +65,8 @@ def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
     except SettingsError as error:
         if not error.key:
             raise
-        places = Places(read_settings_file(recipe), {_as_located(key) for key in parse_overrides(overrides)})
-        raise SettingsError(f"{places.where(error.key)}: {error}") from error
+        where = _places(read_settings_file(recipe), overrides).where(error.key)
+        raise SettingsError(f"{where}: {error}") from error
 
 
 def _name_of(recipe: str) -> str:
@@ -77,8 +74,10 @@ def _name_of(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "-", Path(recipe).name.removesuffix(".toml")).lstrip(".-") or "run"
 
 
-def _as_located(key: tuple[str, ...]) -> Key:
-    """An overridden key as it stands in the tables."""
-    if key[0] == "environment":
-        return ("environments", 0, *key[1:])
-    return tuple(int(part) if part.isdigit() else part for part in key)
+def _places(file: SettingsFile, overrides: Sequence[str]) -> Places:
+    """`--environment.*` and `--environments.0.*` are the same key of the tables."""
+    given: set[Key] = set()
+    for first, *rest in parse_overrides(overrides):
+        parts = ("environments", "0", *rest) if first == "environment" else (first, *rest)
+        given.add(tuple(int(part) if part.isdigit() else part for part in parts))
+    return Places(file, given)

@@ -40,7 +40,7 @@ class _ProblemFormatter:
         if problem["type"] == "value_error":
             error = problem["ctx"]["error"]
             if isinstance(error, Contradictions):
-                return [f"{self.given.where(*one.keys)}: {one}" for one in error.found]
+                return [f"{self.given.where(*one.keys)}: {one.message}" for one in error.found]
             return [f"{self.given.where(key)}: {error}"]
         return [f"{self.given.where(key)}: {self._what(problem, key)}"]
 
@@ -96,7 +96,7 @@ def dotted(key: Key) -> str:
 def _how_to_give(key: Key, section: type[BaseModel] | None) -> str:
     """What to write where a key should be, in a file and on the command line."""
     if section is None:
-        return f"add it, or give --{'.'.join(map(str, _singular(key)))} on the command line"
+        return f"add it, or give --{dotted(_singular(key))} on the command line"
     first = next((name for name, field in section.model_fields.items() if field.is_required()), "")
     first = first or next(iter(section.model_fields))
     table = "[[environments]]" if key == ("environments",) else f"[{dotted(key)}]"
@@ -104,9 +104,7 @@ def _how_to_give(key: Key, section: type[BaseModel] | None) -> str:
 
 
 def _singular(key: Key) -> Key:
-    if key[:1] == ("environments",):
-        return ("environment", *key[2:])
-    return key
+    return ("environment", *key[2:]) if key[:1] == ("environments",) else key
 
 
 def _section(model: type[BaseModel], path: Key) -> type[BaseModel] | None:

@@ -1,4 +1,4 @@
-"""The settings reference, generated from the code, so that it is never untrue."""
+"""The settings reference, generated from the code, so it is always up to date."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def settings_reference() -> str:
 
 
 def simulation_reference() -> str:
-    """The same of a plan of `tailrace simulate`, but for what is a run's as well."""
+    """Markdown with one table per section, of a plan of `tailrace simulate`."""
     return "\n".join([_SIMULATION_INTRODUCTION, *_tables(SimulationPlan, left_out=("scheduling",))])
 
 
@@ -52,7 +52,7 @@ def _tables(settings: type[BaseModel], left_out: Collection[str] = ()) -> list[s
 
 
 def _sections(title: str, name: str, model: type[BaseModel], made: BaseModel | None) -> list[str]:
-    """The tables of a section and of those in it. `made` is what it is by default, where it can be left out."""
+    """The tables of a section and of those in it. `made` is its default, where it may be left out."""
     plain = {key: field for key, field in model.model_fields.items() if not model_in(field.annotation)}
     sections = [_section(title, (model.__doc__ or "").strip().splitlines()[0], plain, made)]
     for key, field in model.model_fields.items():
@@ -63,8 +63,8 @@ def _sections(title: str, name: str, model: type[BaseModel], made: BaseModel | N
                 f"`{inner_name}`", inner_name, inner, inner_made if isinstance(inner_made, inner) else None
             )
         for kind in _kinds(field.annotation):
-            told = kind.model_fields["kind"].default
-            sections += _sections(f'`{inner_name}` with `kind = "{told}"`', inner_name, kind, None)
+            title = f'`{inner_name}` with `kind = "{kind.model_fields["kind"].default}"`'
+            sections += _sections(title, inner_name, kind, None)
     return sections
 
 
@@ -72,14 +72,14 @@ def _section(title: str, text: str, fields: dict[str, FieldInfo], made: BaseMode
     lines = [f"## {title}", "", *([text, ""] if text else []), "| setting | type | default | what it does |"]
     lines.append("| --- | --- | --- | --- |")
     for name, field in fields.items():
-        default = _default(field) if made is None else _told(getattr(made, name))
+        default = _default(field) if made is None else _value_text(getattr(made, name))
         lines.append(f"| `{name}` | {_type(field)} | {default} | {_escape(field.description or '')} |")
     return "\n".join([*lines, ""])
 
 
 def _made(field: FieldInfo) -> BaseModel | None:
-    """What a section is where it is left out; None where it has to be given, or is one of several."""
-    made = None if field.is_required() else field.get_default(call_default_factory=True)
+    """A section's default; None where it is required, or one of several kinds."""
+    made = field.get_default(call_default_factory=True)
     return made if isinstance(made, BaseModel) else None
 
 
@@ -98,12 +98,10 @@ def _type(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return _told(field.get_default(call_default_factory=True))
+    return "required" if field.is_required() else _value_text(field.get_default(call_default_factory=True))
 
 
-def _told(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, BaseModel):
         settings = ", ".join(f"{name} = {given!r}" for name, given in value)
         return f"`{{ {_escape(settings)} }}`"

@@ -7,6 +7,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from operator import eq
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,10 +35,6 @@ class SettingsFile:
                 return f"{self.path}, line {self.lines[key[:length]]}"
         return self.path
 
-    def holds(self, key: Key) -> bool:
-        """Whether this very key stands in the file."""
-        return key in self.lines
-
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -49,9 +46,10 @@ class Places:
 
     def where(self, *keys: Key) -> str:
         """The command line, if it gave one of the keys or something inside; else the line of the first that has one."""
-        if any(_touches(given, key) for key in keys for given in self.overridden):
+        overlaps = (all(map(eq, given, key)) for key in keys for given in self.overridden)
+        if any(overlaps):  # one lies inside the other: `map` ends with the shorter
             return "command line"
-        return self.file.where(next((key for key in keys if self.file.holds(key)), keys[0]))
+        return self.file.where(next((key for key in keys if key in self.file.lines), keys[0]))
 
 
 def recipe_folder() -> Path:
@@ -76,7 +74,11 @@ def read_settings_file(recipe: str) -> SettingsFile:
     if path.suffix != ".toml":
         path = recipe_folder() / f"{recipe}.toml"
         if not path.is_file():
-            raise SettingsError(_unknown_recipe(recipe))
+            names = list(list_recipes())
+            close = get_close_matches(recipe, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            known = f"Recipes: {', '.join(names)}. A file of your own ends in .toml"
+            raise SettingsError(f"there is no recipe {recipe!r}{hint} {known}")
     try:
         text = path.read_text(encoding="utf-8")
         return SettingsFile(recipe if path.suffix != ".toml" else str(path), tomllib.loads(text), find_lines(text))
@@ -107,12 +109,6 @@ def find_lines(text: str) -> dict[Key, int]:
     return lines
 
 
-def _touches(given: Key, key: Key) -> bool:
-    """Whether one of the two lies inside the other."""
-    shorter = min(len(given), len(key))
-    return given[:shorter] == key[:shorter]
-
-
 def _split(dotted: str, counts: dict[str, int]) -> Key:
     key: list[str | int] = []
     names: list[str] = []
@@ -122,10 +118,3 @@ def _split(dotted: str, counts: dict[str, int]) -> Key:
         if (index := counts.get(".".join(names))) is not None:
             key.append(index)
     return tuple(key)
-
-
-def _unknown_recipe(recipe: str) -> str:
-    names = list(list_recipes())
-    close = get_close_matches(recipe, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"there is no recipe {recipe!r}{hint} Recipes: {', '.join(names)}. A file of your own ends in .toml"

@@ -48,7 +48,7 @@ def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
     `asyncio.run` waits for ever for a task that ignores its cancellation, and for a thread (`asyncio.to_thread`) that
     never returns. This names them in the log and leaves the loop as it is: the process is about to end (see
-    `end_in_spite_of_threads`).
+    `force_exit_if_threads_hang`).
     """
     runner = asyncio.Runner(loop_factory=loop_factory())
     threads = _Threads()
@@ -64,7 +64,7 @@ def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
             runner.close()
 
 
-def end_in_spite_of_threads(status: int) -> None:
+def force_exit_if_threads_hang(status: int) -> None:
     """End the process with `status` where a thread that never returns would keep it for ever; else do nothing."""
     if _stuck:
         logging.shutdown()

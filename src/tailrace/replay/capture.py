@@ -88,7 +88,7 @@ class CaptureWriter:
             writer.submit(lambda: self._begin(settings_json))
 
     def write(self, group: Group) -> None:
-        """A group entered the pipeline, scored. Never waits; what nobody may change any more is read later."""
+        """A scored group entered the pipeline. Never waits: a thread reads the group, which no longer changes."""
         if self._steps_left <= 0 or self._is_full:
             return
         self._groups += 1
@@ -100,29 +100,27 @@ class CaptureWriter:
         self._steps_left -= 1
         self._steps_done += 1
 
+    # --- in the writer's thread ---
+
     def _begin(self, settings_json: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / SETTINGS_FILE).write_text(settings_json, encoding="utf-8")
 
     def _write(self, number: int, group: Group, rollouts: list[Rollout], steps: int) -> None:
-        """In the writer's thread."""
         with phase("capture") as capturing:
             columns = save(_columns(rollouts))
             record = msgspec.msgpack.encode(_group_record(group, rollouts, steps))
             num_bytes = len(columns) + len(record)
             if num_bytes > self._left_bytes:
-                self._tell_full(number)
+                if not self._is_full:
+                    _logger.warning("the capture is full after %d groups (observability.capture_mb)", number - 1)
+                self._is_full = True
                 return
             self._left_bytes -= num_bytes
             capturing.add_bytes(num_bytes)
             path = self._folder / f"group_{number:06d}"
             path.with_suffix(".safetensors").write_bytes(columns)
             path.with_suffix(".msgpack").write_bytes(record)
-
-    def _tell_full(self, number: int) -> None:
-        if not self._is_full:
-            self._is_full = True
-            _logger.warning("the capture is full after %d groups (observability.capture_mb)", number - 1)
 
 
 def read_capture(folder: Path) -> list[Group]:
@@ -149,13 +147,13 @@ def _read(path: Path) -> Group:
 
 
 def _columns(rollouts: list[Rollout]) -> dict[str, NDArray[Any]]:
-    branches = [branch for rollout in rollouts for branch in rollout.branches]
-    empty = Branch()
+    # The empty branch makes the first offset 0, and the columns of a group without any branch.
+    branches = [Branch(), *(branch for rollout in rollouts for branch in rollout.branches)]
     return {
-        "token_ids": np.concatenate([empty.token_ids, *(branch.token_ids for branch in branches)]),
-        "logprobs": np.concatenate([empty.logprobs, *(branch.logprobs for branch in branches)]),
-        "policy_versions": np.concatenate([empty.policy_versions, *(branch.policy_versions for branch in branches)]),
-        "branch_offsets": np.cumsum([0, *(branch.num_tokens for branch in branches)], dtype=np.int64),
+        "token_ids": np.concatenate([branch.token_ids for branch in branches]),
+        "logprobs": np.concatenate([branch.logprobs for branch in branches]),
+        "policy_versions": np.concatenate([branch.policy_versions for branch in branches]),
+        "branch_offsets": np.cumsum([branch.num_tokens for branch in branches], dtype=np.int64),
     }
 
 
@@ -177,7 +175,7 @@ def _rollout_record(rollout: Rollout) -> _RolloutRecord:
         sampling=rollout.sampling,
         branches=[
             _BranchRecord(
-                [(span.start, span.end) for span in branch.completion_spans],
+                list(branch.completion_spans),
                 list(branch.mixed_spans),
                 [chunk for chunk in branch.payload_chunks if chunk.ref is not None],
             )
@@ -231,7 +229,7 @@ def _rollout(record: _RolloutRecord, task: Task, group_id: GroupId, branches: It
 
 
 def _branches(records: list[_BranchRecord], columns: Mapping[str, NDArray[Any]]) -> Iterator[Branch]:
-    """Grown as they once grew."""
+    """Made context by context and completion by completion, as the run made them."""
     offsets = columns["branch_offsets"].tolist()
     if len(offsets) != len(records) + 1 or offsets[-1] != len(columns["token_ids"]):
         raise ValueError(f"{len(records)} branches do not fit {len(offsets)} offsets")
@@ -241,23 +239,15 @@ def _branches(records: list[_BranchRecord], columns: Mapping[str, NDArray[Any]])
         for first, last in record.spans:
             branch.extend_context(own["token_ids"][position:first])
             mixed = tuple((a - first, b - first) for a, b in record.mixed_spans if first <= a and b <= last)
-            branch.extend_completion(_completion(own, slice(first, last), mixed, chunks))
+            completion = Completion(
+                token_ids=own["token_ids"][first:last],
+                logprobs=own["logprobs"][first:last],
+                policy_versions=own["policy_versions"][first:last],
+                finish_reason=FinishReason.STOP,
+                routed_experts=chunks,
+                mixed_spans=mixed,
+            )
+            branch.extend_completion(completion)
             position, chunks = last, ()
         branch.extend_context(own["token_ids"][position:])
         yield branch
-
-
-def _completion(
-    columns: Mapping[str, NDArray[Any]],
-    where: slice,
-    mixed_spans: tuple[tuple[int, int], ...],
-    chunks: tuple[PayloadChunk, ...],
-) -> Completion:
-    return Completion(
-        token_ids=columns["token_ids"][where],
-        logprobs=columns["logprobs"][where],
-        policy_versions=columns["policy_versions"][where],
-        finish_reason=FinishReason.STOP,
-        routed_experts=chunks,
-        mixed_spans=mixed_spans,
-    )

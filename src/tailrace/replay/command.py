@@ -32,7 +32,7 @@ _QUEUE = "replay"
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay: what a run captured, or a load to make up."""
+    """What to replay: the groups that a run captured, or a made-up load."""
 
     captured: Sequence[Group] = ()
     settings: RunSettings | None = None
@@ -47,7 +47,7 @@ class ReplayPlan:
         return self.captured
 
     def scheduling(self, groups: Sequence[Group]) -> SchedulingSettings:
-        """As the run formed its batches; made-up groups come in rows that hold a rollout each."""
+        """As the run formed its batches; rows of made-up groups hold a rollout each."""
         if self.settings is not None:
             return self.settings.scheduling
         longest = max(rollout.num_tokens for group in groups for rollout in group.rollouts)
@@ -70,11 +70,10 @@ async def replay(
         recorder = stack.enter_context(PhaseRecorder().recording())
         sender = shared_memory_sender(address, shared_memory, num_ranks=ranks)
         stack.push_async_callback(sender.close)
-        receivers = [
-            shared_memory_receiver(address, shared_memory, rank=rank, num_ranks=ranks) for rank in range(ranks)
-        ]
-        for receiver in receivers:
-            stack.push_async_callback(receiver.close)
+        receivers = []
+        for rank in range(ranks):
+            receivers.append(shared_memory_receiver(address, shared_memory, rank=rank, num_ranks=ranks))
+            stack.push_async_callback(receivers[-1].close)
         experts = stack.enter_context(ReplayedExperts(shared_memory))
         groups = await asyncio.to_thread(plan.groups, experts)
         scoring = await stack.enter_async_context(Rescoring(plan.settings)) if plan.settings is not None else None
@@ -109,9 +108,7 @@ def made_up(shape: str, routed_experts: str = "0B") -> ReplayPlan:
     rollouts, _, turns = shape.lower().partition("x")
     if not (rollouts.isdecimal() and turns.isdecimal() and int(rollouts) and int(turns)):
         raise SettingsError(f"--synthetic is {shape!r}; it is rollouts x turns, such as 64x20")
-    return ReplayPlan(
-        load=SyntheticLoad(rollouts=int(rollouts), turns=int(turns), experts_bytes=parse_bytes(routed_experts))
-    )
+    return ReplayPlan(load=SyntheticLoad(int(rollouts), int(turns), experts_bytes=parse_bytes(routed_experts)))
 
 
 def parse_bytes(text: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ class ReplayedExperts:
     def __enter__(self) -> ReplayedExperts:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._written.close()
         self._read.close()
 
@@ -39,7 +38,7 @@ class ReplayedExperts:
         return self._written.put(array)
 
     def stand_in(self, groups: Iterable[Group]) -> None:
-        """A capture tells only how large the experts were: put as many for them."""
+        """A capture knows only the size of its experts: put others of the same size."""
         for ref in _refs(groups):
             if ref.uri not in self._stand_ins:
                 self._stand_ins[ref.uri] = self.put(np.ones(ref.shape, ref.dtype))
@@ -60,13 +59,8 @@ def num_bytes(groups: Iterable[Group]) -> int:
 
 
 def _branches(groups: Iterable[Group]) -> Iterator[Branch]:
-    for group in groups:
-        for rollout in group.rollouts:
-            yield from rollout.branches
+    return (branch for group in groups for rollout in group.rollouts for branch in rollout.branches)
 
 
 def _refs(groups: Iterable[Group]) -> Iterator[PayloadRef]:
-    for branch in _branches(groups):
-        for chunk in branch.payload_chunks:
-            if chunk.ref is not None:
-                yield chunk.ref
+    return (chunk.ref for branch in _branches(groups) for chunk in branch.payload_chunks if chunk.ref is not None)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 
@@ -47,9 +46,7 @@ class LagSampler:
         await asyncio.sleep(0)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._lags_s.append(max(0.0, time.monotonic() - self._due_s))  # what held the loop until now
         self._task.cancel()
@@ -80,9 +77,7 @@ class LoopTraffic:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -55,23 +55,19 @@ class Replay:
         self._memory_copy_s = copy_s(payload_bytes)
 
     async def measure(self, only: str | None = None) -> list[StageCost]:
-        """An idle loop, each stage alone and all together; with `only`, that stage after those before it."""
+        """An idle loop, each stage alone and all together; with `only`, that stage alone, once those before it ran."""
         stages = self._pipeline.stages
-        costs = [self._cost(IDLE, [await self._run(_idle)])]
+        costs = [self._cost(IDLE, [await self._run(lambda: asyncio.sleep(_IDLE_S))])]
         for name, stage in stages.items():
-            if only in (None, name):
-                runs = []
-                for _ in range(self._repeat):
-                    await self._pipeline.prepare(name)
-                    runs.append(await self._run(stage))
-                    await self._pipeline.settle(name)
-                costs.append(self._cost(name, runs))
-                if only is not None:
-                    return costs
-            else:
+            runs = []
+            for _ in range(self._repeat if only in (None, name) else 1):
                 await self._pipeline.prepare(name)
-                await stage()
+                runs.append(await self._run(stage))
                 await self._pipeline.settle(name)
+            if only in (None, name):
+                costs.append(self._cost(name, runs))
+            if only == name:
+                return costs
         costs.append(self._cost(ALL, [await self._run(self._all) for _ in range(self._repeat)]))
         return costs
 
@@ -109,10 +105,6 @@ class Replay:
             peak_bytes=max(run.peak_bytes for run in runs),
             payload_bytes=self._payload_bytes,
         )
-
-
-async def _idle() -> None:
-    await asyncio.sleep(_IDLE_S)
 
 
 HEADINGS = ("Phase", "Wall", "CPU", "× one copy", "Lag p50", "Lag p99", "Lag max", "Peak memory")

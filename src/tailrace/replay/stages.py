@@ -27,7 +27,6 @@ from tailrace.batching import (
 from tailrace.batching.slices import in_turns
 from tailrace.errors import DataError
 from tailrace.records import Batch, Group, OpenPayload, Outcome
-from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
@@ -35,9 +34,6 @@ from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender
-
-Score = Callable[[Sequence[Group]], Awaitable[None]]
-"""Scores every rollout again."""
 
 STEP = 1
 _GROUPS_AT_ONCE = 8
@@ -54,8 +50,8 @@ class Pipeline:
     """One for each data-parallel rank."""
     folder: Path
     """For what a run writes of a step."""
-    score_groups: Score | None = None
-    """None where nothing can be scored again."""
+    score_groups: Callable[[Sequence[Group]], Awaitable[None]] | None = None
+    """Scores every rollout again; None where that is impossible."""
     open_payload: OpenPayload | None = None
     version: int = field(init=False)
     """That the trainer holds: the newest that sampled anything."""
@@ -69,10 +65,9 @@ class Pipeline:
 
     @property
     def stages(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
-        """By name, in the order in which data walks."""
-        scoring = {"score": self._score} if self.score_groups is not None else {}
+        """By name, in the order in which a run calls them."""
         return {
-            **scoring,
+            **({"score": self._score} if self.score_groups is not None else {}),
             "advantages": self._compute_advantages,
             "sample": self._sample,
             "form_batch": self._form,
@@ -82,12 +77,12 @@ class Pipeline:
         }
 
     async def prepare(self, stage: str) -> None:
-        """Before a stage runs alone: what it takes from the queue is in there."""
+        """Before a stage runs alone: fill the queue that it reads."""
         if stage == "receive_batch":
             await self._send()
 
     async def settle(self, stage: str) -> None:
-        """After a stage ran alone: give back what it took, so that it can run again."""
+        """After a stage ran alone: empty the queue that it filled, so that it can run again."""
         if stage == "send_batch":
             await self._receive()
 
@@ -154,9 +149,8 @@ class Pipeline:
                 MicroBatch.of(row, self.version, routed_experts=experts)
 
     async def _record(self) -> None:
-        """What a run writes of a step: one line of metrics and its rollouts. Ends when all is on the disk."""
-        metrics = MetricsAccumulator()
-        recorder = RunRecorder(metrics)
+        """What a run writes per step: one line of metrics, and its rollouts. Returns once all is on the disk."""
+        recorder = RunRecorder()
         outcome = Outcome.trained(STEP)
         with phase("record"):
             entries = []

@@ -1,4 +1,4 @@
-"""Made-up groups of any size: what a mixture-of-experts run with tools leaves at the door of the pipeline."""
+"""Made-up groups of any size, as a mixture-of-experts run with tools would make them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ _TOP_K = 8
 
 PutExperts: TypeAlias = Callable[[NDArray[np.uint8]], PayloadRef | None]
 """Leaves [num_tokens, layers, top_k] in a payload store, or nowhere."""
+_RecordExperts: TypeAlias = Callable[[int, int], tuple[PayloadChunk, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,6 @@ class SyntheticLoad:
     group_size: int = 8
     experts_bytes: int = 0
     """Of all routed experts, about."""
-    version: int = 0
-    """That sampled everything."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,44 +63,47 @@ class SyntheticLoad:
         return round(self.experts_bytes / self.num_tokens / _TOP_K)
 
 
-def synthetic_groups(load: SyntheticLoad, put: PutExperts | None = None, *, seed: int = 0) -> list[Group]:
+def synthetic_groups(load: SyntheticLoad, put: PutExperts | None = None) -> list[Group]:
     """Finished, scored groups without advantages; the last one may be smaller. The same ones every time.
 
     `put` is called once a turn, as a generator does at the end of each request, with the experts of the positions that
     this turn's forward passes saw. Its array is used again for the next turn: copy to keep.
     """
-    random = np.random.default_rng(seed)
-    experts = _Experts(load, put, random)
+    random = np.random.default_rng(0)
+    record_experts = _experts_recorder(load, put, random)
     groups = []
     for index, first in enumerate(range(0, load.rollouts, load.group_size)):
         task = Task(TaskId(f"{ENVIRONMENT}/{index}"), ENVIRONMENT, index, {"question": f"question {index}"})
         group_id = GroupId(f"{task.task_id}#1")
         size = min(load.group_size, load.rollouts - first)
-        rollouts = [_rollout(load, task, group_id, place, _branch(load, experts, random)) for place in range(size)]
+        rollouts = [
+            _rollout(load, task, group_id, place, _branch(load, record_experts, random)) for place in range(size)
+        ]
         groups.append(Group(group_id, task, rollouts))
     return groups
 
 
-class _Experts:
-    def __init__(self, load: SyntheticLoad, put: PutExperts | None, random: np.random.Generator) -> None:
-        self._put = put if load.experts_layers else None
-        most = load.context_tokens + load.completion_tokens
-        shape = (most, load.experts_layers, _TOP_K)
-        self._array = random.integers(128, size=shape, dtype=np.uint8) if self._put else np.empty(shape, np.uint8)
+def _experts_recorder(load: SyntheticLoad, put: PutExperts | None, random: np.random.Generator) -> _RecordExperts:
+    """Puts experts for positions `start` to `end`: the same values every time."""
+    if put is None or not load.experts_layers:
+        return lambda start, end: ()
+    shape = (load.context_tokens + load.completion_tokens, load.experts_layers, _TOP_K)
+    values = random.integers(128, size=shape, dtype=np.uint8)
 
-    def record(self, start: int, end: int) -> tuple[PayloadChunk, ...]:
-        """Of positions `start` to `end`."""
-        ref = None if self._put is None else self._put(self._array[: end - start])
+    def record(start: int, end: int) -> tuple[PayloadChunk, ...]:
+        ref = put(values[: end - start])
         return () if ref is None else (PayloadChunk(start, end, ref),)
 
+    return record
 
-def _branch(load: SyntheticLoad, experts: _Experts, random: np.random.Generator) -> Branch:
+
+def _branch(load: SyntheticLoad, record_experts: _RecordExperts, random: np.random.Generator) -> Branch:
     branch = Branch()
     seen = 0  # positions that a forward pass ran over: all but the last token
     for _ in range(load.turns):
         branch.extend_context(random.integers(_VOCABULARY, size=load.context_tokens, dtype=np.int32))
         end = branch.num_tokens + load.completion_tokens - 1
-        branch.extend_completion(_completion(load, experts.record(seen, end), random))
+        branch.extend_completion(_completion(load, record_experts(seen, end), random))
         seen = end
     return branch
 
@@ -120,7 +122,7 @@ def _completion(load: SyntheticLoad, experts: tuple[PayloadChunk, ...], random: 
     return Completion(
         token_ids=random.integers(_VOCABULARY, size=size, dtype=np.int32),
         logprobs=-random.random(size, dtype=np.float32),
-        policy_versions=np.full(size, load.version, np.int32),
+        policy_versions=np.zeros(size, np.int32),
         finish_reason=FinishReason.STOP,
         routed_experts=experts,
     )

@@ -21,11 +21,16 @@ def with_figures(
     lag: LagGauge,
 ) -> RunSummary:
     """The summary with what a run came to, once its ledger is closed and its rollouts began."""
-    totals, bias, rewards = observer.totals, observer.bias, observer.history.rewards
+    totals, bias, rewards = observer.totals, observer.bias, observer.totals.rewards
     cpu_s, waited_s = processes.cpu_s, waits.newest.waited_s
     return msgspec.structs.replace(
         summary,
-        ledger=ledger_summary(ledger),
+        ledger=LedgerSummary(
+            admitted=ledger.admitted,
+            in_flight=ledger.in_flight,
+            by_state={str(state): ledger.total(state) for state in TerminalState},
+            by_reason={str(state): ledger.reasons(state) for state in TerminalState if state != TerminalState.TRAINED},
+        ),
         cpu_s=cpu_s,
         peak_rss_bytes=processes.peak_rss_bytes,
         reward_first=rewards[0] if rewards else None,
@@ -47,16 +52,6 @@ def with_figures(
         trainer_wait_s=waits.newest.trainer_waited_s,
         admission_waits_s={str(cause): seconds for cause, seconds in waited_s.items() if seconds > 0},
         loop_lag_max_s=lag.max_s,
-    )
-
-
-def ledger_summary(ledger: Ledger) -> LedgerSummary:
-    """The ledger, for people and programs."""
-    return LedgerSummary(
-        admitted=ledger.admitted,
-        in_flight=ledger.in_flight,
-        by_state={str(state): ledger.total(state) for state in TerminalState},
-        by_reason={str(state): ledger.reasons(state) for state in TerminalState if state is not TerminalState.TRAINED},
     )
 
 

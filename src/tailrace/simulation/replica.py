@@ -147,15 +147,11 @@ class ModelledReplica(ReplicaClient):
             running=engine.running,
             waiting=engine.waiting,
             running_tokens=engine.running_tokens,
-            cached_sessions=0,
             kv_tokens=engine.running_tokens,
             kv_capacity_tokens=self._settings.kv_capacity_tokens,
             steps_total=engine.steps,
             sampled_tokens_total=engine.sampled_tokens(self._now()),
             prefilled_tokens_total=engine.prefilled_tokens,
-            cached_prompt_tokens_total=0,
-            evicted_sessions_total=0,
-            step_s_total=0.0,
             preemptions_total=engine.preemptions,
         )
 

@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 _UNNOTICED_NS = 1 << 14
-_LONG_NS = 40_000
+_LONG_NS = 200_000
 """Stretches of this many nanoseconds on average are worth asking the system for their CPU time."""
+_LONGEST_COUNTED_NS = 4 * _LONG_NS
+"""What a longer one counts for in that average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ class PhaseTotals:
     def add(self, ran_ns: int, cpu_ns: int, turn: int) -> None:
         """It ran for a while; in this turn of the event loop's, or in a thread of its own (-1)."""
         self._cpu_ns += cpu_ns
-        self._mean_ns += (ran_ns - self._mean_ns) >> 3
+        # A stretch that another process interrupted is one among many: alone it makes no phase a long one.
+        self._mean_ns += (min(ran_ns, _LONGEST_COUNTED_NS) - self._mean_ns) >> 3
         if turn < 0:
             return
         self.held_ns += ran_ns

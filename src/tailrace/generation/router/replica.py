@@ -18,27 +18,21 @@ class ReplicaClient(Protocol):
     @property
     def failure(self) -> Exception | None:
         """Why every call fails, once that is so."""
-        ...
 
     async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         """Sample one completion. See `records.Generate`."""
-        ...
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install weights; the version installed."""
-        ...
 
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests back as `ABORTED` completions; how many there were."""
-        ...
 
     async def failed(self) -> Exception:
         """Wait until it is of no use any more; why."""
-        ...
 
     def fail(self, failure: Exception) -> None:
         """Fail every outstanding and every later call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,12 +112,8 @@ class OwnedSlab:
         """Whether nobody needs any of its payloads any more."""
         return self.withdrawn + read_tally(self.path, self.generation) == self.payloads
 
-    def flush(self) -> None:
-        """Have what was written on its way to where other hosts read it."""
-        os.fdatasync(self._file)
-
     def close(self) -> None:
-        """Let go of the file, which stays. Closing twice does nothing."""
+        """Close the file, which stays. Closing twice does nothing."""
         self._view = None
         if self._file >= 0:
             os.close(self._file)
