@@ -63,8 +63,8 @@ gpu: install-dev  ## On a machine with a GPU: its tests, then each benchmark in 
 		done && rm -f $(GPU_JSON).part; \
 	fi
 
-test-system:  ## System packages that some tests need: none yet.
-	@echo 'no system packages are needed'
+test-system:  ## System packages that some tests need: a compiler, for native kernels and the stand-in for a GPU.
+	@command -v g++ > /dev/null || { apt-get update -qq && apt-get install -y -qq g++; }
 
 lint: install-dev
 	$(BIN)/ruff check .

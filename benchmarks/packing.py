@@ -25,7 +25,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.batching import Packing, RowPlan, compute_advantages, form_batch, plan_rows, sample_group
+from tailrace.batching import Packing, compute_advantages, form_batch, sample_group
+from tailrace.batching.packing import RowPlan, plan_rows
 from tailrace.batching.slices import drained
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.records import (
@@ -91,11 +92,11 @@ def pack(distribution: str, ranks: int, options: kit.Options) -> Row:
         store = SharedMemoryStore(Path(folder))
         rates = [pack_all(steps, packing, store, round_) for round_ in range(3 if options.quick else 20)]
         store.close()
-    plans = [planned_rows(of_step(lengths, first), packing) for first in step_starts()]
+    planned = [(planned_rows(of_step(lengths, first), packing), first) for first in step_starts()]
     plain = [planned_rows(of_step(lengths, first), Packing(ROW_TOKENS, ranks, num_shapes=1)) for first in step_starts()]
     ffd = [first_fit_decreasing(of_step(lengths, first)) for first in step_starts()]
     tokens_per_cpu_s = max(rates[1:])  # the first round writes into fresh memory
-    padding = float(np.mean([plan.padding for plan in plans]))
+    padding = float(np.mean([plan.padding for plan, _ in planned]))
     return Row(
         "pack",
         distribution,
@@ -104,7 +105,7 @@ def pack(distribution: str, ranks: int, options: kit.Options) -> Row:
         padding=padding,
         one_shape_padding=float(np.mean([plan.padding for plan in plain])),
         ffd_padding=float(np.mean(ffd)),
-        rank_imbalance=float(np.mean([plan.imbalance for plan in plans])),
+        rank_imbalance=float(np.mean([imbalance(plan, of_step(lengths, first), packing) for plan, first in planned])),
         plan_s=timed_plan(of_step(lengths, 0), packing),
         target=TARGET_TOKENS_PER_CPU_S,
         met=tokens_per_cpu_s >= TARGET_TOKENS_PER_CPU_S and padding <= float(np.mean(ffd)),
@@ -124,11 +125,18 @@ def plan(distribution: str, ranks: int, options: kit.Options) -> Row:
         padding=planned.padding,
         one_shape_padding=plain.padding,
         ffd_padding=None if options.quick else first_fit_decreasing(lengths),
-        rank_imbalance=planned.imbalance,
+        rank_imbalance=imbalance(planned, lengths, packing),
         plan_s=plan_s,
         target=TARGET_PLAN_S,
         met=plan_s < TARGET_PLAN_S,
     )
+
+
+def imbalance(plan: RowPlan, lengths: NDArray[np.int32], packing: Packing) -> float:
+    """How much longer the busiest rank takes than the mean of them, as a share."""
+    ends = plan.row_offsets[plan.rank_offsets]
+    costs = np.add.reduceat(packing.costs(lengths)[plan.order], ends[:-1])
+    return float(costs.max() / costs.mean()) - 1.0
 
 
 def pack_all(steps: Sequence[list[Group]], packing: Packing, store: SharedMemoryStore, round_: int) -> float:

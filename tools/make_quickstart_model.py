@@ -24,8 +24,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from tailrace.environments.alphabet_sort import (
     NAMES,
     NEW_MARK,
-    AlphabetSortTasks,
     ConversationSizes,
+    alphabet_sort_tasks,
     expected_lines,
     is_combination_held_out,
     question,
@@ -290,7 +290,7 @@ def evaluate(
 ) -> float:
     """Mean reward on the held-out tasks."""
     encoder = Encoder(tokenizer)
-    rows = list(AlphabetSortTasks(ConversationSizes(), held_out=True, seed=0, length=num_tasks))
+    rows = list(alphabet_sort_tasks(ConversationSizes(), held_out=True, seed=0, length=num_tasks))
     contexts: list[list[int]] = [[] for _ in rows]
     rewards: list[list[float]] = [[] for _ in rows]
     for turn in range(max(len(row["turns"]) for row in rows)):

@@ -12,9 +12,9 @@ from tailrace.batching import (
     compute_advantages,
     filter_reason,
     form_batch,
-    group_advantages,
     sample_group,
 )
+from tailrace.batching.advantages import group_advantages
 from tailrace.batching.slices import drained
 from tailrace.records import Branch, Completion, FinishReason, Group, GroupId, Rollout, RolloutId, Task, TaskId
 from tests.scheduling.world import make_rollout

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.batching import Packing, RowPlan, plan_rows
+from tailrace.batching.packing import Packing, RowPlan, plan_rows
 from tailrace.batching.slices import drained
 from tailrace.records import Int32Array
 
@@ -31,6 +31,17 @@ def rows_of(plan: RowPlan) -> list[list[int]]:
     ]
 
 
+def shapes_of(plan: RowPlan, lengths: list[int], packing: Packing) -> list[int]:
+    filled = [sum(lengths[sample] for sample in row) for row in rows_of(plan)]
+    shapes: list[int] = packing.shapes(np.array(filled, np.int64)).tolist()
+    return shapes
+
+
+def rank_costs(plan: RowPlan, lengths: list[int], packing: Packing) -> list[float]:
+    costs = row_costs(plan, lengths, packing)
+    return [sum(costs[first:last]) for first, last in zip(plan.rank_offsets[:-1], plan.rank_offsets[1:], strict=True)]
+
+
 def row_costs(plan: RowPlan, lengths: list[int], packing: Packing) -> list[float]:
     costs = packing.costs(np.array(lengths, np.int32))
     return [float(sum(costs[sample] for sample in row)) for row in rows_of(plan)]
@@ -40,7 +51,7 @@ def row_costs(plan: RowPlan, lengths: list[int], packing: Packing) -> list[float
 def test_every_sample_lies_in_exactly_one_row_and_no_row_overflows(lengths: list[int], packing: Packing) -> None:
     plan = planned(lengths, packing)
     assert sorted(plan.order.tolist()) == list(range(len(lengths)))
-    for row, shape in zip(rows_of(plan), plan.row_shapes.tolist(), strict=True):
+    for row, shape in zip(rows_of(plan), shapes_of(plan, lengths, packing), strict=True):
         assert sum(lengths[sample] for sample in row) <= shape <= packing.row_tokens
 
 
@@ -55,11 +66,7 @@ def test_every_rank_has_as_many_rows_as_every_other(lengths: list[int], packing:
 @given(LENGTHS, PACKINGS)
 def test_no_two_ranks_differ_by_more_than_the_costliest_row(lengths: list[int], packing: Packing) -> None:
     plan = planned(lengths, packing)
-    costs = row_costs(plan, lengths, packing)
-    per_rank = [
-        sum(costs[first:last]) for first, last in zip(plan.rank_offsets[:-1], plan.rank_offsets[1:], strict=True)
-    ]
-    assert plan.rank_costs.tolist() == pytest.approx(per_rank)
+    costs, per_rank = row_costs(plan, lengths, packing), rank_costs(plan, lengths, packing)
     assert max(per_rank) - min(per_rank) <= max(costs, default=0) + 1e-6
 
 
@@ -95,8 +102,9 @@ def test_shapes_of_several_lengths_pad_no_more_than_one_length(lengths: list[int
     one_shape = Packing(packing.row_tokens, packing.num_ranks, 1, packing.attention_tokens)
     plan, plain = planned(lengths, packing), planned(lengths, one_shape)
     assert plan.padding <= plain.padding + 1e-9
-    assert len(set(plan.row_shapes.tolist())) <= packing.num_shapes
-    tokens = int(plan.row_shapes.sum())
+    shapes = shapes_of(plan, lengths, packing)
+    assert len(set(shapes)) <= packing.num_shapes
+    tokens = sum(shapes)
     assert plan.padding == pytest.approx(1 - sum(lengths) / tokens if tokens else 0)
 
 
@@ -125,9 +133,10 @@ def test_as_few_rows_as_first_fit_decreasing_on_lengths_that_occur(seed: int) ->
 
 def test_long_samples_weigh_more_than_their_tokens() -> None:
     """All rows are full; those of longer samples cost more, so the costliest goes with one of the cheapest."""
-    plan = planned([64, 32, 32, *[16] * 8], Packing(64, num_ranks=2, attention_tokens=64))
-    assert row_costs(plan, [64, 32, 32, *[16] * 8], Packing(64, attention_tokens=64)) == [128, 80, 96, 80]
-    assert plan.rank_costs.tolist() == [208, 176]
+    lengths, packing = [64, 32, 32, *[16] * 8], Packing(64, num_ranks=2, attention_tokens=64)
+    plan = planned(lengths, packing)
+    assert row_costs(plan, lengths, packing) == [128, 80, 96, 80]
+    assert rank_costs(plan, lengths, packing) == [208, 176]
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:

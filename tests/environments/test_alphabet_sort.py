@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tailrace.environments.alphabet_sort import (
     NAMES,
     AlphabetSort,
-    AlphabetSortTasks,
     ConversationSizes,
     alphabet_sort,
+    alphabet_sort_tasks,
     expected_lines,
     is_combination_held_out,
     turn_reward,
@@ -117,8 +117,8 @@ def test_no_combination_of_names_is_both_trained_on_and_held_out(
 ) -> None:
     seed, eval_seed = seeds
     sizes = ConversationSizes(turns[0], sum(turns), names[0], sum(names))
-    train = {combination(row) for row in AlphabetSortTasks(sizes, held_out=False, seed=seed, length=30)}
-    held_out = {combination(row) for row in AlphabetSortTasks(sizes, held_out=True, seed=eval_seed, length=30)}
+    train = {combination(row) for row in alphabet_sort_tasks(sizes, held_out=False, seed=seed, length=30)}
+    held_out = {combination(row) for row in alphabet_sort_tasks(sizes, held_out=True, seed=eval_seed, length=30)}
     assert train.isdisjoint(held_out)
 
 
@@ -132,7 +132,7 @@ def test_the_split_ignores_the_order_of_names(names: list[str], rng: random.Rand
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 99), st.booleans())
 def test_rows_keep_within_their_sizes_and_name_nobody_twice(seed: int, index: int, held_out: bool) -> None:
-    row = AlphabetSortTasks(ConversationSizes(2, 4, 1, 5), held_out=held_out, seed=seed, length=100)[index]
+    row = alphabet_sort_tasks(ConversationSizes(2, 4, 1, 5), held_out=held_out, seed=seed, length=100)[index]
     assert 2 <= len(row["turns"]) <= 4
     assert all(1 <= len(names) <= 5 for names in row["turns"])
     assert len(combination(row)) == sum(map(len, row["turns"]))

@@ -62,7 +62,8 @@ def test_arithmetic_refuses_what_makes_no_expression() -> None:
 @pytest.mark.parametrize("question", ["only one", "just this"])
 def test_rows_with_too_few_different_questions_say_so(question: str) -> None:
     missing = not is_held_out(question)
-    rows = GeneratedRows(lambda rng: {"q": question}, question="q", seed=0, size=10, held_out=missing)
+    is_eval = lambda row: is_held_out(row["q"])  # noqa: E731
+    rows = GeneratedRows(lambda rng: {"q": question}, is_eval=is_eval, seed=0, size=10, held_out=missing)
     with pytest.raises(SettingsError, match="too few different questions"):
         rows[0]
 

@@ -8,18 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import CorruptData, PayloadLost
-from tailrace.records import (
-    NOBODY,
-    Branch,
-    Completion,
-    ExpertArray,
-    FinishReason,
-    PayloadChunk,
-    PayloadChunks,
-    PayloadRef,
-    PayloadTable,
-    PayloadTableBuilder,
-)
+from tailrace.records import Branch, Completion, ExpertArray, FinishReason, PayloadChunk, PayloadRef
+from tailrace.records.payload import PayloadChunks
+from tailrace.records.payload_table import UNRECORDED, PayloadTable, PayloadTableBuilder
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15), st.integers(0, 3)), max_size=12)
 
@@ -125,11 +116,6 @@ def test_a_table_reads_what_its_branches_recorded(
     for start, end, own in zip(offsets[:-1].tolist(), offsets[1:].tolist(), expected, strict=True):
         part = table.between(start, end)
         np.testing.assert_array_equal(part.read(lambda ref: stored[ref.uri]), own)
-        compact = part.compacted()
-        assert len(compact.payloads) == len({place for place in part.chunks[:, 2].tolist() if place != NOBODY})
-        if compact:
-            assert compact.is_sound(np.asarray([0, end - start], np.int32))
-            np.testing.assert_array_equal(compact.read(lambda ref: stored[ref.uri]), own)
 
 
 def two_samples() -> PayloadTable:
@@ -179,7 +165,7 @@ def test_an_unsound_table_is_recognized(data: st.DataObject) -> None:
     place = data.draw(st.tuples(st.integers(0, 2), st.integers(0, 3)))
     unrecorded_offset = place == (1, 3)
     chunks[place] += data.draw(st.integers(-200, 200).filter(bool))
-    if (chunks[:, 2] >= NOBODY).all() and (chunks[:, 2] < 2).all() and place[1] == 2:
+    if (chunks[:, 2] >= UNRECORDED).all() and (chunks[:, 2] < 2).all() and place[1] == 2:
         return  # another payload, or none: nothing that the table could know better
     start, end = chunks[place[0], :2]
     fits = chunks[place] + (end - start) <= table.payloads[0].shape[0]

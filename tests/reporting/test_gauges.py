@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from tailrace.reporting.gauges import ProcessGauge, SchedulerGauge, judge_gauge
 from tailrace.reporting.metrics import MetricsAccumulator
-from tailrace.reporting.usage import ProcessMeter
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.scheduling import SchedulerStatistics, Verdict
 
@@ -44,12 +43,12 @@ def test_waits_are_since_the_last_reading_and_counts_are_of_now() -> None:
 def test_every_name_is_in_the_table_of_metrics() -> None:
     metrics = MetricsAccumulator()
     metrics.update(SchedulerGauge(lambda: START)())
-    metrics.update(ProcessGauge(ProcessMeter(lambda: {"trainer": os.getpid()}))())
+    metrics.update(ProcessGauge(lambda: {"trainer": os.getpid()})())
     assert "cpu/trainer_s" in metrics.flush()
 
 
 def test_cpu_time_counts_from_the_first_reading() -> None:
-    gauge = ProcessGauge(ProcessMeter(lambda: {"run": os.getpid()}))
+    gauge = ProcessGauge(lambda: {"run": os.getpid()})
     assert gauge.cpu_s == 0.0
     gauge()
     assert gauge.cpu_s == 0.0

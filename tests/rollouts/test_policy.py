@@ -129,7 +129,7 @@ async def test_two_ways_on_from_one_reply_share_its_tokens_and_train_them_once(r
     await talk.policy.chat([user("a"), reply.message, user("b")])
     await talk.policy.chat([user("a"), reply.message, user("c")])
     first, second = talk.rollout.branches
-    shared = first.completion_spans[0].end
+    shared = first.completion_spans[0][1]
     assert second.token_ids[:shared].tolist() == first.token_ids[:shared].tolist()
     assert not second.loss_mask[:shared].any()
     assert len(second.completion_spans) == 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tailrace.batching import Packing, plan_rows
+from tailrace.batching.packing import Packing, plan_rows
 from tailrace.batching.slices import drained
 from tailrace.records import (
     Batch,

@@ -1,9 +1,11 @@
-"""How much better than its siblings a rollout was."""
+"""Advantages of a scored group, and whether they carry a gradient."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from tailrace.batching.settings import AdvantageName
 from tailrace.records import Group
@@ -11,6 +13,7 @@ from tailrace.records import Group
 INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean"})
 """Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known."""
 
+ZERO_SPREAD = "zero_spread"
 _EPSILON = 1e-6
 
 
@@ -38,3 +41,13 @@ def compute_advantages(group: Group, name: AdvantageName) -> None:
     """Fill `group.advantages` from its rewards, unless its scorer set them already."""
     if group.advantages is None:
         group.advantages = list(group_advantages(group.rewards, name))
+
+
+def filter_reason(group: Group, *, filter_zero_spread: bool) -> str | None:
+    """Why a group with advantages carries no gradient, or None where it does."""
+    if not filter_zero_spread or group.advantages is None:
+        return None
+    for advantage in group.advantages:
+        if advantage.any() if isinstance(advantage, np.ndarray) else advantage:
+            return None
+    return ZERO_SPREAD

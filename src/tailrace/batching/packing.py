@@ -1,9 +1,9 @@
-"""Samples into rows, rows onto data-parallel ranks: who trains on what, side by side with what.
+"""Samples into rows, rows onto data-parallel ranks.
 
     samples ──best fit, longest first──► rows ──split up to a multiple of the ranks──► dealt by cost ──► ranks
 
-The plan is made once, by whoever forms the batch, and travels with it. Every rank gets as many rows as every other,
-since ranks that share a model take each micro-batch together, and rows that cost about as much at the same place.
+The plan is made once, where the batch is formed, and travels with it. Every rank gets the same number of rows, since
+ranks that share a model take each micro-batch together, and rows of about the same cost at the same position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLANNED_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What rows may look like, and whom they are for."""
+    """Shapes of rows, and the number of ranks that they are dealt to."""
 
     row_tokens: int
     num_ranks: int = 1
@@ -71,9 +71,7 @@ class RowPlan:
 
     order: Int32Array  # [num_samples]
     row_offsets: Int32Array  # [num_rows + 1], into `order`
-    row_shapes: Int32Array  # [num_rows], in tokens
     rank_offsets: Int32Array  # [num_ranks + 1], into the rows
-    rank_costs: NDArray[np.float64]  # [num_ranks]
     padding: float
     """1 - tokens / tokens of the rows' shapes."""
 
@@ -81,12 +79,6 @@ class RowPlan:
     def num_rows(self) -> int:
         """Rows of all ranks."""
         return len(self.row_offsets) - 1
-
-    @property
-    def imbalance(self) -> float:
-        """How much longer the busiest rank takes than the mean of them, as a share."""
-        mean = float(self.rank_costs.mean())
-        return float(self.rank_costs.max()) / mean - 1.0 if mean else 0.0
 
 
 def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generator[None, None, RowPlan]:
@@ -100,8 +92,8 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     >>> plan.order.tolist(), plan.row_offsets.tolist()
     ([0, 3, 2, 1], [0, 2, 4])
     >>> plan = drained(plan_rows([5, 3, 4, 2], Packing(row_tokens=16, num_ranks=2)))
-    >>> plan.order.tolist(), plan.rank_offsets.tolist(), plan.rank_costs.round(3).tolist()
-    ([0, 3, 2, 1], [0, 1, 2], [7.002, 7.002])
+    >>> plan.order.tolist(), plan.rank_offsets.tolist()
+    ([0, 3, 2, 1], [0, 1, 2])
     """
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > packing.row_tokens:
@@ -115,13 +107,10 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     order, row_offsets = _joined([rows[row] for row in dealt.tolist()])
     row_lengths = _sums(lengths[order].astype(np.int64), row_offsets)
     shapes = packing.shapes(row_lengths)
-    per_rank = len(rows) // packing.num_ranks
     return RowPlan(
         order=order,
         row_offsets=row_offsets,
-        row_shapes=shapes,
-        rank_offsets=np.arange(packing.num_ranks + 1, dtype=np.int32) * np.int32(per_rank),
-        rank_costs=_sums(costs[order], row_offsets).reshape(packing.num_ranks, per_rank).sum(axis=1),
+        rank_offsets=np.arange(packing.num_ranks + 1, dtype=np.int32) * np.int32(len(rows) // packing.num_ranks),
         padding=1.0 - int(row_lengths.sum()) / int(shapes.sum(dtype=np.int64)) if len(shapes) else 0.0,
     )
 

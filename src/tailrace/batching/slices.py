@@ -1,7 +1,6 @@
 """Long work in slices of a few milliseconds: a generator that yields now and then and returns its result.
 
-Whoever shares an event loop with others takes it in turns with them; whoever does not drains it. Slices are cut by
-counts, never by the clock, so that a run in virtual time repeats itself.
+Slices are cut by counts, never by the clock, so that a run in virtual time repeats itself.
 """
 
 from __future__ import annotations

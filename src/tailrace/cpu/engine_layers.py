@@ -3,8 +3,8 @@
     stream ─ norm ─► [q|k|v] ─ norms, rotation ─► keys and values to the cache ─► attention ─► output ─ add ─► stream
     stream ─ norm ─► [gate|up] ─ silu(gate) up ─► down ─ add ─► stream
 
-Attention of a running row reads just the row's own context, so that neither masks nor lanes are needed. In bfloat16 it
-adds up in float32 and rounds its result only.
+Attention of a running row reads just the row's own context, without masks. In bfloat16 it adds up in float32 and rounds
+its result only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ class Step(Protocol):
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [slots, kv_heads, room, size]."""
-        ...
 
     def prefill(self, query: Tensor, layer: int, scale: float) -> list[Tensor]:
         """Attention of each prompt chunk over the cache, [1, length, heads, size]; `query` [1, heads, tokens, size]."""
-        ...
 
 
 class FusedLayers:
@@ -51,9 +49,6 @@ class FusedLayers:
             self._layers = [_FusedLayer.of(kernels, parts, dtype) for _, parts in found]
             for module, layer in zip(self._modules, self._layers, strict=True):
                 module.forward = layer.forward
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
     @property
     def joined(self) -> list[JoinedLinear]:

@@ -8,8 +8,7 @@
 A turn's reward is the `difflib` ratio of the produced and the expected list of lines, to the fourth power; a rollout's
 is the mean over its turns. What is expected depends only on what the user said: a wrong turn does not spoil the next.
 
-Training and held-out tasks never share a combination of names: a hash of the set of a conversation's names decides to
-which of the two it belongs, whatever the seed, the order of the names and the number of tasks.
+A hash of the set of a conversation's names splits training and held-out tasks, so that they never share a combination.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Final
 
-from typing_extensions import override
-
-from tailrace.environments.generated import GeneratedRows, is_held_out
+from tailrace.environments.generated import GeneratedRows
 from tailrace.environments.protocol import EnvironmentSpec, Observation
 from tailrace.environments.rows import Row
 from tailrace.errors import SettingsError
@@ -54,21 +51,10 @@ def alphabet_sort(
     max_names: int = 4,
     power: float = 4.0,
 ) -> EnvironmentSpec:
-    """The alphabet-sort environment, under the name `alphabet-sort`.
+    """The environment: conversations of `min_turns` to `max_turns`, each turn with `min_names` to `max_names` names.
 
-    Args:
-        seed: Of the training tasks.
-        num_train_tasks: Length of an epoch.
-        eval_seed: Of the held-out tasks.
-        num_eval_tasks: How many held-out tasks there are.
-        min_turns: Fewest turns of a conversation.
-        max_turns: Most turns of a conversation.
-        min_names: Fewest names that a turn brings.
-        max_names: Most names that a turn brings.
-        power: A turn's reward is the `difflib` ratio to this power.
-
-    Raises:
-        SettingsError: A range is empty, or too few names are left to hold combinations out.
+    A turn's reward is the `difflib` ratio to the `power`. Raises `SettingsError` where a range is empty, or too few
+    names are left to hold combinations out.
 
     >>> spec = alphabet_sort(max_turns=2)
     >>> len(spec.eval_tasks), len(spec.train_tasks[0]["turns"])
@@ -80,8 +66,8 @@ def alphabet_sort(
     return EnvironmentSpec(
         name="alphabet-sort",
         description="Sort names, then merge more of them into the sorted list and mark the new ones.",
-        train_tasks=AlphabetSortTasks(sizes, held_out=False, seed=seed, length=num_train_tasks),
-        eval_tasks=AlphabetSortTasks(sizes, held_out=True, seed=eval_seed, length=num_eval_tasks),
+        train_tasks=alphabet_sort_tasks(sizes, held_out=False, seed=seed, length=num_train_tasks),
+        eval_tasks=alphabet_sort_tasks(sizes, held_out=True, seed=eval_seed, length=num_eval_tasks),
         environment=partial(AlphabetSort, power),
         required_columns=("turns", "expected"),
         columns=("turn_rewards",),
@@ -143,28 +129,23 @@ class ConversationSizes:
         return [list(itertools.islice(names, size)) for size in sizes]
 
 
-class AlphabetSortTasks(GeneratedRows):
-    """Rows `{"turns": [[name]], "expected": [[line]]}`, each made when asked for, from the seed and its index.
+def alphabet_sort_tasks(sizes: ConversationSizes, *, held_out: bool, seed: int, length: int) -> GeneratedRows:
+    """Rows `{"turns": [[name]], "expected": [[line]]}`, each made when it is read, from the seed and its index.
 
-    >>> tasks = AlphabetSortTasks(ConversationSizes(), held_out=True, seed=0, length=200)
+    >>> tasks = alphabet_sort_tasks(ConversationSizes(), held_out=True, seed=0, length=200)
     >>> len(tasks), tasks[7] == tasks[7]
     (200, True)
     """
 
-    def __init__(self, sizes: ConversationSizes, *, held_out: bool, seed: int, length: int) -> None:
-        side = "held-out" if held_out else "train"
-        super().__init__(
-            partial(_draw_row, sizes), question="turns", seed=f"{side}/{seed}", size=length, held_out=held_out
-        )
+    def draw(rng: random.Random) -> Row:
+        turns = sizes.draw(rng)
+        return {"turns": turns, "expected": [expected_lines(turns, turn) for turn in range(len(turns))]}
 
-    @override
-    def _belongs_to_eval(self, row: Row) -> bool:
+    def is_eval(row: Row) -> bool:
         return is_combination_held_out(list(itertools.chain.from_iterable(row["turns"])))
 
-
-def _draw_row(sizes: ConversationSizes, rng: random.Random) -> Row:
-    turns = sizes.draw(rng)
-    return {"turns": turns, "expected": [expected_lines(turns, turn) for turn in range(len(turns))]}
+    stream = f"{'held-out' if held_out else 'train'}/{seed}"
+    return GeneratedRows(draw, is_eval=is_eval, seed=stream, size=length, held_out=held_out)
 
 
 def is_combination_held_out(names: Sequence[str]) -> bool:
@@ -173,11 +154,8 @@ def is_combination_held_out(names: Sequence[str]) -> bool:
     >>> is_combination_held_out(["Ada", "Leo"]) == is_combination_held_out(["Leo", "Ada"])
     True
     """
-    return is_held_out("\n".join(sorted(names)), one_in=8, hash_of=_blake2b)
-
-
-def _blake2b(text: bytes) -> int:  # not CRC-32 as elsewhere: the bundled model was made with this split
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 8 == 0  # not as `is_held_out`: the bundled model was made with this split
 
 
 def expected_lines(turns: Sequence[Sequence[str]], turn: int) -> list[str]:

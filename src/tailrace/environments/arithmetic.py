@@ -13,18 +13,13 @@ from functools import partial
 from typing import Final, Literal
 
 from tailrace.environments.answers import extract_number
-from tailrace.environments.generated import GeneratedRows
+from tailrace.environments.generated import generated_environment
 from tailrace.environments.protocol import EnvironmentSpec
-from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
 from tailrace.records import Json, Message, Task
 
 Operator = Literal["+", "-", "*"]
-OPERATORS: Final[dict[Operator, Callable[[int, int], int]]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-}
+OPERATORS: Final[dict[Operator, Callable[[int, int], int]]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def arithmetic(
@@ -38,42 +33,31 @@ def arithmetic(
 ) -> EnvironmentSpec:
     """The environment; expressions have `terms` whole numbers from 0 to `max_number`.
 
-    From three terms on it takes several steps, with parentheses that fix their order. No eval question is ever drawn
-    for training.
-
-    Raises:
-        SettingsError: Too few terms, numbers or operators.
+    From three terms on it takes several steps, with parentheses that fix their order. Raises `SettingsError` for too
+    few terms, numbers or operators.
     """
     if terms < 2 or max_number < 1 or not operators:
         raise SettingsError(
             f"environment.args: terms = {terms}, max_number = {max_number}, operators = {list(operators)}; "
             "needed are at least 2, 1 and one of + - *"
         )
-    draw = partial(draw_row, terms=terms, max_number=max_number, operators=operators)
-    rows = partial(GeneratedRows, draw, question="expression", seed=seed)
-    return EnvironmentSpec(
-        name="arithmetic",
+    ask = "What is {}? Answer with the number."
+    return generated_environment(
+        "arithmetic",
+        partial(draw_expression, terms=terms, max_number=max_number, operators=operators, ask=ask),
+        question="expression",
+        seed=seed,
+        size=size,
+        eval_size=eval_size,
         description="Work out an expression; reward: 1 when right.",
-        train_tasks=rows(size=size),
-        eval_tasks=rows(size=eval_size, held_out=True),
-        agent=single_turn_agent(),
         reward=exact_number_reward,
-        required_columns=("prompt", "answer"),
-        trusted=True,
     )
 
 
-def draw_row(rng: random.Random, *, terms: int, max_number: int, operators: tuple[Operator, ...]) -> dict[str, Json]:
-    """One random expression with its prompt and answer."""
-    expression, value = draw_expression(rng, terms=terms, max_number=max_number, operators=operators)
-    prompt = f"What is {expression}? Answer with the number."
-    return {"expression": expression, "prompt": prompt, "answer": value}
-
-
 def draw_expression(
-    rng: random.Random, *, terms: int, max_number: int, operators: tuple[Operator, ...]
-) -> tuple[str, int]:
-    """A random expression and its value. Plain from left to right while only + and - occur, else parenthesized."""
+    rng: random.Random, *, terms: int, max_number: int, operators: tuple[Operator, ...], ask: str
+) -> dict[str, Json]:
+    """A row with a random expression. Plain from left to right while only + and - occur, else parenthesized."""
     value = rng.randint(0, max_number)
     expression = str(value)
     for position in range(1, terms):
@@ -83,7 +67,7 @@ def draw_expression(
             expression = f"({expression})"
         expression = f"{expression} {symbol} {number}"
         value = OPERATORS[symbol](value, number)
-    return expression, value
+    return {"expression": expression, "prompt": ask.format(expression), "answer": value}
 
 
 def exact_number_reward(task: Task, messages: list[Message]) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Final
 
 from tailrace.environments.answers import extract_number
 from tailrace.environments.arithmetic import draw_expression
-from tailrace.environments.generated import GeneratedRows
+from tailrace.environments.generated import generated_environment
 from tailrace.environments.protocol import EnvironmentSpec, Policy
 from tailrace.environments.results import AgentResult
 from tailrace.environments.tools import ERROR_PREFIX, answer_tool_calls
@@ -50,25 +49,23 @@ def calculator(
 ) -> EnvironmentSpec:
     """The environment; expressions have `terms` numbers up to `max_number`, a rollout at most `max_turns` turns.
 
-    Raises:
-        SettingsError: Too few terms, numbers or turns.
+    Raises `SettingsError` for too few terms, numbers or turns.
     """
     if terms < 2 or max_number < 1 or max_turns < 2:
         raise SettingsError(
             f"environment.args: terms = {terms}, max_number = {max_number}, max_turns = {max_turns}; "
             "needed are at least 2, 1 and 2 (one turn calls the tool, the next answers)"
         )
-    rows = partial(
-        GeneratedRows, partial(draw_row, terms=terms, max_number=max_number), question="expression", seed=seed
-    )
-    return EnvironmentSpec(
-        name="calculator",
+    ask = "What is {}? Use the calculator, then answer with the number."
+    return generated_environment(
+        "calculator",
+        partial(draw_expression, terms=terms, max_number=max_number, operators=("+", "-", "*"), ask=ask),
+        question="expression",
+        seed=seed,
+        size=size,
+        eval_size=eval_size,
         description="Work out a big sum with a calculator tool; reward: 1 when right.",
-        train_tasks=rows(size=size),
-        eval_tasks=rows(size=eval_size, held_out=True),
         agent=partial(calculator_agent, max_turns=max_turns),
-        required_columns=("prompt", "answer"),
-        trusted=True,
     )
 
 
@@ -90,13 +87,6 @@ async def calculator_agent(task: Task, policy: Policy, *, max_turns: int) -> Age
     return AgentResult(float(right), metrics={"tool_calls": len(answers), "tool_errors": errors})
 
 
-def draw_row(rng: random.Random, *, terms: int, max_number: int) -> dict[str, Json]:
-    """One random expression with its prompt and answer."""
-    expression, value = draw_expression(rng, terms=terms, max_number=max_number, operators=("+", "-", "*"))
-    prompt = f"What is {expression}? Use the calculator, then answer with the number."
-    return {"expression": expression, "prompt": prompt, "answer": value}
-
-
 _MAX_CHARACTERS = 200
 _MAX_EXPONENT = 64
 _MAX_VALUE = 1e30
@@ -115,10 +105,7 @@ _BINARY: Final[dict[type[ast.operator], Callable[[_Number, _Number], _Number]]] 
 
 
 def evaluate(expression: Json) -> str:
-    """The value of an arithmetic expression, without running any code and in bounded time.
-
-    Raises:
-        ToolError: It is no such expression, divides by zero or grows too large.
+    """The value of an arithmetic expression, without running any code and in bounded time; raises `ToolError`.
 
     >>> evaluate("(12 + 30) * 2"), evaluate("1 / 8")
     ('84', '0.125')

@@ -5,29 +5,55 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from tailrace.environments.protocol import Agent, EnvironmentSpec, RewardFunction
 from tailrace.environments.rows import LazyRows, Row
+from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
 from tailrace.records import Json
 
 _MAX_DRAWS = 1_000
 
 
-def is_held_out(question: str, *, one_in: int = 4, hash_of: Callable[[bytes], int] = zlib.crc32) -> bool:
-    """Whether a question belongs to the eval tasks: one in so many, by a hash of its text.
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the eval tasks: one in four, by a hash of its text, whatever the seed and size."""
+    return zlib.crc32(question.encode()) % 4 == 0
 
-    So no seed, size or order of rows brings a held-out question into training.
-    """
-    return hash_of(question.encode()) % one_in == 0
+
+def generated_environment(
+    name: str,
+    draw: Callable[[random.Random], Mapping[str, Json]],
+    *,
+    question: str,
+    seed: int,
+    size: int,
+    eval_size: int,
+    description: str,
+    agent: Agent | None = None,
+    reward: RewardFunction | None = None,
+) -> EnvironmentSpec:
+    """A trusted environment whose drawn rows hold a `prompt` and an `answer`; one turn unless it has an `agent`."""
+    rows = partial(GeneratedRows, draw, is_eval=lambda row: is_held_out(row[question]), seed=seed)
+    return EnvironmentSpec(
+        name=name,
+        description=description,
+        train_tasks=rows(size=size),
+        eval_tasks=rows(size=eval_size, held_out=True),
+        agent=agent or single_turn_agent(),
+        reward=reward,
+        required_columns=("prompt", "answer"),
+        trusted=True,
+    )
 
 
 class GeneratedRows(LazyRows):
-    """Rows drawn by a function, each from its own random stream; `question` is the column that tells rows apart.
+    """Rows drawn by a function, each from its own random stream; `is_eval` says to which side of the split one belongs.
 
-    A row is drawn again until it is on its side of the split: ends soon, since neither side is rare.
+    A row is drawn again until it is on its side: ends soon, since neither side is rare.
 
-    >>> rows = GeneratedRows(lambda rng: {"prompt": str(rng.random())}, question="prompt", seed=0, size=1_000_000)
-    >>> rows[999_999] == rows[999_999], is_held_out(rows[3]["prompt"])
+    >>> rows = GeneratedRows(lambda rng: {"n": rng.randrange(9)}, is_eval=lambda row: row["n"] == 1, seed=0, size=10**6)
+    >>> rows[999_999] == rows[999_999], rows[3]["n"] == 1
     (True, False)
     """
 
@@ -35,13 +61,13 @@ class GeneratedRows(LazyRows):
         self,
         draw: Callable[[random.Random], Mapping[str, Json]],
         *,
-        question: str,
+        is_eval: Callable[[Row], bool],
         seed: int | str,
         size: int,
         held_out: bool = False,
     ) -> None:
         self._draw = draw
-        self._question = question
+        self._is_eval = is_eval
         self._seed = seed
         self._size = size
         self._held_out = held_out
@@ -53,12 +79,9 @@ class GeneratedRows(LazyRows):
         rng = random.Random(f"{self._seed}/{position}")
         for _ in range(_MAX_DRAWS):
             row = self._draw(rng)
-            if self._belongs_to_eval(row) == self._held_out:
+            if self._is_eval(row) == self._held_out:
                 return row
         raise SettingsError(
             f"{_MAX_DRAWS} draws gave no {'held-out' if self._held_out else 'training'} question; environment.args "
             "leave too few different questions"
         )
-
-    def _belongs_to_eval(self, row: Row) -> bool:
-        return is_held_out(str(row[self._question]))

@@ -1,22 +1,18 @@
 """reverse-text: write a short text backwards. One turn, a graded reward; a small model learns it from scratch.
 
-    user       Reverse this text: a red boat
-    assistant  taob der a
-
-The texts are drawn from a seed. The reward is the `difflib` ratio of the reply and the reversed text.
+user       Reverse this text: a red boat
+assistant  taob der a
 """
 
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Final
 
 from tailrace.environments.answers import text_similarity
-from tailrace.environments.generated import GeneratedRows
+from tailrace.environments.generated import generated_environment
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.results import AgentResult
-from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
 from tailrace.records import Message, Task
 
@@ -34,32 +30,24 @@ WORDS: Final = tuple(_WORDS.split())
 def reverse_text(
     *, min_words: int = 1, max_words: int = 4, seed: int = 0, size: int = 100_000, eval_size: int = 200
 ) -> EnvironmentSpec:
-    """The environment; texts have `min_words` to `max_words` words, training rows and eval rows none in common.
-
-    Raises:
-        SettingsError: The numbers of words contradict each other.
-    """
+    """The environment; texts have `min_words` to `max_words` words. Raises `SettingsError` for an empty range."""
     if not 1 <= min_words <= max_words:
         raise SettingsError(f"environment.args: min_words = {min_words} must be from 1 to max_words = {max_words}")
-    rows = partial(
-        GeneratedRows, partial(draw_row, min_words=min_words, max_words=max_words), question="text", seed=seed
-    )
-    return EnvironmentSpec(
-        name="reverse-text",
+
+    def draw(rng: random.Random) -> dict[str, str]:
+        text = " ".join(rng.choices(WORDS, k=rng.randint(min_words, max_words)))
+        return {"text": text, "prompt": f"Reverse this text: {text}", "answer": text[::-1]}
+
+    return generated_environment(
+        "reverse-text",
+        draw,
+        question="text",
+        seed=seed,
+        size=size,
+        eval_size=eval_size,
         description="Write a short text backwards; reward: difflib ratio.",
-        train_tasks=rows(size=size),
-        eval_tasks=rows(size=eval_size, held_out=True),
-        agent=single_turn_agent(),
         reward=similarity_reward,
-        required_columns=("prompt", "answer"),
-        trusted=True,
     )
-
-
-def draw_row(rng: random.Random, *, min_words: int, max_words: int) -> dict[str, str]:
-    """One random text with its prompt and answer."""
-    text = " ".join(rng.choices(WORDS, k=rng.randint(min_words, max_words)))
-    return {"text": text, "prompt": f"Reverse this text: {text}", "answer": text[::-1]}
 
 
 def similarity_reward(task: Task, messages: list[Message]) -> AgentResult:

@@ -4,11 +4,11 @@ Plain values and arrays. Per-token data is always a NumPy array, written once. N
 or imports another room of the house (but for `errors`).
 """
 
-from tailrace.records.arrays import Array, BoolArray, Float32Array, Int32Array, as_token_ids
+from tailrace.records.arrays import Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
-from tailrace.records.branch import CONTEXT_VERSION, Branch, CompletionSpan
+from tailrace.records.branch import Branch
 from tailrace.records.completion import Completion, FinishReason
-from tailrace.records.conversation import Json, Message, Reply, ToolCall, ToolCallFunction, ToolSpec
+from tailrace.records.conversation import Json, Message, Reply, ToolCall, ToolSpec
 from tailrace.records.events import (
     CheckpointWritten,
     Event,
@@ -22,41 +22,22 @@ from tailrace.records.events import (
     TrainerStarted,
 )
 from tailrace.records.generation import Generate, GenerationRequest, OnChunk
-from tailrace.records.ids import (
-    GroupId,
-    RequestId,
-    RolloutId,
-    SessionId,
-    TaskId,
-    session_of,
-)
-from tailrace.records.payload import (
-    ExpertArray,
-    OpenPayload,
-    PayloadChunk,
-    PayloadChunks,
-    PayloadRef,
-    unrecorded,
-)
-from tailrace.records.payload_table import NOBODY, PayloadTable, PayloadTableBuilder
+from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId, session_of
+from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, unrecorded
+from tailrace.records.payload_table import PayloadTable
 from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.task import Task
 
 __all__ = [
-    "CONTEXT_VERSION",
-    "NOBODY",
     "TOKEN_COLUMNS",
-    "Array",
     "Batch",
     "BatchRow",
     "BatchSummary",
-    "BoolArray",
     "Branch",
     "CheckpointWritten",
     "Completion",
-    "CompletionSpan",
     "Event",
     "ExpertArray",
     "FinishReason",
@@ -74,10 +55,8 @@ __all__ = [
     "OpenPayload",
     "Outcome",
     "PayloadChunk",
-    "PayloadChunks",
     "PayloadRef",
     "PayloadTable",
-    "PayloadTableBuilder",
     "PlannedBatch",
     "Reply",
     "RequestId",
@@ -94,7 +73,6 @@ __all__ = [
     "TaskId",
     "TerminalState",
     "ToolCall",
-    "ToolCallFunction",
     "ToolSpec",
     "TrainerEnded",
     "TrainerStarted",

@@ -1,4 +1,4 @@
-"""Array types, and the one growable column that per-token data lives in."""
+"""Array types of per-token data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
-Array: TypeAlias = NDArray[np.int32] | NDArray[np.float32] | NDArray[np.bool_]
 
 
 def as_token_ids(token_ids: object) -> Int32Array:

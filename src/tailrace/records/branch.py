@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,13 +22,6 @@ CONTEXT_VERSION = -1
 _INITIAL_CAPACITY = 256
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
-
-
-class CompletionSpan(msgspec.Struct, frozen=True):
-    """Where one completion lies in its branch: tokens `start` to `end` (exclusive)."""
-
-    start: int
-    end: int
 
 
 class Branch:
@@ -58,7 +50,7 @@ class Branch:
         self._num_tokens = 0
         self._num_completion_tokens = 0
         self._version_counts: dict[int, int] = {}
-        self._spans: list[CompletionSpan] = []
+        self._spans: list[tuple[int, int]] = []
         self._mixed_spans: list[tuple[int, int]] = []
         self._payload_chunks = PayloadChunks()
         self._allocate(_INITIAL_CAPACITY)
@@ -86,7 +78,7 @@ class Branch:
         self._logprobs[where] = completion.logprobs
         self._policy_versions[where] = completion.policy_versions
         self._loss_mask[where] = True
-        self._spans.append(CompletionSpan(where.start, where.stop))
+        self._spans.append((where.start, where.stop))
         self._mixed_spans += [(where.start + start, where.start + end) for start, end in completion.mixed_spans]
 
     @property
@@ -110,8 +102,8 @@ class Branch:
         return self._version_counts
 
     @property
-    def completion_spans(self) -> tuple[CompletionSpan, ...]:
-        """Where each completion lies, in order."""
+    def completion_spans(self) -> tuple[tuple[int, int], ...]:
+        """First token and end of each completion, in order."""
         return tuple(self._spans)
 
     @property
@@ -123,7 +115,7 @@ class Branch:
     def payload_chunks(self) -> tuple[PayloadChunk, ...]:
         """Where the routed experts of each position lie: all of the branch in order, or () where none were recorded.
 
-        What was recorded first is what counts. Positions that nobody recorded are chunks without a reference.
+        The first record of a position counts. Positions without a record are chunks without a reference.
         """
         return tuple(self._payload_chunks.covering(self._num_tokens)) if self._payload_chunks else ()
 
@@ -166,7 +158,10 @@ class Branch:
     def _grow(self, count: int) -> slice:
         start, end = self._num_tokens, self._num_tokens + count
         if end > len(self._token_ids):
-            self._reallocate(max(end, 2 * len(self._token_ids)))
+            old = self._columns()
+            self._allocate(max(end, 2 * len(self._token_ids)))
+            for before, after in zip(old, self._columns(), strict=True):
+                after[:start] = before[:start]
         self._num_tokens = end
         return slice(start, end)
 
@@ -178,9 +173,5 @@ class Branch:
         self._policy_versions.fill(CONTEXT_VERSION)
         self._loss_mask: BoolArray = np.zeros(capacity, np.bool_)
 
-    def _reallocate(self, capacity: int) -> None:
-        old = (self._token_ids, self._logprobs, self._policy_versions, self._loss_mask)
-        self._allocate(capacity)
-        new = (self._token_ids, self._logprobs, self._policy_versions, self._loss_mask)
-        for before, after in zip(old, new, strict=True):
-            after[: self._num_tokens] = before[: self._num_tokens]
+    def _columns(self) -> tuple[Int32Array, Float32Array, Int32Array, BoolArray]:
+        return self._token_ids, self._logprobs, self._policy_versions, self._loss_mask

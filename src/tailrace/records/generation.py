@@ -46,12 +46,10 @@ class GenerationRequest:
 
 
 OnChunk: TypeAlias = Callable[[Completion], None]
-"""Told newly sampled tokens of a running request, on the event loop of its caller.
+"""Gets the new tokens of a running request, on the event loop of its caller; what it raises aborts the request.
 
-A chunk holds only tokens that were not told before, with their log-probabilities and versions. All chunks together are
-the completion without the request's `prefix`, in order, each token once, whatever interrupted the request meanwhile.
-Its finish reason is `RUNNING`, or that of the stretch that it ends; that of the completion comes with the completion.
-An exception that it raises aborts the request and is raised to the caller.
+All chunks together are the completion without the request's `prefix`, in order, each token once, whatever interrupted
+the request. A chunk's finish reason is `RUNNING`, or that of the stretch that it ends.
 """
 
 
@@ -64,5 +62,4 @@ class Generate(Protocol):
     """
 
     async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        """Sample one completion, `request.prefix` included; without an `on_chunk` nothing is told before its end."""
-        ...
+        """Sample one completion, `request.prefix` included."""

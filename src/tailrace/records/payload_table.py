@@ -13,8 +13,8 @@ from tailrace.errors import CorruptData, PayloadLost
 from tailrace.records.arrays import Int32Array
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, unrecorded
 
-NOBODY = -1
-"""In a table, instead of a payload: the positions of this chunk were not recorded."""
+UNRECORDED = -1
+"""In a table, in place of a payload's index: the positions of this chunk were not recorded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class PayloadTable:
     none reaches over the edge of a sample.
     """
 
-    chunks: Int32Array  # [num_chunks, 4]: first token, end (exclusive), payload or NOBODY, first entry of the payload
+    chunks: Int32Array  # [num_chunks, 4]: first token, end (exclusive), payload or UNRECORDED, its first entry
     payloads: tuple[PayloadRef, ...] = ()
 
     @classmethod
@@ -41,17 +41,14 @@ class PayloadTable:
         return len(self.chunks) > 0
 
     def is_sound(self, sample_offsets: Int32Array) -> bool:
-        """Whether it says of samples that begin at these tokens ([num_samples + 1]) what such a table must.
-
-        That goes for references too, as far as they tell: their shapes hold all entries that chunks mean.
-        """
+        """Whether its chunks cover samples at these offsets ([num_samples + 1]) and fit its payloads' shapes."""
         entries = [_num_entries(ref) for ref in self.payloads]
         if not self or min(entries, default=0) < 0:
             return not self and not self.payloads
         starts, ends, places, offsets = self.chunks.T.astype(np.int64)
-        if places.min() < NOBODY or places.max() >= len(entries) or offsets.min() < 0:
+        if places.min() < UNRECORDED or places.max() >= len(entries) or offsets.min() < 0:
             return False
-        recorded = places != NOBODY
+        recorded = places != UNRECORDED
         lasts = np.asarray(entries, np.int64)[places[recorded]] - (offsets + ends - starts)[recorded]
         return bool(
             starts[0] == 0
@@ -70,16 +67,6 @@ class PayloadTable:
         chunks = self.chunks[first:last].copy()
         chunks[:, :2] -= start
         return PayloadTable(chunks, self.payloads)
-
-    def compacted(self) -> PayloadTable:
-        """The same chunks with no payload that none of them needs: what one data-parallel rank is sent."""
-        if not self or self.chunks[:, 2].max() == NOBODY:
-            return PayloadTable.empty()
-        used, places = np.unique(self.chunks[:, 2], return_inverse=True)
-        chunks = self.chunks.copy()
-        nobodies = int(np.count_nonzero(used < 0))
-        chunks[:, 2] = np.maximum(places.reshape(-1) - nobodies, NOBODY)
-        return PayloadTable(chunks, tuple(self.payloads[index] for index in used[nobodies:].tolist()))
 
     def read(
         self,
@@ -101,7 +88,7 @@ class PayloadTable:
         nothing = unrecorded(filled.dtype)
         for start, end, payload, offset in self.chunks.tolist():
             where = filled[start:end]
-            if payload == NOBODY:
+            if payload == UNRECORDED:
                 where[...] = nothing
                 continue
             try:
@@ -134,8 +121,8 @@ class PayloadTableBuilder:
 
     def add(self, num_tokens: int, chunks: tuple[PayloadChunk, ...]) -> None:
         """The next sample, with its branch's chunks: all of its tokens, or () where nothing was recorded."""
-        for chunk in chunks or _unrecorded_sample(num_tokens):
-            place = NOBODY if chunk.ref is None else self._places.setdefault(chunk.ref, len(self._places))
+        for chunk in chunks or ([PayloadChunk(0, num_tokens)] if num_tokens else []):
+            place = UNRECORDED if chunk.ref is None else self._places.setdefault(chunk.ref, len(self._places))
             start, end = self._num_tokens + chunk.start, self._num_tokens + chunk.end
             self._chunks.extend((start, end, place, chunk.offset))
         self._num_tokens += num_tokens
@@ -166,15 +153,11 @@ def _room(out: NDArray[np.generic] | None, num_tokens: int, kind: PayloadRef) ->
 def _entries(
     open_payload: OpenPayload, ref: PayloadRef, offset: int, where: NDArray[np.generic]
 ) -> NDArray[np.generic]:
-    """Those that belong `where`."""
+    """The entries from `offset` on that fill `where`."""
     entries = open_payload(ref)[offset : offset + len(where)]
     if (entries.dtype, entries.shape) != (where.dtype, where.shape):
         raise CorruptData(
-            f"{ref.uri} was to have {where.dtype}{list(where.shape)} from entry {offset} on, like the rest of its row; "
+            f"{ref.uri} should have {where.dtype}{list(where.shape)} from entry {offset} on, like the rest of its row; "
             f"it has {entries.dtype}{list(entries.shape)}"
         )
     return entries
-
-
-def _unrecorded_sample(num_tokens: int) -> tuple[PayloadChunk, ...]:
-    return (PayloadChunk(0, num_tokens),) if num_tokens else ()

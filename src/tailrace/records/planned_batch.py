@@ -103,15 +103,13 @@ class PlannedBatch:
         """The batch that this rank receives, its tokens copied once. O(tokens): not for an event loop."""
         part = self.part(rank)
         plan = part.plan_columns()
-        columns = {
-            name: np.concatenate([*part.pieces(name), np.empty(0, dtype)]) for name, dtype in TOKEN_COLUMNS.items()
-        }
+        for name, dtype in TOKEN_COLUMNS.items():
+            plan[name] = np.concatenate([*part.pieces(name), np.empty(0, dtype)])
         return Batch(
             summary=part.summary,
             payloads=part.payloads(),
             rank=part.first_rank,
             num_ranks=part.num_ranks,
-            **columns,
             **plan,  # type: ignore[arg-type]
         )
 

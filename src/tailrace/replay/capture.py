@@ -172,7 +172,7 @@ def _rollout_record(rollout: Rollout) -> _RolloutRecord:
         sampling=rollout.sampling,
         branches=[
             _BranchRecord(
-                [(span.start, span.end) for span in branch.completion_spans],
+                list(branch.completion_spans),
                 list(branch.mixed_spans),
                 [chunk for chunk in branch.payload_chunks if chunk.ref is not None],
             )

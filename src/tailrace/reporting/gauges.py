@@ -5,11 +5,12 @@ A gauge returns its metrics since it was last read, by the names of the metrics'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from tailrace.generation.router.replica import ReplicaFigures
-from tailrace.reporting.usage import ProcessMeter, Usage, total_cpu_s
+import psutil
+
+from tailrace.generation.router.replica import Replica
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
 from tailrace.tracing.lag import LoopLagMonitor
@@ -52,32 +53,46 @@ class SchedulerGauge:
 
 
 class ProcessGauge:
-    """CPU time and memory of all processes, by role."""
+    """CPU time and memory of all processes, by role. What a process used stays counted after its end."""
 
-    def __init__(self, meter: ProcessMeter) -> None:
-        self._meter = meter
-        self._first: Mapping[str, Usage] | None = None
-        self._newest: Mapping[str, Usage] = {}
-
-    @property
-    def cpu_s(self) -> float:
+    def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
+        """`pids` gives the processes that run now, by role."""
+        self._pids = pids
+        self._processes: dict[str, psutil.Process] = {}
+        self._read_s: dict[str, float] = {}
+        """CPU time of each role's present process at the last reading."""
+        self._has_begun = False
+        self.cpu_s = 0.0
         """Of all processes, from the first reading to the last one."""
-        return total_cpu_s(self._newest) - total_cpu_s(self._first or {})
-
-    @property
-    def peak_rss_bytes(self) -> dict[str, int]:
+        self.peak_rss_bytes: dict[str, int] = {}
         """By role, at any reading."""
-        return self._meter.peak_rss_bytes
 
     def __call__(self) -> dict[str, float]:
-        """Memory now, and CPU time since the last step."""
-        before, self._newest = self._newest, self._meter.read()
-        self._first = self._newest if self._first is None else self._first
+        """Memory now, and CPU time since the last step, with that of children that have ended."""
         metrics: dict[str, float] = {}
-        for role, usage in self._newest.items():
-            metrics[f"memory/{role}_rss_bytes"] = usage.rss_bytes
-            metrics[f"cpu/{role}_s"] = usage.cpu_s - (before[role].cpu_s if role in before else 0.0)
+        used_s = 0.0
+        for role, pid in self._pids().items():
+            try:
+                process = self._process(role, pid)
+                times, memory = process.cpu_times(), process.memory_info()
+            except psutil.Error:
+                continue
+            cpu_s = times.user + times.system + times.children_user + times.children_system
+            metrics[f"memory/{role}_rss_bytes"] = memory.rss
+            metrics[f"cpu/{role}_s"] = cpu_s - self._read_s.get(role, 0.0)
+            used_s += metrics[f"cpu/{role}_s"]
+            self._read_s[role] = cpu_s
+            self.peak_rss_bytes[role] = max(memory.rss, self.peak_rss_bytes.get(role, 0))
+        self.cpu_s += used_s if self._has_begun else 0.0
+        self._has_begun = True
         return metrics
+
+    def _process(self, role: str, pid: int) -> psutil.Process:
+        process = self._processes.get(role)
+        if process is None or process.pid != pid:
+            process = self._processes[role] = psutil.Process(pid)
+            self._read_s.pop(role, None)
+        return process
 
 
 class LagGauge:
@@ -116,9 +131,9 @@ def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures
     }
 
 
-def replica_gauge(replicas: Callable[[], list[ReplicaFigures]]) -> Gauge:
+def replica_gauge(replicas: Sequence[Replica]) -> Gauge:
     """What the router knows of every generator."""
-    return lambda: {name: value for replica in replicas() for name, value in replica.metrics().items()}
+    return lambda: {name: value for replica in replicas for name, value in replica.metrics().items()}
 
 
 def judge_gauge(usage: Callable[[], JudgeUsage]) -> Gauge:

@@ -32,16 +32,9 @@ class MetricSpec:
     description: str
 
 
-_MEAN, _STD, _SUM, _MAX, _MIN, _LAST = (
-    Reduction.MEAN,
-    Reduction.STD,
-    Reduction.SUM,
-    Reduction.MAX,
-    Reduction.MIN,
-    Reduction.LAST,
-)
+_MEAN, _STD, _SUM, _MAX, _MIN, _LAST = Reduction
 
-_REWARD = (
+_ROWS = (
     ("reward/mean", "1", _MEAN, "Reward of the step's scored rollouts, all environments together."),
     ("reward/std", "1", _STD, "Standard deviation of those rewards."),
     ("reward/min", "1", _MIN, "Lowest of those rewards."),
@@ -49,41 +42,20 @@ _REWARD = (
     ("reward/{environment}/mean", "1", _MEAN, "Reward of one environment's rollouts."),
     ("reward/{environment}/std", "1", _STD, "Standard deviation of one environment's rewards."),
     ("reward/{environment}/zero_spread_share", "1", _MEAN, "Share of one environment's groups that teach nothing."),
-    (
-        "reward_component/{component}",
-        "1",
-        _MEAN,
-        "What rewards were made of, and what environments report, per rollout.",
-    ),
-    (
-        "environment/{environment}/trained_share",
-        "1",
-        _LAST,
-        "Tasks of this environment among all that were trained on since the run began; its weight asks for this share.",
-    ),
+    ("reward_component/{component}", "1", _MEAN, "Parts of the reward, and what environments report, per rollout."),
+    ("environment/{environment}/trained_share", "1", _LAST, "Its share of all trained tasks; its weight is the aim."),
     ("environment/{environment}/in_flight", "tasks", _LAST, "Its tasks handed out and in no batch yet."),
     ("environment/{environment}/trainable_share", "1", _LAST, "Share of its newest tasks that were trained on."),
-    (
-        "environment/{environment}/barren_tasks",
-        "tasks",
-        _LAST,
-        "Its tasks since the run began that came to nothing after 32 others in a row: it is not drawn more for them.",
-    ),
+    ("environment/{environment}/barren_tasks", "tasks", _LAST, "Its untrainable tasks that came after 32 in a row."),
     ("group/zero_spread_share", "1", _MEAN, "Share of scored groups whose rewards are all equal: they teach nothing."),
     ("group/size", "rollouts", _MEAN, "Rollouts that came back per scored group."),
     ("group/score_s", "s", _MEAN, "Time of a group in its `score_group` or judge, waiting for a place left out."),
-)
-
-_JUDGE = (
     ("judge/calls", "calls", _SUM, "Calls of the judges since the last step, those in vain and in evaluations too."),
     ("judge/retries", "calls", _SUM, "Those of them that repeat one that failed or was not valid."),
     ("judge/failed_groups", "groups", _SUM, "Groups that no call brought valid scores for."),
     ("judge/prompt_tokens", "tokens", _SUM, "Prompt tokens of the calls that were answered."),
     ("judge/completion_tokens", "tokens", _SUM, "Tokens of those answers."),
     ("judge/cost", "1", _SUM, "What they cost by the prices of the judge's settings."),
-)
-
-_ROLLOUT = (
     ("rollout/turns", "turns", _MEAN, "Calls of `generate` per rollout."),
     ("rollout/branches", "branches", _MEAN, "Token sequences per rollout; more than 1 where an agent rewrote history."),
     ("rollout/tokens", "tokens", _MEAN, "Tokens of a rollout, context included."),
@@ -102,9 +74,6 @@ _ROLLOUT = (
     ("rollout/generate_s", "s", _MEAN, "Time of a rollout spent waiting for `generate`."),
     ("rollout/score_s", "s", _MEAN, "Time of a rollout spent in its reward."),
     ("rollout/environment_s", "s", _MEAN, "Time of a rollout spent in its environment or agent."),
-)
-
-_EVALUATION = (
     ("eval/{environment}/reward/mean", "1", _MEAN, "Reward of held-out tasks, each run once; lost ones left out."),
     ("eval/{environment}/reward/standard_error", "1", _LAST, "Of that mean."),
     ("eval/{environment}/tasks", "tasks", _LAST, "Held-out tasks that were scored."),
@@ -115,15 +84,7 @@ _EVALUATION = (
     ("eval/{environment}/truncated_share", "1", _MEAN, "Share of its rollouts with a turn that ended for length."),
     ("eval/{environment}/reward_component/{component}", "1", _MEAN, "What those rewards were made of, per rollout."),
     ("eval/duration_s", "s", _LAST, "From the evaluation's first rollout to its last."),
-    (
-        "eval/coalesced",
-        "evaluations",
-        _LAST,
-        "Evaluations not made since the run began: a newer one fell due before they could begin.",
-    ),
-)
-
-_BATCH = (
+    ("eval/coalesced", "evaluations", _LAST, "Evaluations left out so far, because a newer one fell due first."),
     ("batch/samples", "samples", _SUM, "Training samples of the step's batch."),
     ("batch/rollouts", "rollouts", _SUM, "Rollouts of the step's batch."),
     ("batch/rows", "rows", _SUM, "Rows of the step's batch."),
@@ -137,59 +98,27 @@ _BATCH = (
     ("bias/loss_length_ratio", "1", _LAST, "The same ratio, over the lengths that bear loss."),
     ("bias/wasted_tokens", "tokens", _SUM, "Sampled tokens of rollouts that will never be trained on."),
     ("bias/masked_share", "1", _LAST, "Stale tokens over all tokens in trained batches."),
-)
-
-_GENERATION = (
     ("generation/tokens_per_s", "tokens/s", _LAST, "Tokens sampled per second since the last step."),
     ("generation/queue_s", "s", _MEAN, "Time from a request's arrival to its first forward pass."),
     ("generation/time_to_first_token_s", "s", _MEAN, "Time from a request's arrival to its first token."),
     ("generation/decode_s", "s", _MEAN, "Time from a completion's first token to its last."),
     ("generation/cached_prompt_tokens", "tokens", _SUM, "Prompt tokens that the engines' caches held already."),
-    (
-        "generation/in_flight",
-        "requests",
-        _MEAN,
-        "Requests accepted by a generator and not resolved, as each ended.",
-    ),
+    ("generation/in_flight", "requests", _MEAN, "Requests accepted by a generator and not resolved, as each ended."),
     ("generation/preemptions", "requests", _SUM, "Times that a running request was stopped and computed again."),
-    (
-        "generation/mixed_cache_tokens",
-        "tokens",
-        _SUM,
-        "Tokens sampled over keys and values that older weights had a part in.",
-    ),
+    ("generation/mixed_cache_tokens", "tokens", _SUM, "Tokens sampled over keys and values partly of older weights."),
     ("generation/nonfinite_logprobs", "tokens", _SUM, "Sampled tokens whose log-probability was NaN or infinite."),
     ("generation/completion_tokens", "tokens", _SUM, "Tokens sampled by the requests that ended."),
-    (
-        "generation/load_model_state_dict_s",
-        "s",
-        _MEAN,
-        "Time to install a new model state dict between two engine steps.",
-    ),
+    ("generation/load_model_state_dict_s", "s", _MEAN, "Time to install new weights between two engine steps."),
     ("generation/failed_loads", "loads", _SUM, "Versions that a generator could not install, however often it tried."),
-)
-
-_GENERATORS = (
     ("generator/{replica}/requests", "requests", _LAST, "Requests of the run in flight on this replica."),
     ("generator/{replica}/running_tokens", "tokens", _LAST, "Tokens of its running requests, by its last report."),
     ("generator/{replica}/policy_version", "versions", _LAST, "Version of the weights that it holds."),
     ("generator/{replica}/serving", "1", _LAST, "1 while it takes requests; 0 while it is away or starved of weights."),
     ("generator/{replica}/restarts", "restarts", _LAST, "How often it was started or connected to again, in all."),
-    (
-        "generator/{replica}/failovers",
-        "requests",
-        _LAST,
-        "Requests that went on elsewhere because it died or was stuck, in all.",
-    ),
-)
-
-_PAYLOADS = (
+    ("generator/{replica}/failovers", "requests", _LAST, "Requests that moved on as it died or was stuck, in all."),
     ("payloads/recorded_bytes", "bytes", _SUM, "Routed experts that completions brought since the last step."),
     ("payloads/released_bytes", "bytes", _SUM, "Those whose rollouts have ended since: their room is used again."),
     ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, in the payload store."),
-)
-
-_TRAINING = (
     ("training/loss", "1", _MEAN, "Loss of the optimizer step."),
     ("training/grad_norm", "1", _MEAN, "Norm of the gradients before clipping."),
     ("training/learning_rate", "1", _LAST, "Learning rate of the optimizer step."),
@@ -212,48 +141,20 @@ _TRAINING = (
         _MEAN,
         "The same over tokens that it sampled over keys and values of older versions: what a kept cache costs.",
     ),
-    (
-        "training/replayed_share",
-        "1",
-        _MEAN,
-        "Share of routings (a token in a layer with experts) that follow what generation recorded.",
-    ),
-    (
-        "training/router_agreement",
-        "1",
-        _MEAN,
-        "Share of the replayed experts that the trainer's own router would have chosen; 1 where nothing differs.",
-    ),
+    ("training/replayed_share", "1", _MEAN, "Share of routings (token, layer) that follow the recorded ones."),
+    ("training/router_agreement", "1", _MEAN, "Share of replayed experts that the trainer's router would choose."),
     ("training/tokens_per_s", "tokens/s", _LAST, "Tokens trained per second of the step's compute."),
     ("training/step_s", "s", _LAST, "Compute of the optimizer step: forward, backward, update."),
     ("training/publish_s", "s", _LAST, "Time to publish the new model state dict."),
     ("training/checkpoint_s", "s", _LAST, "Time to write a checkpoint."),
-)
-
-_RUN = (
     ("scheduler/in_flight", "rollouts", _LAST, "Rollouts admitted and not yet terminal."),
     ("scheduler/admitted", "rollouts", _LAST, "Rollouts admitted since the run began."),
     ("scheduler/budget_wait_s", "s", _SUM, "Time in which admission waited for the staleness budget."),
-    (
-        "scheduler/buffer_wait_s",
-        "s",
-        _SUM,
-        "Time in which admission waited: enough finished groups stood ready.",
-    ),
+    ("scheduler/buffer_wait_s", "s", _SUM, "Time in which admission waited: enough finished groups stood ready."),
     ("scheduler/weights_wait_s", "s", _SUM, "Time in which admission waited for newer weights to be installed."),
     ("scheduler/trainer_wait_s", "s", _SUM, "Time in which the trainer had no batch: it waited for groups."),
-    (
-        "scheduler/held_s",
-        "s",
-        _SUM,
-        "Time in which a full batch was held for a group that its step would have made too old (`on_stale = wait`).",
-    ),
-    (
-        "scheduler/edge_wait_s",
-        "s",
-        _SUM,
-        "Time in which admission waited: under over-sampling, for the edge of the step.",
-    ),
+    ("scheduler/held_s", "s", _SUM, "Time in which a full batch was held back by `on_stale = wait`."),
+    ("scheduler/edge_wait_s", "s", _SUM, "Time in which admission waited, over-sampling, for a step's edge."),
     ("scheduler/restarted_groups", "groups", _LAST, "Groups that were stopped and started again since the run began."),
     ("scheduler/set_aside", "rollouts", _LAST, "Rollouts that stopped at the edge of a step, and go on in the next."),
     ("scheduler/ready_groups", "groups", _LAST, "Scored groups that wait for their batch."),
@@ -263,25 +164,10 @@ _RUN = (
     ("lag/p90_s", "s", _MAX, "Event-loop lag: 90th percentile of a step."),
     ("lag/p99_s", "s", _MAX, "Event-loop lag: 99th percentile of a step."),
     ("lag/max_s", "s", _MAX, "Event-loop lag: longest of a step."),
-    (
-        "phase/{name}/wall_s",
-        "s",
-        _SUM,
-        "Wall time in this phase, less that of phases inside it; summed over concurrent ones.",
-    ),
-    (
-        "phase/{name}/cpu_s",
-        "s",
-        _SUM,
-        "CPU time of this phase; on the event loop stretches under 40 µs count as computation throughout.",
-    ),
+    ("phase/{name}/wall_s", "s", _SUM, "Wall time in this phase, less phases inside it; concurrent ones add up."),
+    ("phase/{name}/cpu_s", "s", _SUM, "CPU time; on the event loop stretches under 40 µs count as computation."),
     ("phase/{name}/held_s", "s", _SUM, "Time in which this phase held its process's event loop."),
-    (
-        "phase/{name}/lag_p50_s",
-        "s",
-        _MAX,
-        "Loop lag caused by this phase: its turns on the loop, median.",
-    ),
+    ("phase/{name}/lag_p50_s", "s", _MAX, "Loop lag caused by this phase: its turns on the loop, median."),
     ("phase/{name}/lag_p90_s", "s", _MAX, "Loop lag caused by this phase: 90th percentile of its turns on the loop."),
     ("phase/{name}/lag_p99_s", "s", _MAX, "Loop lag caused by this phase: 99th percentile of its turns on the loop."),
     ("phase/{name}/lag_max_s", "s", _MAX, "Loop lag caused by this phase: its longest turn on the loop."),
@@ -292,33 +178,8 @@ _RUN = (
     ("memory/given_back_bytes", "bytes", _SUM, "Memory that was given back to the system (`malloc_trim`)."),
     ("memory/give_back_s", "s", _SUM, "Time that giving memory back took, in a thread."),
     ("cpu/{role}_s", "s", _SUM, "User and system CPU time of this role's process."),
-    (
-        "sinks/dropped_records",
-        "records",
-        _LAST,
-        "Records that no file took since the run began: queue full or disk failing.",
-    ),
+    ("sinks/dropped_records", "records", _LAST, "Records that no file took so far: queue full or disk failing."),
 )
 
-
-def _table() -> dict[str, MetricSpec]:
-    rows = [
-        MetricSpec(*row)
-        for row in (
-            *_REWARD,
-            *_JUDGE,
-            *_ROLLOUT,
-            *_EVALUATION,
-            *_BATCH,
-            *_GENERATION,
-            *_GENERATORS,
-            *_PAYLOADS,
-            *_TRAINING,
-            *_RUN,
-        )
-    ]
-    return {row.name: row for row in rows}
-
-
-METRICS: dict[str, MetricSpec] = _table()
+METRICS: dict[str, MetricSpec] = {row[0]: MetricSpec(*row) for row in _ROWS}
 """Every metric there is, by name. `docs/metrics.md` is this table."""

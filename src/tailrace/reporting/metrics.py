@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tailrace.reporting.metric_table import METRICS, MetricSpec, Reduction
 
@@ -49,10 +49,9 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 @dataclass(slots=True)
 class _Running:
-    """Weighted mean and spread of a stream, with its extremes; two of them merge exactly.
+    """Weighted mean and spread of a stream, with its extremes.
 
-    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances"
-    (1979), eq. 2.1.
+    Source: West, "Updating Mean and Variance Estimates: An Improved Method" (1979).
     """
 
     weight: float = 0.0
@@ -65,19 +64,16 @@ class _Running:
     maximum: float = -math.inf
     last: float = math.nan
 
-    def merge(self, other: _Running) -> None:
-        """Take in everything that `other` saw, as if it came after."""
-        if other.weight == 0:
-            return
-        weight = self.weight + other.weight
-        difference = other.mean - self.mean
-        self.mean += difference * other.weight / weight
-        self.squares += other.squares + difference * difference * self.weight * other.weight / weight
-        self.weight = weight
-        self.total += other.total
-        self.minimum = min(self.minimum, other.minimum)
-        self.maximum = max(self.maximum, other.maximum)
-        self.last = other.last
+    def add(self, value: float, weight: float) -> None:
+        """Take in one value."""
+        self.weight += weight
+        difference = value - self.mean
+        self.mean += difference * weight / self.weight
+        self.squares += weight * difference * (value - self.mean)
+        self.total += value
+        self.minimum = min(self.minimum, value)
+        self.maximum = max(self.maximum, value)
+        self.last = value
 
     def reduced(self, reduction: Reduction) -> float:
         """One number."""
@@ -96,9 +92,8 @@ class _Running:
                 return self.last
 
 
-@dataclass(slots=True)
 class MetricsAccumulator:
-    """Collects values and reduces each as the table says. Not thread-safe: one owner, `merge` for the others.
+    """Collects values and reduces each as the table says. Not thread-safe.
 
     >>> metrics = MetricsAccumulator()
     >>> metrics.add_values("reward/mean", [0.0, 1.0])
@@ -107,7 +102,8 @@ class MetricsAccumulator:
     {'batch/tokens': 512.0, 'reward/mean': 0.5}
     """
 
-    _running: dict[str, _Running] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._running: dict[str, _Running] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
         """Record one value; `weight` counts in means and spreads (a value that stands for n tokens has weight n).
@@ -118,8 +114,7 @@ class MetricsAccumulator:
             raise ValueError(f"metric {name!r} was added with weight {weight}; weights are 0 or above")
         metric_spec(name)
         if weight > 0:
-            value = float(value)
-            self._at(name).merge(_Running(weight, value, value, 0.0, value, value, value))
+            self._running.setdefault(name, _Running()).add(float(value), weight)
 
     def add_values(self, name: str, values: Iterable[float]) -> None:
         """Record many values of one metric, each of weight 1."""
@@ -131,15 +126,7 @@ class MetricsAccumulator:
         for name, value in metrics.items():
             self.add(name, value, weight)
 
-    def merge(self, other: MetricsAccumulator) -> None:
-        """Take in everything that `other` holds, exactly as if it had been added here. `other` stays as it is."""
-        for name, running in other._running.items():
-            self._at(name).merge(running)
-
     def flush(self) -> dict[str, float]:
         """The reduced values by name, sorted; starts over. Metrics without a value are absent, never 0."""
         running, self._running = self._running, {}
         return {name: running[name].reduced(metric_spec(name).reduction) for name in sorted(running)}
-
-    def _at(self, name: str) -> _Running:
-        return self._running.setdefault(name, _Running())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from typing_extensions import override
 
@@ -25,15 +26,14 @@ from tailrace.records import (
     TerminalState,
 )
 from tailrace.reporting.evaluation_figures import evaluation_entries, evaluation_metrics, update_summary
-from tailrace.reporting.gauges import Gauge
+from tailrace.reporting.gauges import Gauge, LagGauge, ProcessGauge, SchedulerGauge
 from tailrace.reporting.logs import FILE_ONLY
-from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.reporting.phase_report import phase_line
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
-from tailrace.reporting.summary import EvaluationSummary
-from tailrace.scheduling import Evaluation, SchedulerObserver
+from tailrace.reporting.summary import EvaluationSummary, LedgerSummary, RunSummary
+from tailrace.scheduling import Evaluation, Ledger, SchedulerObserver
 from tailrace.tracing.phases import phase
 
 _logger = logging.getLogger(__name__)
@@ -50,20 +50,15 @@ class Totals:
     staleness_sum: float = 0.0
     staleness_max: int = 0
     failures: Counter[str] = field(default_factory=Counter)
+    rewards: list[float] = field(default_factory=list)
+    """One mean per step, like the rates below."""
+    generation_tokens_per_s: list[float] = field(default_factory=list)
+    training_tokens_per_s: list[float] = field(default_factory=list)
 
     @property
     def staleness_mean(self) -> float:
         """Over tokens that bore loss."""
         return self.staleness_sum / max(1, self.tokens_trained)
-
-
-@dataclass(slots=True)
-class History:
-    """One value per step, for the live view."""
-
-    rewards: list[float] = field(default_factory=list)
-    generation_tokens_per_s: list[float] = field(default_factory=list)
-    training_tokens_per_s: list[float] = field(default_factory=list)
 
 
 class GroupSink(Protocol):
@@ -93,12 +88,11 @@ class RunObserver(SchedulerObserver):
         release_payloads: Callable[[RolloutId], None],
     ) -> None:
         """`release_payloads` is called for every rollout that is terminal."""
-        self.totals, self.history = Totals(), History()
+        self.totals = Totals()
         self.latest: dict[str, float] = {}
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
-        self._metrics = MetricsAccumulator()
-        self._recorder = RunRecorder(self._metrics)
+        self._recorder = RunRecorder()
         self.bias = self._recorder.bias
         self._gauges: list[Gauge] = []
         self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
@@ -116,7 +110,7 @@ class RunObserver(SchedulerObserver):
         """The first rollout is about to start: the first step is not charged for what came before."""
         for gauge in self._gauges:
             gauge()
-        self._metrics.flush()
+        self._recorder.flush()
         self._started_s = self._last_step_s = self._clock()
 
     @property
@@ -182,22 +176,22 @@ class RunObserver(SchedulerObserver):
         elapsed_s = max(now - self._last_step_s, 1e-9)
         self._recorder.batch_sent(summary)
         if isinstance(event, StepTrained):
-            self._metrics.update(event.metrics)
+            self._recorder.update(event.metrics)
             totals.tokens_trained += summary.loss_tokens
             totals.staleness_sum += summary.staleness_mean * summary.loss_tokens
             totals.staleness_max = max(totals.staleness_max, summary.staleness_max)
         rate = (totals.tokens_generated - self._tokens_before) / elapsed_s
         self._tokens_before = totals.tokens_generated
-        self._metrics.add("generation/tokens_per_s", rate)
-        self._metrics.add("policy/version", event.version)
-        self._metrics.add("sinks/dropped_records", self._sink.lost_records)
+        self._recorder.add("generation/tokens_per_s", rate)
+        self._recorder.add("policy/version", event.version)
+        self._recorder.add("sinks/dropped_records", self._sink.lost_records)
         for gauge in self._gauges:
-            self._metrics.update(gauge())
+            self._recorder.update(gauge())
         self.latest = self._recorder.flush()
-        self.history.generation_tokens_per_s.append(rate)
-        self.history.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
+        totals.generation_tokens_per_s.append(rate)
+        totals.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
         if "reward/mean" in self.latest:
-            self.history.rewards.append(self.latest["reward/mean"])
+            totals.rewards.append(self.latest["reward/mean"])
         self._sink.write({"step": event.step, "wall_s": now - self._started_s, **self.latest})
         self._rollouts.write(event.step, self._entries)
         self._entries = []
@@ -207,11 +201,11 @@ class RunObserver(SchedulerObserver):
 
     def weights_installed(self, duration_s: float) -> None:
         """The generator serves newer weights, `duration_s` after they were published."""
-        self._metrics.add("generation/load_model_state_dict_s", duration_s)
+        self._recorder.add("generation/load_model_state_dict_s", duration_s)
 
     def weights_not_installed(self) -> None:
         """The generator could not take newer weights, and goes on with the old ones."""
-        self._metrics.add("generation/failed_loads", 1)
+        self._recorder.add("generation/failed_loads", 1)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""
@@ -231,3 +225,51 @@ class RunObserver(SchedulerObserver):
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""
         self._rollouts.write(step + 1, self._entries)
         self._entries = []
+
+
+def with_figures(
+    summary: RunSummary,
+    ledger: Ledger,
+    observer: RunObserver,
+    *,
+    waits: SchedulerGauge,
+    processes: ProcessGauge,
+    lag: LagGauge,
+) -> RunSummary:
+    """The summary with what a run came to, once its ledger is closed and its rollouts began."""
+    totals, bias, rewards = observer.totals, observer.bias, observer.totals.rewards
+    cpu_s, waited_s = processes.cpu_s, waits.newest.waited_s
+    return msgspec.structs.replace(
+        summary,
+        ledger=LedgerSummary(
+            admitted=ledger.admitted,
+            in_flight=ledger.in_flight,
+            by_state={str(state): ledger.total(state) for state in TerminalState},
+            by_reason={str(state): ledger.reasons(state) for state in TerminalState if state != TerminalState.TRAINED},
+        ),
+        cpu_s=cpu_s,
+        peak_rss_bytes=processes.peak_rss_bytes,
+        reward_first=rewards[0] if rewards else None,
+        reward_last=rewards[-1] if rewards else None,
+        reward_best=max(rewards, default=None),
+        evaluations=dict(observer.evaluations),
+        tokens_generated=totals.tokens_generated,
+        tokens_trained=totals.tokens_trained,
+        generation_tokens_per_s=_per(totals.tokens_generated, observer.wall_s),
+        training_tokens_per_s=_per(totals.tokens_trained, observer.wall_s),
+        tokens_per_cpu_s=_per(totals.tokens_trained, cpu_s),
+        length_ratio=bias.length_ratio,
+        loss_length_ratio=bias.loss_length_ratio,
+        wasted_tokens=bias.wasted_tokens,
+        masked_tokens=bias.masked_tokens,
+        masked_share=bias.masked_share,
+        staleness_mean=totals.staleness_mean if totals.tokens_trained else None,
+        staleness_max=totals.staleness_max if totals.tokens_trained else None,
+        trainer_wait_s=waits.newest.trainer_waited_s,
+        admission_waits_s={str(cause): seconds for cause, seconds in waited_s.items() if seconds > 0},
+        loop_lag_max_s=lag.max_s,
+    )
+
+
+def _per(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None

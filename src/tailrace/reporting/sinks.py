@@ -16,13 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.records import Json
-from tailrace.reporting.rollout_records import (
-    RolloutEntry,
-    RolloutRecord,
-    decode_line,
-    encode_line,
-    rollout_record,
-)
+from tailrace.reporting.rollout_records import RolloutEntry, RolloutRecord, decode_line, encode_line, rollout_record
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 
@@ -37,8 +31,7 @@ class JsonlSink:
     @property
     def lost_records(self) -> int:
         """Records of all files of its writer that were dropped, or that a disk refused."""
-        statistics = self._writer.statistics()
-        return statistics.dropped + statistics.failed
+        return self._writer.dropped + self._writer.failed
 
     def write(self, record: Mapping[str, Json]) -> bool:
         """Append one record. Never waits and never raises: False, and counted, when it was dropped."""

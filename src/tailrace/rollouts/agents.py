@@ -28,19 +28,15 @@ class EnvironmentHost(Protocol):
 
     async def reset(self, task: Task) -> Observation:
         """The opening of the conversation."""
-        ...
 
     async def step(self, reply: Message) -> Observation:
         """What the environment answers to a reply."""
-        ...
 
     async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
         """Attributes to save beside the rollout."""
-        ...
 
     async def close(self) -> None:
-        """Let the environment go."""
-        ...
+        """Called when the rollout has ended."""
 
 
 class LocalEnvironment(EnvironmentHost):

@@ -1,11 +1,10 @@
-"""Deadlines of users' coroutines, and what becomes of one that ignores its deadline or its cancellation.
+"""Deadlines of users' coroutines, also of those that ignore a deadline or a cancellation.
 
-    deadline                    ─► `rollout_deadline` cancels what runs inside it, which can still be scored or counted
+    deadline                     ─► `rollout_deadline` cancels what runs inside it, which can still be scored or counted
     ignored, or caller cancelled ─► `Attempts`: stop() ─► cancel ─► CANCEL_S ─► cancel again ─► CANCEL_S ─► left behind
 
-Whoever cancels an attempt waits until it has ended: its agent, its tools, its reward. A coroutine that ignores one
-cancellation meets the next; one that ignores both is named in the log, with the line it waits in, and waited for no
-longer. It holds nothing of the run any more.
+Cancelling an attempt returns once it has ended: its agent, its tools, its reward. A coroutine that ignores both
+cancellations is named in the log, with the line it waits in, and is no longer waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Coroutine
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 from tailrace.errors import EnvironmentFailed, RolloutTimeout
@@ -71,12 +70,7 @@ class Attempts:
 
     def __init__(self, cancel_s: float = CANCEL_S) -> None:
         self._cancel_s = cancel_s
-        self._left_behind: set[asyncio.Task[Any]] = set()
-
-    @property
-    def left_behind(self) -> int:
-        """Attempts that ignored their cancellation and still run."""
-        return len(self._left_behind)
+        self._left_behind: set[asyncio.Task[Any]] = set()  # an event loop itself keeps no task alive
 
     async def run(
         self,
@@ -86,13 +80,9 @@ class Attempts:
         limit_s: float,
         stop: Callable[[], None] = lambda: None,
     ) -> ResultT:
-        """What `work` returns or raises. It ends itself after `limit_s`; when it does not, this ends it.
+        """What `work` returns or raises. Where it has not ended after `limit_s`, calls `stop` and cancels it.
 
-        `stop` is called before it is cancelled from here.
-
-        Raises:
-            RolloutTimeout: It did not end itself at its deadline.
-            EnvironmentFailed: It raised `CancelledError` although nobody cancelled it.
+        Raises `RolloutTimeout` then, and `EnvironmentFailed` where it raised `CancelledError` and nobody cancelled it.
         """
         loop = asyncio.get_running_loop()
         task, ended = loop.create_task(work, name=what), loop.create_future()
@@ -143,7 +133,7 @@ class Attempts:
 
 
 def _take_exception(task: asyncio.Task[Any]) -> None:
-    """What a cancelled attempt raised on its way out is nobody's any more."""
+    """Mark what a cancelled attempt raised as retrieved, so that asyncio logs nothing."""
     if not task.cancelled():
         task.exception()
 
@@ -154,12 +144,8 @@ def innermost_line(task: asyncio.Task[Any]) -> str:
     awaiting: object = task.get_coro()
     while awaiting is not None:
         frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "gi_frame", None)
-        if frame is not None and _is_code_of_interest(frame.f_code):
+        if frame is not None and "/asyncio/" not in frame.f_code.co_filename:
             where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
         is_generator = inspect.isgenerator(awaiting)
         awaiting = getattr(awaiting, "gi_yieldfrom" if is_generator else "cr_await", None)
     return where
-
-
-def _is_code_of_interest(code: CodeType) -> bool:
-    return "/asyncio/" not in code.co_filename

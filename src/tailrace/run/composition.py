@@ -31,10 +31,8 @@ from tailrace.reporting.gauges import (
     replica_gauge,
 )
 from tailrace.reporting.observer import RunObserver
-from tailrace.reporting.run_view import RunView
+from tailrace.reporting.run_view import RunView, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
-from tailrace.reporting.snapshots import snapshot
-from tailrace.reporting.usage import ProcessMeter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment
 from tailrace.run.folder import RunPaths
 from tailrace.run.orchestrator import Orchestrator
@@ -161,12 +159,12 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             max_running=settings.max_running,
             lend=scheduler.lend,
         )
-        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(ProcessMeter(roles.pids))
+        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids)
         lag = LagGauge(ground.lag)
         observer.add_gauges(
             *(waits, processes, lag, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
             environment_gauge(lambda: tasks.environments),
-            replica_gauge(roles.generators.router.figures),
+            replica_gauge(roles.generators.router.replicas),
             judge_gauge(lambda: rollouter.judge_usage),
             payload_gauge(roles.payloads),
         )

@@ -23,9 +23,9 @@ from tailrace.lifecycle.signals import StopSignals
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
+from tailrace.reporting.observer import with_figures
 from tailrace.reporting.report import write_report
 from tailrace.reporting.summary import RunSummary, write_summary
-from tailrace.reporting.summary_figures import with_figures
 from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
@@ -109,7 +109,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
     """Write what is left to write, the summary last."""
     run.observer.write_rest(ended.step)
     await asyncio.to_thread(run.writer.close)
-    written, orchestrator, ground = run.writer.statistics(), run.orchestrator, run.ground
+    writer, orchestrator, ground = run.writer, run.orchestrator, run.ground
     summary = RunSummary(
         name=ground.settings.name,
         status=ended.status,
@@ -122,7 +122,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         wall_s=ground.elapsed_s,
         started_at=ground.started_at.isoformat(timespec="seconds"),
         checkpoint_path=orchestrator.checkpoint,
-        dropped_records=written.dropped + written.failed,
+        dropped_records=writer.dropped + writer.failed,
         versions=_versions(),
     )
     if orchestrator.has_begun:

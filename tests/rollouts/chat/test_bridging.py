@@ -59,11 +59,11 @@ def test_a_conversation_that_grows_is_one_branch_whose_loss_lies_on_sampled_toke
 
     (branch,) = played.branches
     assert len(branch.completion_spans) == len(turns)
-    for call, span in zip(generate.calls, branch.completion_spans, strict=True):
-        np.testing.assert_array_equal(branch.token_ids[: span.start], call.prompt_token_ids)
-        assert branch.loss_mask[span.start : span.end].all()
-    for reply, span in zip(replies, branch.completion_spans, strict=True):
-        sampled = branch.token_ids[span.start : span.end].tolist()
+    for call, (start, end) in zip(generate.calls, branch.completion_spans, strict=True):
+        np.testing.assert_array_equal(branch.token_ids[:start], call.prompt_token_ids)
+        assert branch.loss_mask[start:end].all()
+    for reply, (start, end) in zip(replies, branch.completion_spans, strict=True):
+        sampled = branch.token_ids[start:end].tolist()
         assert sampled[: len(reply.token_ids)] == list(reply.token_ids)
     assert branch.loss_mask.sum() == branch.num_completion_tokens
     assert (branch.logprobs[~branch.loss_mask] == 0).all()

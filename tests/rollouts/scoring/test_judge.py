@@ -26,8 +26,8 @@ from tailrace.records import (
 )
 from tailrace.rollouts import ChatRenderer, ErrorBudget, Rollouter, RolloutSettings, gather_groups
 from tailrace.rollouts.scoring import Scorer
-from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat, RelativeJudge, ScoresById
-from tailrace.rollouts.scoring.judge.ranking import read_scores, shared_messages
+from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat, RelativeJudge
+from tailrace.rollouts.scoring.judge.ranking import ScoresById, read_scores, shared_messages
 from tests.support.judge_endpoint import Answer, Endpoint, endpoint, verdict
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -36,13 +36,31 @@ class SampledTokens:
     """
     routed_experts_start: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """On the last chunk: `queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, `preemptions` and
-    `nonfinite_logprobs` (of tokens that the engine left out).
-    """
+    """On the last chunk: those of `request_metrics`. `nonfinite_logprobs` are of tokens that the engine left out."""
 
 
-class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of an engine. Counts `*_total` run from its start."""
+class EngineCounts(msgspec.Struct, kw_only=True):
+    """What an engine counts from its start."""
+
+    steps_total: int = 0
+    sampled_tokens_total: int = 0
+    prefilled_tokens_total: int = 0
+    """Prompt tokens that went through the model."""
+    cached_prompt_tokens_total: int = 0
+    """Prompt tokens that did not have to, because their keys and values were there."""
+    evicted_sessions_total: int = 0
+    step_s_total: float = 0.0
+    """Wall time inside steps."""
+    preemptions_total: int = 0
+    """Running requests whose keys and values were taken away, to be computed again."""
+    mixed_cache_tokens_total: int = 0
+    """Tokens sampled over keys and values that older weights had a part in."""
+    nonfinite_logprobs_total: int = 0
+    """Log-probabilities that were NaN or infinite."""
+
+
+class EngineStatistics(EngineCounts, frozen=True, kw_only=True):  # type: ignore[misc]  # msgspec allows it
+    """A snapshot of an engine. The generator counts requests in flight and loads."""
 
     policy_version: int
     """Version of the installed model state dict."""
@@ -52,28 +70,13 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Requests accepted and without a slot."""
     running_tokens: int = 0
     """Tokens of the running requests, prompts included."""
-    cached_sessions: int
+    cached_sessions: int = 0
     """Slots that keep the cache of a session between its turns."""
     kv_tokens: int
     """Tokens whose keys and values are cached."""
     kv_capacity_tokens: int
-    steps_total: int
-    sampled_tokens_total: int
-    prefilled_tokens_total: int
-    """Prompt tokens that went through the model."""
-    cached_prompt_tokens_total: int
-    """Prompt tokens that did not have to, because their keys and values were there."""
-    evicted_sessions_total: int
-    step_s_total: float
-    """Wall time inside steps."""
-    preemptions_total: int = 0
-    """Running requests whose keys and values were taken away, to be computed again."""
-    mixed_cache_tokens_total: int = 0
-    """Tokens sampled over keys and values that older weights had a part in."""
-    nonfinite_logprobs_total: int = 0
-    """Log-probabilities that were NaN or infinite."""
     in_flight: int = 0
-    """Requests accepted and not yet resolved; the generator counts them, as all that follows."""
+    """Requests accepted and not yet resolved."""
     loads_total: int = 0
     """Model state dicts installed."""
     failed_loads_total: int = 0
@@ -84,6 +87,28 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time in which the engine did not step because weights were installed."""
 
 
+def request_metrics(
+    now_s: float,
+    *,
+    added_s: float,
+    started_s: float,
+    first_token_s: float,
+    cached_prompt_tokens: int = 0,
+    preemptions: int = 0,
+    nonfinite_logprobs: int = 0,
+) -> dict[str, float]:
+    """`SampledTokens.metrics` of a request that ends now; times are 0 for what did not happen."""
+    first_token_s = first_token_s or now_s
+    return {
+        "queue_s": (started_s or now_s) - added_s,
+        "time_to_first_token_s": first_token_s - added_s,
+        "decode_s": now_s - first_token_s,
+        "cached_prompt_tokens": float(cached_prompt_tokens),
+        "preemptions": float(preemptions),
+        "nonfinite_logprobs": float(nonfinite_logprobs),
+    }
+
+
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can be asked for."""
 
@@ -91,9 +116,13 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_tokens: int
     """Prompt and completion together."""
 
-    def require_acceptable(self, request: GenerationRequest) -> None:
-        """Raise `RequestRefused`, naming the request, for one that no engine with these limits can serve."""
+    def require_acceptable(self, request: GenerationRequest, running: Container[str] = ()) -> None:
+        """Raise `RequestRefused`, naming the request, for one that no engine with these limits can serve,
+        or whose id is `running`.
+        """
         name = f"request {request.request_id}"
+        if request.request_id in running:
+            raise RequestRefused(f"{name} is running already; request ids must be unique")
         try:
             request.sampling.require_valid()
         except SettingsError as error:
@@ -126,52 +155,41 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits:
         """What a request must respect."""
-        ...
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do or return anything."""
-        ...
 
     def watch(self, on_failure: FailureListener) -> None:
         """Tell at once when the engine ends by itself, idle or in a step: a process or a rank of it died."""
-        ...
 
     def add(self, request: GenerationRequest) -> None:
-        """Accept a request. Raises `RequestRefused` for an impossible one; others go on."""
-        ...
+        """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running; others go on."""
 
     def step(self) -> list[SampledTokens]:
         """Advance by one iteration: any number of requests may advance or finish."""
-        ...
 
     def abort(self, request_id: str) -> None:
         """End a request; its last chunk says `ABORTED`. Unknown ids (it may just have finished) are ignored."""
-        ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """What `load_model_state_dict` had best be given: of its work all that can be done while the engine steps.
 
         Called in another thread than the engine's own, for one model state dict after the other. Raises `ModelError`.
         """
-        ...
 
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights: copies, never aliases. Raises `ModelError`, and then the old ones are still whole;
         where they are not, `EngineFailed`. What was cached before is reused as `may_reuse` says.
         """
-        ...
 
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
         """Forget every cached key and value. Running requests are computed again from their tokens, by the weights of
         the next step (a load may come in between), or, if not `preempt_running`, make this raise `GenerationError`.
         """
-        ...
 
     def statistics(self) -> EngineStatistics:
         """A snapshot."""
-        ...
 
     def close(self) -> None:
         """Let go of the model and the cache."""
-        ...

@@ -13,10 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+from typing_extensions import override
 
 from tailrace.errors import GenerationError
-from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
+from tailrace.generation.engines.protocol import (
+    Engine,
+    EngineCounts,
+    EngineLimits,
+    EngineStatistics,
+    FailureListener,
+    SampledTokens,
+    request_metrics,
+)
 from tailrace.records import FinishReason, GenerationRequest, Int32Array
 
 if TYPE_CHECKING:
@@ -40,8 +50,8 @@ class _Running:
     versions: list[int] = field(default_factory=list)
 
 
-class SimulatedEngine:
-    """Implements `Engine`. A step takes `step_s` of wall time, whatever runs."""
+class SimulatedEngine(Engine):
+    """A step takes `step_s` of wall time, whatever runs."""
 
     def __init__(
         self,
@@ -61,31 +71,32 @@ class SimulatedEngine:
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
         self._outbox: list[SampledTokens] = []
-        self._steps = self._sampled = self._preempted = self._mixed = 0
-        self._step_s_total = 0.0
+        self._counts = EngineCounts()
 
     @property
+    @override
     def limits(self) -> EngineLimits:
-        """What a request must respect."""
         return self._limits
 
     @property
+    @override
     def has_work(self) -> bool:
-        """Whether a step would do or return anything."""
         return bool(self._running or self._waiting or self._outbox)
 
+    @override
     def watch(self, on_failure: FailureListener) -> None:
-        """Nothing of it lives outside of its thread."""
+        pass
 
+    @override
     def add(self, request: GenerationRequest) -> None:
-        """Accept a request. Raises `RequestRefused` for an impossible one."""
-        self._limits.require_acceptable(request)
+        running = {one.request.request_id for one in (*self._waiting, *self._running)}
+        self._limits.require_acceptable(request, running)
         sampled = request.prefix_tokens
         checksum = zlib.crc32(request.context_token_ids.astype(np.int32).tobytes())
         self._waiting.append(_Running(request, sampled, checksum, self._version, time.perf_counter()))
 
+    @override
     def step(self) -> list[SampledTokens]:
-        """One token of each running request."""
         began_s = time.perf_counter()
         chunks, self._outbox = self._outbox, []
         self._place_waiting()
@@ -97,14 +108,14 @@ class SimulatedEngine:
             if reason is not None or len(one.token_ids) == self._chunk_tokens:
                 chunks.append(_report(one, reason))
         ended = {chunk.request_id for chunk in chunks if chunk.finish_reason is not None}
-        self._sampled += len(self._running)
+        self._counts.sampled_tokens_total += len(self._running)
         self._running = [one for one in self._running if one.request.request_id not in ended]
-        self._steps += 1
-        self._step_s_total += time.perf_counter() - began_s
+        self._counts.steps_total += 1
+        self._counts.step_s_total += time.perf_counter() - began_s
         return chunks
 
+    @override
     def abort(self, request_id: str) -> None:
-        """End a request; the next step returns its last chunk."""
         for queue in (self._waiting, self._running):
             for one in queue:
                 if one.request.request_id == request_id:
@@ -112,46 +123,39 @@ class SimulatedEngine:
                     self._outbox.append(_report(one, FinishReason.ABORTED))
                     return
 
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """There is nothing to prepare."""
         return tensors
 
+    @override
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Be of this version from the next step on."""
         self._version = version
 
+    @override
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """Nothing is cached, so nothing is forgotten; who runs is counted as preempted."""
         if self._running and not preempt_running:
             raise GenerationError(f"the prefix cache is in use by {len(self._running)} running requests")
         for one in self._running:
             one.preemptions += 1
             one.cache_version = -1
-        self._preempted += len(self._running)
+        self._counts.preemptions_total += len(self._running)
 
+    @override
     def statistics(self) -> EngineStatistics:
-        """A snapshot."""
         tokens = sum(len(one.request.prompt_token_ids) + one.sampled for one in self._running)
         return EngineStatistics(
             policy_version=self._version,
             running=len(self._running),
             waiting=len(self._waiting),
             running_tokens=tokens,
-            cached_sessions=0,
             kv_tokens=tokens,
             kv_capacity_tokens=self._slots * self._limits.max_model_tokens,
-            steps_total=self._steps,
-            sampled_tokens_total=self._sampled,
-            prefilled_tokens_total=0,
-            cached_prompt_tokens_total=0,
-            evicted_sessions_total=0,
-            step_s_total=self._step_s_total,
-            preemptions_total=self._preempted,
-            mixed_cache_tokens_total=self._mixed,
+            **msgspec.structs.asdict(self._counts),
         )
 
+    @override
     def close(self) -> None:
-        """Nothing to let go of."""
+        pass
 
     def _place_waiting(self) -> None:
         while self._waiting and len(self._running) < self._slots:
@@ -170,7 +174,7 @@ class SimulatedEngine:
         one.sampled += 1
         one.first_token_s = one.first_token_s or time.perf_counter()
         one.mixed += one.cache_version < self._version
-        self._mixed += one.cache_version < self._version
+        self._counts.mixed_cache_tokens_total += one.cache_version < self._version
 
     def _reason_to_end(self, one: _Running) -> FinishReason | None:
         sampling = one.request.sampling
@@ -197,19 +201,13 @@ def _report(one: _Running, reason: FinishReason | None) -> SampledTokens:
         policy_versions=versions,
         mixed_cache_tokens=mixed,
         finish_reason=reason,
-        metrics={} if reason is None else _metrics(one),
+        metrics={}
+        if reason is None
+        else request_metrics(
+            time.perf_counter(),
+            added_s=one.added_s,
+            started_s=one.started_s,
+            first_token_s=one.first_token_s,
+            preemptions=one.preemptions,
+        ),
     )
-
-
-def _metrics(one: _Running) -> dict[str, float]:
-    now_s = time.perf_counter()
-    started_s = one.started_s or now_s
-    first_token_s = one.first_token_s or now_s
-    return {
-        "queue_s": started_s - one.added_s,
-        "time_to_first_token_s": first_token_s - one.added_s,
-        "decode_s": now_s - first_token_s,
-        "cached_prompt_tokens": 0.0,
-        "preemptions": float(one.preemptions),
-        "nonfinite_logprobs": 0.0,
-    }

@@ -17,7 +17,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Until it is done. Raises `RuntimeError` when another rank is gone."""
-        ...
 
 
 class RankGroup(Protocol):
@@ -25,27 +24,21 @@ class RankGroup(Protocol):
 
     def rank(self) -> int:
         """This rank's number."""
-        ...
 
     def size(self) -> int:
         """How many ranks there are."""
-        ...
 
     def broadcast(self, tensor: torch.Tensor, root: int, /) -> Work:
         """Fill every rank's tensor with that of `root`."""
-        ...
 
     def allgather(self, tensors: list[torch.Tensor], own: torch.Tensor, /) -> Work:
         """Fill every rank's list with all ranks' tensors."""
-        ...
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
         """To one rank."""
-        ...
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
         """From one rank."""
-        ...
 
 
 def join_ranks(store: Store, rank: int, size: int, name: str = "orders") -> RankGroup:

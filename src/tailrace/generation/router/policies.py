@@ -30,11 +30,9 @@ class RoutingPolicy(Protocol):
 
     def choose(self, session_id: str, group_id: str, loads: Sequence[float]) -> int | None:
         """An index into `loads` ([num_replicas], `UNAVAILABLE` for one that takes nothing); None when none takes it."""
-        ...
 
     def forget(self, replica: int) -> None:
         """The replica lost its caches."""
-        ...
 
 
 def load_of(statistics: EngineStatistics, promised_tokens: int) -> float:

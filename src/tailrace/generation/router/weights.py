@@ -36,11 +36,9 @@ class WeightListener(Protocol):
 
     def weights_installed(self, version: int, duration_s: float) -> None:
         """Every generator holds `version` or a newer one, `duration_s` after it was published."""
-        ...
 
     def weights_not_installed(self, version: int) -> None:
         """A generator failed to install `version` as often as is waited for; it goes on with the old weights."""
-        ...
 
 
 class WeightDistributor:

@@ -33,14 +33,12 @@ class Renderer(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a reply."""
-        ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
         """The whole conversation up to where the next reply begins: [num_tokens].
 
         Raises `EnvironmentFailed` where the model's template refuses the conversation (two user turns in a row, ...).
         """
-        ...
 
     def bridge(
         self,
@@ -55,17 +53,14 @@ class Renderer(Protocol):
         `token_ids` [num_tokens] end with the sampled reply, which starts at `reply_start` and is the last message of
         `history`. None where the extension cannot be proved; then render the whole conversation as a new branch.
         """
-        ...
 
     def parse(
         self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
     ) -> ParsedReply:
         """What the policy said in a turn whose prompt was `prompt_token_ids`."""
-        ...
 
     def drifts(self, completion: Completion) -> bool:
         """Whether the reply's text would be tokenized otherwise than it was sampled."""
-        ...
 
 
 class ChatRenderer(Renderer):
@@ -89,7 +84,7 @@ class ChatRenderer(Renderer):
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
-        self._remembers = self._family is None and not self.tokenizer.tells_time
+        self._remembers = self._family is None and not self.tokenizer.template.tells_time
         self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
         self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
 

@@ -85,11 +85,7 @@ def as_tool_call(name: Json, arguments: Json, *, number: int, call_id: str | Non
             return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return {
-        "id": call_id or f"call_{number}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    return {"id": call_id or f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _split_reasoning(text: str, prompt_opens_reasoning: bool) -> tuple[str | None, str]:

@@ -8,10 +8,11 @@ Scoring and failures are `scoring.Scorer`, as in a training run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias
 
 from tailrace.environments import AgentResult, ScoreGroup
 from tailrace.environments.results import as_agent_result
@@ -31,52 +32,7 @@ RolloutReward: TypeAlias = Callable[[Rollout], Awaitable[AgentResult | Reward | 
 """Scores one rollout that has ended, in place of what `play` returned."""
 
 _SAMPLING = SamplingParams()
-
-
-async def gather_groups(
-    play: Play,
-    tasks: Iterable[Task | Mapping[str, Json]],
-    *,
-    group_size: int = 8,
-    reward: RolloutReward | None = None,
-    score_group: ScoreGroup | None = None,
-    rollout_concurrency: int | None = None,
-    score_concurrency: int | None = None,
-    rollout_errors: ErrorBudget = RAISE,
-    score_errors: ErrorBudget = RAISE,
-    progress: bool | Console = False,
-    counts: GroupCounts | None = None,
-) -> list[Group]:
-    """The scored groups of all tasks, in their order; see `stream_groups` for the arguments and what it raises.
-
-    Groups that were dropped are left out, the parts of one that was split stand side by side, and each group's `index`
-    is its task's.
-
-    >>> async def play(rollout: Rollout) -> float:
-    ...     rollout.messages = [{"role": "assistant", "content": rollout.task["word"].upper()}]
-    ...     return float(len(rollout.task["word"]))
-    >>> async def drop_short(group: Group) -> Group | None:
-    ...     return group if min(group.rewards) > 2 else None
-    >>> words = [{"word": "ada"}, {"word": "no"}, {"word": "leopold"}]
-    >>> groups = asyncio.run(gather_groups(play, words, group_size=2, score_group=drop_short))
-    >>> [(group.index, group.rewards) for group in groups]
-    [(0, [3.0, 3.0]), (2, [7.0, 7.0])]
-    """
-    streamed = stream_groups(
-        play,
-        tasks,
-        group_size=group_size,
-        reward=reward,
-        score_group=score_group,
-        rollout_concurrency=rollout_concurrency,
-        score_concurrency=score_concurrency,
-        rollout_errors=rollout_errors,
-        score_errors=score_errors,
-        progress=progress,
-        counts=counts,
-    )
-    async with aclosing(streamed) as groups:
-        return sorted([group async for group in groups], key=lambda group: group.index)
+ParamsT = ParamSpec("ParamsT")
 
 
 async def stream_groups(
@@ -104,9 +60,9 @@ async def stream_groups(
         rollout_concurrency: Rollouts played at once at most; None: all. Tasks are drawn one ahead.
         score_concurrency: Calls of `score_group` at once at most; None: as many as there are.
         rollout_errors: How many rollouts may fail. One that failed has nothing to keep, whatever it says.
-        score_errors: How many rewards and groups may fail to be scored, and what becomes of those.
+        score_errors: How many rewards and groups may fail to be scored, and whether those are kept.
         progress: Show two progress bars, on this console if it is one.
-        counts: Filled while it runs, for whoever wants to know what was dropped.
+        counts: Filled while it runs: what was dropped, failed or kept unscored.
 
     Raises:
         ErrorBudgetSpent: More failed than an error budget allows; an `ExceptionGroup` of what failed.
@@ -137,6 +93,36 @@ async def stream_groups(
         finally:
             await _ended(working)
         working.result()
+
+
+def _gathering(
+    stream: Callable[ParamsT, AsyncGenerator[Group, None]],
+) -> Callable[ParamsT, Coroutine[Any, Any, list[Group]]]:
+    """Give `gather_groups` the parameters of `stream_groups`."""
+
+    async def gather_groups(*args: ParamsT.args, **options: ParamsT.kwargs) -> list[Group]:
+        """The scored groups of all tasks, in their order; see `stream_groups` for the arguments and what it raises.
+
+        Groups that were dropped are left out, the parts of one that was split stand side by side, and each group's
+        `index` is its task's.
+
+        >>> async def play(rollout: Rollout) -> float:
+        ...     rollout.messages = [{"role": "assistant", "content": rollout.task["word"].upper()}]
+        ...     return float(len(rollout.task["word"]))
+        >>> async def drop_short(group: Group) -> Group | None:
+        ...     return group if min(group.rewards) > 2 else None
+        >>> words = [{"word": "ada"}, {"word": "no"}, {"word": "leopold"}]
+        >>> groups = asyncio.run(gather_groups(play, words, group_size=2, score_group=drop_short))
+        >>> [(group.index, group.rewards) for group in groups]
+        [(0, [3.0, 3.0]), (2, [7.0, 7.0])]
+        """
+        async with aclosing(stream(*args, **options)) as groups:
+            return sorted([group async for group in groups], key=lambda group: group.index)
+
+    return update_wrapper(gather_groups, stream, assigned=(), updated=())
+
+
+gather_groups = _gathering(stream_groups)
 
 
 @dataclass(kw_only=True)

@@ -4,6 +4,6 @@ In: an environment's settings, tasks, replies, conversations. Out: observations 
 an error that costs one rollout. A worker knows nothing of generation, and its parent never runs that code itself.
 """
 
-from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
+from tailrace.rollouts.workers.pool import WorkerPool
 
-__all__ = ["WorkerEnvironment", "WorkerPool"]
+__all__ = ["WorkerPool"]

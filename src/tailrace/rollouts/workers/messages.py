@@ -1,4 +1,4 @@
-"""What the orchestrator and its rollout workers say to each other: length-prefixed msgpack over pipes, never pickle.
+"""Messages between the orchestrator and its rollout workers: length-prefixed msgpack over pipes, never pickle.
 
 orchestrator ── Hello, then one call at a time ──► worker        stdin
 orchestrator ◄── one Answer per call, in order ─── worker        stdout
@@ -71,24 +71,17 @@ Call: TypeAlias = Load | Open | Step | ReadAttributes | Score | ScoreNamed
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A call, and the environments that nobody needs any more."""
+    """A call, and the environments that have been closed since the last one."""
 
     call: Call
     closed: list[int]
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """What user code raised."""
-
-    error: str
-    traceback: str
-
-
 class Answer(msgspec.Struct, frozen=True):
-    """What a call returned, or why it did not."""
+    """What a call returned, or what user code raised, with its traceback."""
 
     value: Any = None
-    failure: Failure | None = None
+    failure: str | None = None
 
 
 def pack(message: Hello | Request | Answer) -> bytes:

@@ -1,9 +1,9 @@
 """Killable worker processes for users' synchronous code (`environment.reset`, `step`, rewards) that is not trusted.
 
 One call at a time per worker. A call that does not return in time, or soon after its rollout was cancelled, costs its
-own rollout: the worker is killed with its whole process group and replaced. Other rollouts whose environments lived
-there are rebuilt in the new worker, by resetting them and replaying the replies that they have answered; so an
-environment must do the same for the same task (`task.seed` is there to draw from) and the same replies.
+own rollout: the worker is killed with its whole process group and replaced. Other environments that lived there are
+reset in the new worker, and the replies that they have answered are replayed; so an environment must do the same for
+the same task (`task.seed` seeds its draws) and the same replies.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import asyncio
 import os
 import signal
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 
@@ -55,7 +56,6 @@ class WorkerPool:
         *,
         log_path: Path | None = None,
     ) -> None:
-        self._settings = settings
         self._environments = dict(environments)
         self._workers = [_Worker(settings, self._environments, log_path) for _ in range(settings.workers)]
 
@@ -68,18 +68,19 @@ class WorkerPool:
 
     async def reward(self, task: Task, messages: list[Message]) -> AgentResult:
         """What the reward function of the task's environment returns. Raises `RolloutError`."""
-        async with self.least_busy(task.environment).process(task.environment) as process:
-            value = await process.call(Score(task, messages), self._settings.worker_timeout_s, task)
-        return AgentResult(**value)
+        return AgentResult(**await self._score(task, Score(task, messages)))
 
     async def named_rewards(
         self, task: Task, conversations: Sequence[list[Message]], names: Sequence[str]
     ) -> Mapping[str, object]:
         """What these reward functions of the task's environment return, by name. Raises `RolloutError`."""
-        call = ScoreNamed(task, list(conversations), list(names))
-        async with self.least_busy(task.environment).process(task.environment) as process:
-            returned: Mapping[str, object] = await process.call(call, self._settings.worker_timeout_s, task)
+        returned: Mapping[str, object] = await self._score(task, ScoreNamed(task, list(conversations), list(names)))
         return returned
+
+    async def _score(self, task: Task, call: Score | ScoreNamed) -> Json:
+        worker = self.least_busy(task.environment)
+        async with worker.turn(task.environment):
+            return await worker.call(call, task)
 
     def least_busy(self, environment: str) -> _Worker:
         """The worker to give this environment's next rollout or reward to. Raises `SettingsError` where none can."""
@@ -95,11 +96,6 @@ class WorkerPool:
                 f"process, but {missing}; make it async, or say `trusted = true` if it always returns soon"
             )
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds one call may take."""
-        return self._settings.worker_timeout_s
-
     async def close(self) -> None:
         """End every worker; those that do not end by themselves are killed."""
         async with asyncio.TaskGroup() as closing:
@@ -113,17 +109,16 @@ class WorkerEnvironment(EnvironmentHost):
     _numbers = count()
 
     def __init__(self, pool: WorkerPool, task: Task) -> None:
-        self._pool = pool
         self._task = task
         self._worker = pool.least_busy(task.environment)
         self._worker.load += 1
         self._instance = next(self._numbers)
-        self._home: _Process | None = None
+        self._home: Process | None = None
         self._replies: list[Message] = []
 
     @override
     async def reset(self, task: Task) -> Observation:
-        async with self._worker.process(task.environment) as process:
+        async with self._worker.turn(task.environment) as process:
             return await self._open(process)
 
     @override
@@ -140,26 +135,27 @@ class WorkerEnvironment(EnvironmentHost):
     @override
     async def close(self) -> None:
         self._worker.load -= 1
-        if self._home is not None:
-            self._home.to_close.append(self._instance)  # sent to the worker with its next call
+        self._worker.to_close.append(self._instance)
 
     async def _call(self, call: Call) -> Json:
-        async with self._worker.process(self._task.environment) as process:
+        async with self._worker.turn(self._task.environment) as process:
             if process is not self._home:
                 await self._open(process)
-            return await process.call(call, self._pool.timeout_s, self._task)
+            return await self._worker.call(call, self._task)
 
-    async def _open(self, process: _Process) -> Observation:
-        """Reset in this process, and catch up with the replies so far."""
-        limit_s = self._pool.timeout_s * (1 + len(self._replies))
+    async def _open(self, process: Process) -> Observation:
+        """Reset in this process, and replay the replies so far."""
         call = Open(self._instance, self._task, self._replies)
-        value = await process.call(call, limit_s, self._task)
+        value = await self._worker.call(call, self._task, num_steps=1 + len(self._replies))
         self._home = process
         return Observation(**value)
 
 
 class _Worker:
-    """One slot of the pool: at most one process at a time, replaced when it is killed or dies."""
+    """One slot of the pool: a process at a time and its pipes, replaced when it is killed or dies."""
+
+    _requests: asyncio.StreamWriter
+    _answers: asyncio.StreamReader
 
     def __init__(
         self, settings: RolloutSettings, environments: Mapping[str, EnvironmentSettings], log_path: Path | None
@@ -168,18 +164,30 @@ class _Worker:
         self._environments = environments
         self._log_path = log_path
         self._turn = asyncio.Lock()
-        self._process: _Process | None = None
+        self._process: Process | None = None
+        self._loaded: set[str] = set()
+        self._body_bytes: int | None = None
+        self.to_close: list[int] = []
+        """Environments that the worker drops with its next call."""
         self.load = 0
         """Environments living here, and calls waiting or running."""
 
     @asynccontextmanager
-    async def process(self, environment: str) -> AsyncIterator[_Process]:
-        """This worker's process for one caller at a time, with the environment loaded. Waits for its turn."""
+    async def turn(self, environment: str) -> AsyncIterator[Process]:
+        """The process for one caller at a time, with the environment loaded. Waits for its turn.
+
+        Raises `EnvironmentFailed` where the environment cannot be loaded.
+        """
         self.load += 1
         try:
             async with self._turn:
-                process = await self._ready()
-                await process.load(environment, self._settings.worker_start_timeout_s)
+                if self._process is None or self._process.returncode is not None:
+                    self._process = await self._start()
+                process = self._process
+                if environment not in self._loaded:
+                    limit_s = self._settings.worker_start_timeout_s
+                    await self._exchange(Load(environment), limit_s, f"loading environment {environment!r}")
+                    self._loaded.add(environment)
                 yield process
         finally:
             self.load -= 1
@@ -187,46 +195,31 @@ class _Worker:
     async def start(self, environments: Sequence[str]) -> None:
         """Start the process and load these environments."""
         for environment in environments:
-            async with self.process(environment):
+            async with self.turn(environment):
                 pass
 
+    async def call(self, call: Call, task: Task, *, num_steps: int = 1) -> Json:
+        """What user code returned, inside a `turn`. It may take `worker_timeout_s` for each of `num_steps`.
+
+        Raises `RolloutTimeout` where it did not return in time (the process is killed), `EnvironmentFailed` where it
+        raised or ended the process.
+        """
+        limit_s = self._settings.worker_timeout_s * num_steps
+        return await self._exchange(call, limit_s, f"task {task.task_id}: {_NAMES[type(call)]}")
+
     async def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            await self._process.close()
-            self._process = None
+        """Close the pipe, which ends an idle worker; kill what is left."""
+        if (process := self._process) is not None:
+            self._requests.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await process.wait()
+            self._kill()
+            await process.wait()
 
-    async def _ready(self) -> _Process:
-        if self._process is None or self._process.is_gone:
-            self._process = await _Process.start(self._environments, self._log_path)
-        return self._process
-
-
-class _Process:
-    """One worker process and its pipes. Calls must not overlap."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._requests = process.stdin
-        self._answers = process.stdout
-        self._loaded: set[str] = set()
-        self._body_bytes: int | None = None
-        self._is_killed = False
-        self.to_close: list[int] = []
-        """Environments to let go with the next call."""
-
-    @property
-    def is_gone(self) -> bool:
-        """Killed, or ended by itself."""
-        return self._is_killed or self._process.returncode is not None
-
-    @classmethod
-    async def start(cls, environments: Mapping[str, EnvironmentSettings], log_path: Path | None) -> _Process:
+    async def _start(self) -> Process:
         """A fresh process, in a process group of its own, one thread for numerics."""
-        log = None if log_path is None else log_path.open("ab")
-        try:
+        with nullcontext() if self._log_path is None else self._log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -237,48 +230,35 @@ class _Process:
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        finally:
-            if log is not None:
-                log.close()
-        started = cls(process)
-        settings = {name: chosen.model_dump_json() for name, chosen in environments.items()}
-        started._requests.write(pack(Hello(sys.path, settings)))
-        return started
-
-    async def load(self, environment: str, limit_s: float) -> None:
-        """Load an environment, once. Raises `EnvironmentFailed` when it cannot be loaded."""
-        if environment not in self._loaded:
-            await self._exchange(Load(environment), limit_s, f"loading environment {environment!r}")
-            self._loaded.add(environment)
-
-    async def call(self, call: Call, limit_s: float, task: Task) -> Json:
-        """What user code returned.
-
-        Raises:
-            RolloutTimeout: It did not return in time; the process is killed.
-            EnvironmentFailed: It raised, or ended the process.
-        """
-        return await self._exchange(call, limit_s, f"task {task.task_id}: {_NAMES[type(call)]}")
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._requests, self._answers = process.stdin, process.stdout
+        self._loaded, self._body_bytes, self.to_close = set(), None, []
+        settings = {name: chosen.model_dump_json() for name, chosen in self._environments.items()}
+        self._requests.write(pack(Hello(sys.path, settings)))
+        return process
 
     async def _exchange(self, call: Call, limit_s: float, what: str) -> Json:
+        process = self._process
+        assert process is not None  # calls are made inside a `turn`
         try:
             async with asyncio.timeout(limit_s):
                 self._send(call, what)
                 answer = answer_decoder.decode(await self._read())
         except TimeoutError:
-            self.kill()
+            self._kill()
             raise RolloutTimeout(
                 f"{what} did not return within {limit_s:g} s (rollouts.worker_timeout_s); its worker process was killed"
             ) from None
         except asyncio.CancelledError:
-            await self._finish_cancelled_call()
+            await self._finish_cancelled_call(process)
             raise
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.kill()
-            status = await self._process.wait()
+            self._kill()
+            status = await process.wait()
             raise EnvironmentFailed(f"{what} ended its worker process (status {status})") from None
         if answer.failure is not None:
-            raise EnvironmentFailed(f"{what} raised {answer.failure.error}\n{answer.failure.traceback}")
+            raise EnvironmentFailed(f"{what} raised {answer.failure}")
         return answer.value
 
     def _send(self, call: Call, what: str) -> None:
@@ -297,38 +277,27 @@ class _Process:
         self._body_bytes = None
         return body
 
-    async def _finish_cancelled_call(self) -> None:
-        """Wait until a call whose caller was cancelled has returned, or end the process: nothing of it runs on."""
+    async def _finish_cancelled_call(self, process: Process) -> None:
+        """Wait until a call whose caller was cancelled has returned, or end the process, so that nothing runs on."""
         try:
             async with asyncio.timeout(CANCELLED_CALL_S):
                 await self._read()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            self.kill()
-            await self._process.wait()
+            self._kill()
+            await process.wait()
         except asyncio.CancelledError:
-            self.kill()
+            self._kill()
             raise
 
-    def kill(self) -> None:
-        """End the process group at once; whoever reads from the process sees the end of its pipe."""
-        self._is_killed = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def close(self) -> None:
-        """Close the pipe, which ends an idle worker; kill what is left."""
-        self._requests.close()
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
-            await self._process.wait()
-        self.kill()
+    def _kill(self) -> None:
+        """End the process group at once; a reader of its pipe sees the end."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process = None
 
 
 _NAMES: dict[type, str] = {
-    Load: "loading",
     Open: "reset of the environment",
     Step: "step of the environment",
     ReadAttributes: "reading attributes of the environment",

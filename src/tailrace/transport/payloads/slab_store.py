@@ -32,7 +32,7 @@ from tailrace.transport.payloads.slabs import (
     tally_of,
     write_tally,
 )
-from tailrace.transport.payloads.store import PayloadStore, PayloadStoreStatistics
+from tailrace.transport.payloads.store import PayloadStore
 
 _logger = logging.getLogger(__name__)
 
@@ -46,24 +46,15 @@ SHARED_MEMORY, FOLDER = "shm", "folder"
 class SlabPayloadStore(PayloadStore):
     """One process's end of a store in `folder`. See `PayloadStore`.
 
-    `writer` names this end where it puts: no other end of the folder has that name, nor ever had it. `max_bytes` bounds
-    what this end takes. `name` is `SHARED_MEMORY`, whose slabs stay mapped, or `FOLDER`; a folder of a file system that
-    several hosts share is flushed after every payload (`is_remote`).
+    `writer` names this end where it puts: no other end of the folder has that name, nor ever had it. `name` is
+    `SHARED_MEMORY`, whose slabs stay mapped, or `FOLDER`.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        writer: str = "",
-        name: str = SHARED_MEMORY,
-        is_remote: bool = False,
-        slab_bytes: int = SLAB_BYTES,
-        max_bytes: int | None = None,
+        self, folder: Path, *, writer: str = "", name: str = SHARED_MEMORY, slab_bytes: int = SLAB_BYTES
     ) -> None:
-        self._folder, self._name, self._is_remote = folder, name, is_remote
-        self._written_bytes = 0
-        self._pool = _Pool(folder, writer, slab_bytes, max_bytes, is_mapped=name == SHARED_MEMORY)
+        self._folder, self._name = folder, name
+        self._pool = _Pool(folder, writer, slab_bytes, is_mapped=name == SHARED_MEMORY)
         self._mapped: dict[str, MappedSlab] = {}
         self._tallies = _Tallies(folder)
         self._putting, self._opening, self._releasing = threading.Lock(), threading.Lock(), threading.Lock()
@@ -73,10 +64,11 @@ class SlabPayloadStore(PayloadStore):
         contiguous = np.ascontiguousarray(array)
         with self._putting:
             try:
-                address = self._append(contiguous, array.shape)
+                slab = self._pool.with_room(contiguous.nbytes)
+                generation, offset = slab.append(contiguous, array.shape)
             except OSError as error:
                 raise TransportError(f"a payload cannot be written to {self._folder}: {error.strerror}") from error
-            self._written_bytes += contiguous.nbytes
+        address = PayloadAddress(self._name, slab.path.name, generation, offset)
         return PayloadRef(address.uri(), str(array.dtype), array.shape)
 
     @override
@@ -90,7 +82,7 @@ class SlabPayloadStore(PayloadStore):
         address = self._address(ref)
         with self._opening:
             slab = self._mapped.get(address.slab)
-            if slab is None or (self._is_remote and slab.generation != address.generation):
+            if slab is None:
                 slab = self._map(address.slab)
         return slab.array(ref, address)
 
@@ -109,23 +101,11 @@ class SlabPayloadStore(PayloadStore):
                 self._tallies.abandon(path.name, counts[path.name])
 
     @override
-    def statistics(self) -> PayloadStoreStatistics:
-        with self._putting:
-            return PayloadStoreStatistics(written_bytes=self._written_bytes, capacity_bytes=self._pool.num_bytes)
-
-    @override
     def close(self) -> None:
-        """What was put stays, for whoever holds it: the files go with their folder."""
+        """What was put stays: the files go with their folder."""
         with self._putting, self._opening:
             self._pool.close()
             self._mapped.clear()
-
-    def _append(self, contiguous: NDArray[np.generic], shape: tuple[int, ...]) -> PayloadAddress:
-        slab = self._pool.with_room(contiguous.nbytes)
-        generation, offset = slab.append(contiguous, shape)
-        if self._is_remote:
-            slab.flush()
-        return PayloadAddress(self._name, slab.path.name, generation, offset)
 
     def _address(self, ref: PayloadRef) -> PayloadAddress:
         address = PayloadAddress.of(ref)
@@ -134,7 +114,7 @@ class SlabPayloadStore(PayloadStore):
         return address
 
     def _map(self, slab: str) -> MappedSlab:
-        """A fresh mapping. Those of files that are gone are let go of: their memory would stay with them."""
+        """A fresh mapping. Mappings of deleted files are dropped: each would keep its file's memory."""
         self._mapped = {name: mapped for name, mapped in self._mapped.items() if mapped.path.exists()}
         mapped = self._mapped[slab] = MappedSlab(self._folder / slab)
         return mapped
@@ -147,17 +127,12 @@ class _Pool:
     another one.
     """
 
-    def __init__(self, folder: Path, writer: str, slab_bytes: int, max_bytes: int | None, *, is_mapped: bool) -> None:
-        self._folder, self._writer, self._slab_bytes, self._max_bytes = folder, writer, slab_bytes, max_bytes
+    def __init__(self, folder: Path, writer: str, slab_bytes: int, *, is_mapped: bool) -> None:
+        self._folder, self._writer, self._slab_bytes = folder, writer, slab_bytes
         self._is_mapped = is_mapped
         self._slabs: list[OwnedSlab] = []  # the one in use last
         self._created = 0
         self._is_closed = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all files."""
-        return sum(slab.size for slab in self._slabs)
 
     def with_room(self, num_bytes: int) -> OwnedSlab:
         """The slab in use, or an old one that starts over, or a new one. Raises `NoRoom` where none can be."""
@@ -168,7 +143,9 @@ class _Pool:
         size = max(self._slab_bytes, slab_bytes_for(num_bytes))
         slab = next((slab for slab in self._slabs if slab.size >= size and slab.is_released()), None)
         if slab is None:
-            slab = self._create(size)
+            self._created += 1
+            path = self._folder / f"{self._writer}-{self._created}{SLAB_SUFFIX}"
+            slab = OwnedSlab(path, size, is_mapped=self._is_mapped)
         else:
             self._slabs.remove(slab)
             slab.start_over()
@@ -182,24 +159,10 @@ class _Pool:
                 slab.withdrawn += 1
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Close all files, which stay."""
         self._is_closed = True
         while self._slabs:
             self._slabs.pop().close()
-
-    def _create(self, size: int) -> OwnedSlab:
-        if self._max_bytes is not None and self.num_bytes + size > self._max_bytes:
-            for slab in [slab for slab in self._slabs if slab.is_released()]:  # too small, or it had been taken
-                self._slabs.remove(slab)
-                slab.remove()
-        if self._max_bytes is not None and self.num_bytes + size > self._max_bytes:
-            raise NoRoom(
-                f"the payloads in {self._folder} would take {self.num_bytes + size:,} bytes, and {self._max_bytes:,} "
-                "are allowed"
-            )
-        self._created += 1
-        path = self._folder / f"{self._writer}-{self._created}{SLAB_SUFFIX}"
-        return OwnedSlab(path, size, is_mapped=self._is_mapped)
 
 
 class _Tallies:
@@ -272,13 +235,6 @@ class OverflowingPayloadStore(PayloadStore):
         by_store = self._by_store(held)
         for store in (self._memory, self._folder):
             store.abandon(writer, by_store.get(store, ()))
-
-    @override
-    def statistics(self) -> PayloadStoreStatistics:
-        ours = [store.statistics() for store in (self._memory, self._folder)]
-        return PayloadStoreStatistics(
-            written_bytes=sum(one.written_bytes for one in ours), capacity_bytes=sum(one.capacity_bytes for one in ours)
-        )
 
     @override
     def close(self) -> None:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
@@ -26,17 +25,8 @@ from tailrace.records import PayloadRef
 _logger = logging.getLogger(__name__)
 
 
-class PayloadStoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What this end of a store did, and has on its hands."""
-
-    written_bytes: int
-    """Of all payloads put here."""
-    capacity_bytes: int
-    """Memory or disk that this end has taken for payloads; it is used again and again."""
-
-
 class PayloadStore(Protocol):
-    """Every process has its own end; which methods it calls is its role. Safe across threads; all of it may block."""
+    """One process's end of a store. Safe across threads; every method may block."""
 
     def put(self, array: NDArray[np.generic]) -> PayloadRef:
         """Leave a copy in the store. Raises `TransportError` where there is no room."""
@@ -51,7 +41,7 @@ class PayloadStore(Protocol):
         ...
 
     def release(self, refs: Iterable[PayloadRef]) -> None:
-        """Nobody will open these any more; their room may be used again. Each is released once, by one process."""
+        """These are not opened any more; their room may be used again. Each is released once, by one process."""
         ...
 
     def withdraw(self, ref: PayloadRef) -> None:
@@ -59,18 +49,11 @@ class PayloadStore(Protocol):
         ...
 
     def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
-        """The process that put under this name is gone; all but `held` of what it left is released.
-
-        For whoever releases: the rest goes with the last of `held`.
-        """
-        ...
-
-    def statistics(self) -> PayloadStoreStatistics:
-        """A snapshot."""
+        """The writer of this name is gone: release what it left but `held`; its files go with the last of those."""
         ...
 
     def close(self) -> None:
-        """Let go of everything that this end holds. Closing twice does nothing."""
+        """Release this end's files and memory. Closing twice does nothing."""
         ...
 
 
@@ -103,7 +86,6 @@ class MemoryPayloadStore(PayloadStore):
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[np.generic]] = {}
         self._numbers = itertools.count(1)
-        self._written_bytes = 0
         self._lock = threading.Lock()
 
     @override
@@ -113,7 +95,6 @@ class MemoryPayloadStore(PayloadStore):
         with self._lock:
             uri = f"memory:{next(self._numbers)}"
             self._arrays[uri] = kept
-            self._written_bytes += kept.nbytes
         return PayloadRef(uri, str(kept.dtype), kept.shape)
 
     @override
@@ -144,12 +125,6 @@ class MemoryPayloadStore(PayloadStore):
     @override
     def abandon(self, writer: str, held: Iterable[PayloadRef]) -> None:
         """A process that is gone has taken its memory along."""
-
-    @override
-    def statistics(self) -> PayloadStoreStatistics:
-        with self._lock:
-            held = sum(array.nbytes for array in self._arrays.values())
-            return PayloadStoreStatistics(written_bytes=self._written_bytes, capacity_bytes=held)
 
     @override
     def close(self) -> None:

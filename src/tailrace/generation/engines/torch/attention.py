@@ -7,9 +7,8 @@ no mask at all. What it needs to know of a step travels as the keyword argument 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,13 +17,7 @@ from transformers import AttentionInterface
 from tailrace.errors import ModelError
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
 
-if TYPE_CHECKING:
-    from tailrace.cpu.engine import EngineAcceleration
-
 SLOT_ATTENTION = "tailrace_slots"
-
-Lane: TypeAlias = tuple[int, int, int]
-"""Decoding rows `[begin, end)` that attend in one call over the first `longest` positions of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +39,11 @@ class SlotStep:
     positions: torch.Tensor  # [num_tokens]
     segments: list[Segment]
     num_decoding: int
-    lanes: Sequence[Lane]
-    """How the decoding rows are divided into calls; their lengths include the new token."""
+    longest: int
+    """Positions of the cache that decoding reads: the longest context, its new token included, rounded up."""
     dtype: torch.dtype
-    acceleration: EngineAcceleration | None = None
     _write_indices: dict[int, torch.Tensor] = field(default_factory=dict)
-    _memo: dict[object, Any] = field(default_factory=dict)
-    """The acceleration's own, for this step."""
-    _decode_masks: dict[tuple[Lane, int | None], torch.Tensor] = field(default_factory=dict)
+    _decode_masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     _segment_masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def write_index(self, kv_heads: int) -> torch.Tensor:
@@ -71,30 +61,15 @@ class SlotStep:
         kind = _Kind(layer, scale, window=None, softcap=None)
         return [_prefill(self, index, query, kind) for index in range(len(self.segments))]
 
-    def decode(self, queries: torch.Tensor, lane: Lane, kind: _Kind) -> torch.Tensor:
-        """Attention of a lane's rows over their contexts; `queries` are `[rows, kv_heads, queries, key_dim]`."""
-        (keys, values), (begin, end, longest) = self.caches(kind.layer), lane
-        mask = self.decode_mask(lane, kind.window)
-        if self.acceleration is not None and kind.softcap is None:
-            attended = self.acceleration.decode(
-                kind.layer, queries, (keys, values), lane, mask=mask, scale=kind.scale, memo=self._memo
-            )
-            if attended is not None:
-                return attended
-        keys, values = keys[begin:end, :, :longest], values[begin:end, :, :longest]
-        return attend(queries, keys, values, mask, causal=False, scale=kind.scale, softcap=kind.softcap)
-
-    def decode_mask(self, lane: Lane, window: int | None) -> torch.Tensor:
-        """Additive, `[rows of the lane, 1, 1, longest]`: each row sees its own context, or its last `window` tokens."""
-        begin, end, longest = lane
-        if window is not None and window >= longest:
+    def decode_mask(self, window: int | None) -> torch.Tensor:
+        """Additive, `[num_decoding, 1, 1, longest]`: each row sees its own context, or its last `window` tokens."""
+        if window is not None and window >= self.longest:
             window = None
-        if (lane, window) not in self._decode_masks:
-            first = len(self.positions) - self.num_decoding
-            last = self.positions[first + begin : first + end].view(-1, 1, 1, 1)
-            columns = torch.arange(longest, device=last.device)
-            self._decode_masks[lane, window] = _additive(_visible(last, columns, window), self.dtype)
-        return self._decode_masks[lane, window]
+        if window not in self._decode_masks:
+            last = self.positions[len(self.positions) - self.num_decoding :].view(-1, 1, 1, 1)
+            columns = torch.arange(self.longest, device=last.device)
+            self._decode_masks[window] = _additive(_visible(last, columns, window), self.dtype)
+        return self._decode_masks[window]
 
     def segment_mask(self, index: int, window: int | None) -> torch.Tensor | None:
         """Additive, `[length, end]`; None when plain causal attention from position 0 says the same."""
@@ -158,27 +133,25 @@ def slot_attention(
     kind = _Kind(layer, scale, sliding_window, softcap)
     parts = [_prefill(slot_step, index, query, kind) for index in range(len(slot_step.segments))]
     if slot_step.num_decoding:
-        parts += _decode(slot_step, query, kind)
+        parts.append(_decode(slot_step, query, kind))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
-def _decode(step: SlotStep, query: torch.Tensor, kind: _Kind) -> list[torch.Tensor]:
-    """One token of each running row, lane by lane; query heads that share a key head are laid out as its queries."""
-    count = step.num_decoding
-    heads, kv_heads = query.shape[1], step.cache.kv_heads[kind.layer]
+def _decode(step: SlotStep, query: torch.Tensor, kind: _Kind) -> torch.Tensor:
+    """One token of each running row; query heads that share a key head are laid out as its queries."""
+    count, heads, kv_heads = step.num_decoding, query.shape[1], step.cache.kv_heads[kind.layer]
     queries = query[0, :, query.shape[2] - count :].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, -1)
-    attended = [step.decode(queries[lane[0] : lane[1]], lane, kind) for lane in step.lanes]
-    return [
-        output.reshape(1, end - begin, heads, -1) for output, (begin, end, _) in zip(attended, step.lanes, strict=True)
-    ]
+    keys, values = (cached[:count, :, : step.longest] for cached in step.caches(kind.layer))
+    mask = step.decode_mask(kind.window)
+    attended = attend(queries, keys, values, mask, causal=False, scale=kind.scale, softcap=kind.softcap)
+    return attended.reshape(1, count, heads, -1)
 
 
 def _prefill(step: SlotStep, index: int, query: torch.Tensor, kind: _Kind) -> torch.Tensor:
     """One segment over its own row's cache, what it just wrote included."""
     segment = step.segments[index]
     queries = query[:, :, segment.begin : segment.begin + segment.end - segment.start]
-    keys = step.cache.keys[kind.layer][segment.row : segment.row + 1, :, : segment.end]
-    values = step.cache.values[kind.layer][segment.row : segment.row + 1, :, : segment.end]
+    keys, values = (cached[segment.row : segment.row + 1, :, : segment.end] for cached in step.caches(kind.layer))
     mask = step.segment_mask(index, kind.window)
     attended = attend(queries, keys, values, mask, causal=mask is None, scale=kind.scale, softcap=kind.softcap)
     return attended.transpose(1, 2)

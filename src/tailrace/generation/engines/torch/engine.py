@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from typing_extensions import override
 
-from tailrace.errors import GenerationError, RequestRefused, SettingsError
+from tailrace.errors import GenerationError, SettingsError
 from tailrace.generation.decisions import KvCache
-from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
-from tailrace.generation.engines.torch.attention import Lane, Segment, SlotStep
+from tailrace.generation.engines.protocol import (
+    Engine,
+    EngineCounts,
+    EngineLimits,
+    EngineStatistics,
+    FailureListener,
+    SampledTokens,
+    request_metrics,
+)
+from tailrace.generation.engines.torch.attention import Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
 from tailrace.generation.engines.torch.experts import ExpertStore, RouterTap
 from tailrace.generation.engines.torch.model import SlotModel
@@ -36,7 +46,7 @@ from tailrace.models.loading import load_causal_lm
 from tailrace.records import FinishReason, Float32Array, GenerationRequest, RequestId
 
 ROUND_TOKENS = 16
-"""Lengths that attention reads are multiples of it: kernels that are made per shape see fewer shapes."""
+"""Attention reads multiples of this many positions: kernels that are made per shape see fewer shapes."""
 
 
 def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], TorchEngine]:
@@ -70,10 +80,10 @@ def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> 
     return build
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Continuous batching over a transformers model, which becomes the engine's own (its attention is replaced).
 
-    Implements `Engine`. Raises `ModelError` for a model that it cannot run.
+    Raises `ModelError` for a model that it cannot run.
     """
 
     def __init__(
@@ -92,7 +102,6 @@ class TorchEngine:
         native_kernels: bool = True,
     ):
         self._model = SlotModel(model, native_kernels=native_kernels)
-        self._acceleration = self._model.acceleration
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
         self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity)
         self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)
@@ -107,33 +116,30 @@ class TorchEngine:
         self._waiting: deque[GenerationRequest] = deque()
         self._added_s: dict[RequestId, float] = {}
         self._outbox: list[SampledTokens] = []
-        self._steps = self._sampled = self._prefilled = self._cached = self._evicted = 0
-        self._mixed = self._preempted = self._nonfinite = 0
-        self._step_s = 0.0
+        self._counts = EngineCounts()
 
     @property
+    @override
     def limits(self) -> EngineLimits:
-        """What a request must respect."""
         return self._limits
 
     @property
+    @override
     def has_work(self) -> bool:
-        """Whether a step would do or return anything."""
         return bool(self._added_s or self._outbox)
 
+    @override
     def watch(self, on_failure: FailureListener) -> None:
-        """Nothing of it lives outside of its thread."""
+        pass  # nothing of it lives outside its thread
 
+    @override
     def add(self, request: GenerationRequest) -> None:
-        """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""
-        self._limits.require_acceptable(request)
-        if request.request_id in self._added_s:
-            raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
+        self._limits.require_acceptable(request, self._added_s)
         self._added_s[request.request_id] = time.perf_counter()
         self._waiting.append(request)
 
+    @override
     def abort(self, request_id: str) -> None:
-        """End a request; the next step returns its last chunk. Its cache stays for the session."""
         for request in self._waiting:
             if request.request_id == request_id:
                 self._waiting.remove(request)
@@ -147,14 +153,13 @@ class TorchEngine:
                 return
 
     @torch.inference_mode()
+    @override
     def step(self) -> list[SampledTokens]:
-        """Place waiting requests, then run one packed forward pass over prompt chunks and running completions."""
         started_s = time.perf_counter()
         chunks, self._outbox = self._outbox, []
         self._place_waiting(started_s)
         self._bring_decoding_rows_to_front()
         count = self._table.num_decoding()
-        self._order_decoding_rows(count)
         shares = prefill_shares(self._table, self._prefill_chunk_tokens)
         if count or shares:
             logits = self._forward(shares, count)
@@ -162,27 +167,27 @@ class TorchEngine:
                 self._table.cached[row] = end
                 if start == 0:
                     self._table.cache_version[row] = self._version
-            self._prefilled += sum(end - start for _, start, end in shares)
+            self._counts.prefilled_tokens_total += sum(end - start for _, start, end in shares)
             sampled = self._sample(logits, count) if count else None
             if self._tap and self._experts:
                 self._experts.note(self._tap.take(), shares, self._table.cached[:count])
             if sampled:
                 chunks += self._record(*sampled)
-        self._steps += 1
-        self._step_s += time.perf_counter() - started_s
+        self._counts.steps_total += 1
+        self._counts.step_s_total += time.perf_counter() - started_s
         return chunks
 
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Engine.prepare`: packs, and reads ahead what is only copied."""
         return self._model.prepare(tensors)
 
+    @override
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Install new weights; running requests and cached sessions go on over their old cache."""
         self._model.install(tensors if isinstance(tensors, PreparedModelStateDict) else self._model.prepare(tensors))
         self._reuse = replace(self._reuse, version=version)
 
+    @override
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """Forget every cached key and value; running requests are computed again from their tokens."""
         table = self._table
         running = table.running()
         if len(running) and not preempt_running:
@@ -195,10 +200,10 @@ class TorchEngine:
         table.cached[running] = 0
         table.preempted[running] += 1
         table.state[running] = RowState.PREFILL
-        self._preempted += len(running)
+        self._counts.preemptions_total += len(running)
 
+    @override
     def statistics(self) -> EngineStatistics:
-        """A snapshot."""
         state = self._table.state
         running = int(np.count_nonzero(state >= RowState.PREFILL))
         return EngineStatistics(
@@ -209,19 +214,11 @@ class TorchEngine:
             cached_sessions=int(np.count_nonzero(state == RowState.IDLE)),
             kv_tokens=int(self._table.cached.sum()),
             kv_capacity_tokens=self._table.slots * self._table.capacity,
-            steps_total=self._steps,
-            sampled_tokens_total=self._sampled,
-            prefilled_tokens_total=self._prefilled,
-            cached_prompt_tokens_total=self._cached,
-            evicted_sessions_total=self._evicted,
-            step_s_total=self._step_s,
-            preemptions_total=self._preempted,
-            mixed_cache_tokens_total=self._mixed,
-            nonfinite_logprobs_total=self._nonfinite,
+            **msgspec.structs.asdict(self._counts),
         )
 
+    @override
     def close(self) -> None:
-        """Let go of the model and the cache."""
         del self._model, self._cache
 
     @property
@@ -276,8 +273,8 @@ class TorchEngine:
         table.added_s[row], table.started_s[row] = self._added_s[request.request_id], now_s
         table.first_token_s[row] = 0
         table.state[row] = RowState.PREFILL
-        self._cached += reused
-        self._evicted += int(placement.evicts)
+        self._counts.cached_prompt_tokens_total += reused
+        self._counts.evicted_sessions_total += int(placement.evicts)
 
     def _bring_decoding_rows_to_front(self) -> None:
         table = self._table
@@ -285,20 +282,6 @@ class TorchEngine:
         table.state[ready] = RowState.DECODE
         for move in front_moves(table):
             self._carry_out(move)
-
-    def _order_decoding_rows(self, count: int) -> None:
-        if self._acceleration is not None:
-            for short, long in self._acceleration.exchanges(self._table.cached[:count]):
-                self._carry_out(Move(long, short, exchange=True))
-
-    def _lanes(self, lengths: NDArray[np.int64]) -> Sequence[Lane]:
-        """Which running rows attend in one call, for contexts of `lengths`."""
-        room = self._cache.room
-        if self._acceleration is not None:
-            return self._acceleration.plan_lanes(lengths, room)
-        if not len(lengths):
-            return ()
-        return [(0, len(lengths), min(room, -int(lengths.max()) // ROUND_TOKENS * -ROUND_TOKENS))]
 
     def _carry_out(self, move: Move) -> None:
         held = int(self._table.cached[move.source])
@@ -330,23 +313,25 @@ class TorchEngine:
         packed[2, begin:] = positions
         token_ids, token_rows, token_positions = torch.from_numpy(packed).to(self._model.device, non_blocking=True)
         self._cache.reserve(int(packed[2].max()) + 1)
-        lanes = self._lanes(positions + 1)
+        longest = -(int(positions.max(initial=-1)) + 1) // ROUND_TOKENS * -ROUND_TOKENS
         step = SlotStep(
-            self._cache, token_rows, token_positions, segments, count, lanes, self._model.dtype, self._acceleration
+            *(self._cache, token_rows, token_positions, segments, count),
+            longest=min(longest, self._cache.room),
+            dtype=self._model.dtype,
         )
         if self._tap:
             self._tap.begin(begin + count)
         return self._model.logits(token_ids, token_positions, step, keep=count)
 
     def _sample(self, logits: torch.Tensor, count: int) -> tuple[NDArray[np.int64], Float32Array]:
-        table = self._table
+        table, acceleration = self._table, self._model.acceleration
         return sample(
             logits,
             temperatures=table.temperature[:count],
             top_ps=table.top_p[:count],
             top_ks=table.top_k[:count],
             draws=uniforms(table.seed[:count], table.total[:count] - table.completion_start[:count]),
-            sample_all=None if self._acceleration is None else self._acceleration.sample,
+            sample_all=None if acceleration is None else acceleration.sample,
         )
 
     def _record(self, token_ids: NDArray[np.int64], logprobs: Float32Array) -> list[SampledTokens]:
@@ -358,13 +343,13 @@ class TorchEngine:
         table.versions[rows, table.pending[:count]] = self._version
         for column in (table.cached, table.total, table.pending):
             column[:count] += 1
-        table.used_at[:count] = self._steps
+        table.used_at[:count] = self._counts.steps_total
         fresh = table.first_token_s[:count] == 0
         table.first_token_s[:count][fresh] = now_s
-        self._sampled += count
+        self._counts.sampled_tokens_total += count
         mixed = table.cache_version[:count] < self._version
         table.mixed[:count] += mixed
-        self._mixed += int(np.count_nonzero(mixed))
+        self._counts.mixed_cache_tokens_total += int(np.count_nonzero(mixed))
         broken = ~np.isfinite(logprobs)
         stopped = (table.stop_ids[:count] == token_ids[:, None]).any(axis=1)
         long_enough = table.total[:count] >= table.limit[:count]
@@ -389,7 +374,7 @@ class TorchEngine:
         if reason is FinishReason.ERROR:  # the last token was drawn from logits that are not finite
             table.total[row] -= 1
             table.pending[row] -= 1
-            self._nonfinite += 1
+            self._counts.nonfinite_logprobs_total += 1
         pending, total = int(table.pending[row]), int(table.total[row])
         experts, experts_start = None, 0
         if self._experts and reason is not None and request.owner is not None:
@@ -403,7 +388,17 @@ class TorchEngine:
             finish_reason=reason,
             routed_experts=experts,
             routed_experts_start=experts_start,
-            metrics={} if reason is None else self._metrics(row, now_s, broken=reason is FinishReason.ERROR),
+            metrics={}
+            if reason is None
+            else request_metrics(
+                now_s,
+                added_s=float(table.added_s[row]),
+                started_s=float(table.started_s[row]),
+                first_token_s=float(table.first_token_s[row]),
+                cached_prompt_tokens=int(table.reused[row]),
+                preemptions=int(table.preempted[row]),
+                nonfinite_logprobs=int(reason is FinishReason.ERROR),
+            ),
         )
         table.pending[row] = table.mixed[row] = 0
         if reason is not None:
@@ -413,18 +408,6 @@ class TorchEngine:
             self._cache.clear_row(row)
             table.forget(row)
         return chunk
-
-    def _metrics(self, row: int, now_s: float, *, broken: bool) -> dict[str, float]:
-        table = self._table
-        first_token_s = float(table.first_token_s[row]) or now_s
-        return {
-            "queue_s": float(table.started_s[row] - table.added_s[row]),
-            "time_to_first_token_s": first_token_s - float(table.added_s[row]),
-            "decode_s": now_s - first_token_s,
-            "cached_prompt_tokens": float(table.reused[row]),
-            "preemptions": float(table.preempted[row]),
-            "nonfinite_logprobs": float(broken),
-        }
 
 
 def _require_device(device: str) -> None:

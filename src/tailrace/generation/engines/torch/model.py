@@ -13,7 +13,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tailrace.errors import ModelError
-from tailrace.generation.engines.torch.acceleration import accelerate
 from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, Segment, ShapeProbe, SlotStep
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
 from tailrace.generation.engines.torch.weights import ModelWeights, PreparedModelStateDict
@@ -94,20 +93,31 @@ class SlotModel:
 
     @torch.inference_mode()
     def _accelerate(self, native_kernels: bool) -> EngineAcceleration | None:
-        """Speed up what can be, as long as the probe's last token gets the same logits."""
+        """Speed up a model on a CPU, as long as the probe's last token gets the same logits.
+
+        None for another device, and where `tailrace.cpu` is missing or switched off.
+        """
+        if self.device.type != "cpu":
+            return None
+        try:
+            from tailrace.cpu.engine import speed_up_engine
+        except ImportError:
+            return None
         own = self._probe_step()
 
         def is_unchanged() -> bool:
             return _difference(own, self._probe_step()) <= PROBE_TOLERANCE.get(self.dtype, 1.0)
 
-        return accelerate(self.model, self.layers, self.dtype, native_kernels=native_kernels, is_unchanged=is_unchanged)
+        return speed_up_engine(
+            self.model, len(self.layers), self.dtype, native_kernels=native_kernels, is_unchanged=is_unchanged
+        )
 
     def _probe_step(self) -> torch.Tensor:
         """Logits of one running token after a prompt in the same step."""
         cache = SlotCache(self.layers, slots=1, capacity=PROBE_TOKENS, dtype=self.dtype, device=self.device)
         positions = torch.arange(PROBE_TOKENS, device=self.device)
-        segment, lane = Segment(0, 0, 0, PROBE_TOKENS - 1), (0, 1, PROBE_TOKENS)
-        step = SlotStep(cache, torch.zeros_like(positions), positions, [segment], 1, [lane], dtype=self.dtype)
+        segment = Segment(0, 0, 0, PROBE_TOKENS - 1)
+        step = SlotStep(cache, torch.zeros_like(positions), positions, [segment], 1, PROBE_TOKENS, dtype=self.dtype)
         return self.logits(positions % self.vocab_size, positions, step, keep=1)
 
     @torch.inference_mode()

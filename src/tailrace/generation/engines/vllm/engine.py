@@ -6,9 +6,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from tailrace.errors import EngineFailed, GenerationError, RequestRefused
+import msgspec
+from typing_extensions import override
+
+from tailrace.errors import EngineFailed, GenerationError
 from tailrace.generation.decisions import KvCache
-from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics, FailureListener, SampledTokens
+from tailrace.generation.engines.protocol import (
+    Engine,
+    EngineCounts,
+    EngineLimits,
+    EngineStatistics,
+    FailureListener,
+    SampledTokens,
+)
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
@@ -47,8 +57,8 @@ def vllm_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> C
     return build
 
 
-class VllmEngine:
-    """vLLM, stepped by whoever owns this. Implements `Engine`.
+class VllmEngine(Engine):
+    """vLLM's core, stepped by our loop. After weights were left half installed every step raises `EngineFailed`.
 
     Every token is stamped with the version under which its forward pass was launched: with asynchronous scheduling
     vLLM keeps one step in flight, which is waited for before weights or caches change.
@@ -84,33 +94,30 @@ class VllmEngine:
         self._core_ids: dict[str, str] = {}
         self._outbox: list[SampledTokens] = []
         self._failure: EngineFailed | None = None
-        self._accepted = self._steps = self._sampled = self._prefilled = self._cached = 0
-        self._mixed = self._preempted = self._nonfinite = 0
-        self._step_s = 0.0
+        self._accepted = 0
+        self._counts = EngineCounts()
 
     @property
+    @override
     def limits(self) -> EngineLimits:
-        """What a request must respect."""
         return self._limits
 
     @property
+    @override
     def has_work(self) -> bool:
-        """Whether a step would do or return anything."""
         return bool(self._running or self._outbox)
 
+    @override
     def watch(self, on_failure: FailureListener) -> None:
-        """See `Engine.watch`: vLLM's executor waits for the end of its worker processes."""
 
         def died() -> None:
             on_failure(EngineFailed("a worker process of vLLM died or was ended; the log has its last words"))
 
         self._core.model_executor.register_failure_callback(died)
 
+    @override
     def add(self, request: GenerationRequest) -> None:
-        """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running."""
-        self._limits.require_acceptable(request)
-        if request.request_id in self._core_ids:
-            raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
+        self._limits.require_acceptable(request, self._core_ids)
         self._accepted += 1
         core_id = f"{request.request_id}#{self._accepted}"
         opens_session = not self._salts.knows(request.session_id)
@@ -132,30 +139,30 @@ class VllmEngine:
         self._core_ids[request.request_id] = core_id
         self._running[core_id] = progress
 
+    @override
     def abort(self, request_id: str) -> None:
-        """End a request; the next step returns its last chunk."""
         core_id = self._core_ids.get(request_id)
         if core_id is not None:
             self._client.abort_requests([core_id])
             self._outbox.append(self._end(self._running[core_id], FinishReason.ABORTED, time.monotonic()))
 
+    @override
     def step(self) -> list[SampledTokens]:
-        """One step of vLLM's core. Raises `EngineFailed` once weights were left half installed."""
         if self._failure is not None:
             raise self._failure
         started_s = time.monotonic()
         self._step_core()
         chunks, self._outbox = self._outbox, []
-        self._steps += 1
-        self._step_s += time.monotonic() - started_s
+        self._counts.steps_total += 1
+        self._counts.step_s_total += time.monotonic() - started_s
         return chunks
 
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `Engine.prepare`: on a CPU, the matrices as vLLM's kernels want them."""
         return self._weights.prepare(tensors)
 
+    @override
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Install new weights. Running requests go on over their old cache; what has not begun to run begins anew."""
         self._drain()
         try:
             self._weights.install(tensors)
@@ -166,8 +173,8 @@ class VllmEngine:
         self._installed_s = time.monotonic()
         self._salt_waiting_again()
 
+    @override
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """Forget every cached key and value; running requests are computed again from their tokens."""
         self._drain()
         held = len(self._core.scheduler.running)
         if held and not preempt_running:
@@ -180,30 +187,21 @@ class VllmEngine:
         for progress in self._running.values():
             progress.forget_cache()
 
+    @override
     def statistics(self) -> EngineStatistics:
-        """A snapshot."""
         scheduler = self._core.scheduler
         return EngineStatistics(
             policy_version=self._version,
             running=len(scheduler.running),
             waiting=len(self._running) - len(scheduler.running),
             running_tokens=sum(request.num_tokens for request in scheduler.running),
-            cached_sessions=0,
             kv_tokens=int(scheduler.kv_cache_manager.usage * self._kv_capacity_tokens),
             kv_capacity_tokens=self._kv_capacity_tokens,
-            steps_total=self._steps,
-            sampled_tokens_total=self._sampled,
-            prefilled_tokens_total=self._prefilled,
-            cached_prompt_tokens_total=self._cached,
-            evicted_sessions_total=0,
-            step_s_total=self._step_s,
-            preemptions_total=self._preempted,
-            mixed_cache_tokens_total=self._mixed,
-            nonfinite_logprobs_total=self._nonfinite,
+            **msgspec.structs.asdict(self._counts),
         )
 
+    @override
     def close(self) -> None:
-        """Let go of the model, the cache and vLLM's workers."""
         self._client.shutdown()
 
     def _step_core(self) -> None:
@@ -218,15 +216,15 @@ class VllmEngine:
     def _take(self, progress: Progress, output: EngineCoreOutput, now_s: float) -> None:
         preempted = progress.preemptions
         sampled = progress.take(output, self._version, now_s)
-        self._preempted += progress.preemptions - preempted
-        self._sampled += sampled
+        self._counts.preemptions_total += progress.preemptions - preempted
+        self._counts.sampled_tokens_total += sampled
         if output.prefill_stats is not None:
             self._note_prefill(progress, output.prefill_stats)
         if progress.cache_s < self._installed_s:
             progress.mixed_cache_tokens += sampled
-            self._mixed += sampled
+            self._counts.mixed_cache_tokens_total += sampled
         if progress.nonfinite_logprobs:
-            self._nonfinite += progress.nonfinite_logprobs
+            self._counts.nonfinite_logprobs_total += progress.nonfinite_logprobs
             self._client.abort_requests([progress.core_id])
             self._salts.renew()  # what it cached are no numbers
             self._outbox.append(self._end(progress, FinishReason.ERROR, now_s))
@@ -237,8 +235,8 @@ class VllmEngine:
             self._outbox.append(progress.report(None, now_s))
 
     def _note_prefill(self, progress: Progress, prefill: PrefillStats) -> None:
-        self._prefilled += prefill.num_computed_tokens
-        self._cached += prefill.num_cached_tokens
+        self._counts.prefilled_tokens_total += prefill.num_computed_tokens
+        self._counts.cached_prompt_tokens_total += prefill.num_cached_tokens
         if prefill.num_cached_tokens and self._salts.is_older(progress.salt, self._version):
             progress.found_older_prefix()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.protocol import SampledTokens, request_metrics
 from tailrace.generation.engines.vllm.routed_experts import ReturnedExperts
-from tailrace.records import FinishReason, GenerationRequest
+from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -16,60 +17,38 @@ if TYPE_CHECKING:
 _LONG_AGO_S = -1.0
 
 
+@dataclass(slots=True)
 class Progress:
     """The unreported tokens of one request, in arrays that grow to one chunk, and its times (monotonic, in s)."""
 
-    __slots__ = (
-        "_logprobs",
-        "_token_ids",
-        "_versions",
-        "added_s",
-        "cache_s",
-        "cached_prompt_tokens",
-        "core_id",
-        "experts",
-        "first_token_s",
-        "mixed_cache_tokens",
-        "nonfinite_logprobs",
-        "opens_session",
-        "pending",
-        "preemptions",
-        "request",
-        "salt",
-        "started_s",
-    )
+    request: GenerationRequest
+    core_id: str
+    """Its name inside vLLM, used once only."""
+    salt: str
+    """Under which vLLM looks for its prefix."""
+    opens_session: bool
+    """Whether no earlier request of its session left a prefix."""
+    chunk_tokens: InitVar[int]
+    added_s: float
+    experts: ReturnedExperts | None = None
+    """Where they are asked for."""
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    cache_s: float = 0.0
+    """When the oldest of the keys and values that it stands on were computed; 0 before any were."""
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+    pending: int = 0
+    mixed_cache_tokens: int = 0
+    """Of the unreported tokens, the last ones."""
+    nonfinite_logprobs: int = 0
+    _token_ids: Int32Array = field(init=False)
+    _logprobs: Float32Array = field(init=False)
+    _versions: Int32Array = field(init=False)
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        core_id: str,
-        *,
-        salt: str,
-        opens_session: bool,
-        chunk_tokens: int,
-        added_s: float,
-        experts: ReturnedExperts | None = None,
-    ) -> None:
-        self.request = request
-        self.core_id = core_id
-        """Its name inside vLLM, used once only."""
-        self.salt = salt
-        """Under which vLLM looks for its prefix."""
-        self.opens_session = opens_session
-        """Whether no earlier request of its session left a prefix."""
-        self.added_s = added_s
-        self.experts = experts
-        """Where they are asked for."""
-        self.started_s = self.first_token_s = 0.0
-        self.cache_s = 0.0
-        """When the oldest of the keys and values that it stands on were computed; 0 before any were."""
-        self.cached_prompt_tokens = self.preemptions = self.pending = 0
-        self.mixed_cache_tokens = 0
-        """Of the unreported tokens, the last ones."""
-        self.nonfinite_logprobs = 0
-        self._token_ids = np.empty(chunk_tokens, np.int32)
+    def __post_init__(self, chunk_tokens: int) -> None:
+        self._token_ids, self._versions = np.empty(chunk_tokens, np.int32), np.empty(chunk_tokens, np.int32)
         self._logprobs = np.empty(chunk_tokens, np.float32)
-        self._versions = np.empty(chunk_tokens, np.int32)
 
     def take(self, output: EngineCoreOutput, version: int, now_s: float) -> int:
         """Note what one step sampled: the number of its tokens, without those from the first log-probability on that
@@ -121,7 +100,17 @@ class Progress:
             finish_reason=reason,
             routed_experts=experts.whole() if experts else None,
             routed_experts_start=experts.start if experts else 0,
-            metrics={} if reason is None else self._metrics(now_s),
+            metrics={}
+            if reason is None
+            else request_metrics(
+                now_s,
+                added_s=self.added_s,
+                started_s=self.started_s,
+                first_token_s=self.first_token_s,
+                cached_prompt_tokens=self.cached_prompt_tokens,
+                preemptions=self.preemptions,
+                nonfinite_logprobs=self.nonfinite_logprobs,
+            ),
         )
 
     def _note_events(self, output: EngineCoreOutput) -> None:
@@ -138,15 +127,3 @@ class Progress:
         self._token_ids = np.resize(self._token_ids, size)
         self._logprobs = np.resize(self._logprobs, size)
         self._versions = np.resize(self._versions, size)
-
-    def _metrics(self, now_s: float) -> dict[str, float]:
-        started_s = self.started_s or now_s
-        first_token_s = self.first_token_s or now_s
-        return {
-            "queue_s": started_s - self.added_s,
-            "time_to_first_token_s": first_token_s - self.added_s,
-            "decode_s": now_s - first_token_s,
-            "cached_prompt_tokens": float(self.cached_prompt_tokens),
-            "preemptions": float(self.preemptions),
-            "nonfinite_logprobs": float(self.nonfinite_logprobs),
-        }

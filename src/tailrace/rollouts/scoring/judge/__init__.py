@@ -5,18 +5,8 @@ In: a complete group. Out: the same group, each rollout's reward the judge's sco
 be read as valid scores is requested again and then fails; it never becomes a reward.
 """
 
-from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 from tailrace.rollouts.scoring.judge.endpoint import EndpointChat
 from tailrace.rollouts.scoring.judge.engine import EngineChat
-from tailrace.rollouts.scoring.judge.ranking import ScoresById
 from tailrace.rollouts.scoring.judge.relative import JudgeUsage, RelativeJudge
 
-__all__ = [
-    "Chat",
-    "ChatAnswer",
-    "EndpointChat",
-    "EngineChat",
-    "JudgeUsage",
-    "RelativeJudge",
-    "ScoresById",
-]
+__all__ = ["EndpointChat", "EngineChat", "JudgeUsage", "RelativeJudge"]

@@ -22,9 +22,7 @@ class Chat(Protocol):
     """A model that answers conversations."""
 
     async def __call__(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> ChatAnswer:
-        """The next message. Raises `ChatFailed`; may take for ever, so that callers bring a deadline."""
-        ...
+        """The next message. Raises `ChatFailed`; has no time limit of its own."""
 
     async def close(self) -> None:
-        """Let connections go."""
-        ...
+        """Close connections, where it has any."""

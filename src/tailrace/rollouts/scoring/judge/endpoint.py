@@ -55,12 +55,7 @@ class EndpointChat(Chat):
 
     @override
     async def __call__(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> ChatAnswer:
-        body = {
-            "model": self._model,
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-        }
+        body = {"model": self._model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
         return self._read(await self._post(body))
 
     @override

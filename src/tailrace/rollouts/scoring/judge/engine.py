@@ -60,7 +60,7 @@ class EngineChat(Chat):
 
     @override
     async def close(self) -> None:
-        pass  # the engine is its owner's
+        pass  # the engine belongs to the run
 
     def _limit(self, prompt_tokens: int, max_tokens: int) -> int:
         if self._max_model_tokens is None:

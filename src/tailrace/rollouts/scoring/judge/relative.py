@@ -16,7 +16,7 @@ from tailrace.rollouts.scoring.judge.ranking import ScoresById, valid_score
 
 @dataclass(slots=True)
 class JudgeUsage:
-    """What judging took, all calls counted, those in vain too."""
+    """What judging cost, failed calls included."""
 
     calls: int = 0
     retries: int = 0
@@ -27,12 +27,12 @@ class JudgeUsage:
     """By the prices of the settings."""
 
     def add(self, other: JudgeUsage) -> None:
-        """Count what another one took as well."""
+        """Add the usage of another judge or group."""
         for name, amount in asdict(other).items():
             setattr(self, name, getattr(self, name) + amount)
 
     def since(self, earlier: JudgeUsage) -> JudgeUsage:
-        """What was taken after `earlier`."""
+        """Usage after `earlier`."""
         return JudgeUsage(**{name: amount - getattr(earlier, name) for name, amount in asdict(self).items()})
 
     def metrics(self, separator: str = "_") -> dict[str, float]:
@@ -65,7 +65,7 @@ class RelativeJudge:
         return [self._result(rollout, score) for rollout, score in zip(group.rollouts, scores, strict=True)]
 
     async def close(self) -> None:
-        """Let the chat's connections go."""
+        """Close the chat's connections."""
         await self._chat.close()
 
     async def _scores(self, group: Group, spent: JudgeUsage) -> Sequence[float]:
