@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.problems import explain
-from tailrace.config.sources import Places, SettingsFile, Table, read_settings_file, recipe_folder
+from tailrace.config.sources import Places, Table, read_settings_file, recipe_folder
 from tailrace.errors import SettingsError
 from tailrace.scheduling import SchedulingSettings
 from tailrace.simulation import SimulationPlan
@@ -32,7 +32,11 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
     >>> [plan.name for plan in load_plans("long-tail", sweep="max_staleness=0,4")][:2]
     ['sync, max_staleness = 0', 'sync, max_staleness = 4']
     """
-    file = _read(plan)
+    is_file = Path(plan).suffix == ".toml"
+    if not is_file and plan not in list_plans():
+        known = f"Plans: {', '.join(list_plans())}. A file of your own ends in .toml"
+        raise SettingsError(f"there is no plan {plan!r}. {known}")
+    file = read_settings_file(plan if is_file else f"{_FOLDER}/{plan}")
     given = parse_overrides(overrides)
     base = copy.deepcopy(file.table)
     policies = base.pop("policies", None) or [{}]
@@ -51,16 +55,6 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
             except ValidationError as error:
                 raise explain(error, SimulationPlan, Places(file, set(given))) from None
     return plans
-
-
-def _read(plan: str) -> SettingsFile:
-    if Path(plan).suffix == ".toml":
-        return read_settings_file(plan)
-    if plan not in list_plans():
-        raise SettingsError(
-            f"there is no plan {plan!r}. Plans: {', '.join(list_plans())}. A file of your own ends in .toml"
-        )
-    return read_settings_file(f"{_FOLDER}/{plan}")
 
 
 def _laid_over(base: Table, policy: Table) -> Table:

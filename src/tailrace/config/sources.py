@@ -96,10 +96,9 @@ def find_lines(text: str) -> dict[Key, int]:
     table: Key = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
-            table = _split(header[2], counts)
             if header[1]:
                 counts[header[2]] = counts.get(header[2], -1) + 1
-                table = _split(header[2], counts)
+            table = _split(header[2], counts)
             lines.setdefault(table, number)
         elif assignment := _ASSIGNMENT.match(line):
             lines.setdefault((*table, *_split(assignment[1], {})), number)

@@ -30,7 +30,7 @@ class DeviceNeed:
 
 
 def assign_devices(needs: Sequence[DeviceNeed], pool: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """By role, the ids of its GPUs: those chosen for it, else the next of the pool that nobody chose, in order.
+    """By role, the ids of its GPUs: those chosen for it, else the next of the pool that no role chose, in order.
 
     A single GPU is shared by all. Roles that need none are left out. Raises `SettingsError`.
 

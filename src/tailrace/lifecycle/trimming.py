@@ -1,8 +1,7 @@
 """Gives back memory that glibc keeps for a process which has long stopped using it.
 
-After large batches were freed, gigabytes may stay resident. `malloc_trim` gives them back, but it holds the allocator's
-lock meanwhile: in a thread of its own, and with the interpreter lock released, it still stalls whoever allocates, by
-0.15 s for each GB. So it is called only where it pays: for what lay free after each of the last ten steps.
+After large batches were freed, gigabytes may stay resident. `malloc_trim` gives them back, but holds the allocator's
+lock meanwhile, 0.15 s per GB, in any thread. So it is called only for what was free after each of the last ten steps.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def captured(folder: Path) -> ReplayPlan:
     groups = read_capture(place)
     settings = place / SETTINGS_FILE
     if not settings.is_file():
-        raise DataError(f"{settings} is missing: it tells how the run formed its batches")
+        raise DataError(f"{settings} is missing: it says how the run formed its batches")
     return ReplayPlan(groups, RunSettings.model_validate_json(settings.read_text(encoding="utf-8")))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_INTERVAL_S = 0.001
 _WORK_ITEMS = 100
 """Steps of Python work that a task of the traffic does when it wakes: some microseconds."""
 
@@ -27,8 +28,7 @@ class SampledLag:
 class LagSampler:
     """Asks the loop to be woken every millisecond, and notes how late it was. Use it as an async context manager."""
 
-    def __init__(self, interval_s: float = 0.001) -> None:
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._lags_s: list[float] = []
         self._due_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -52,8 +52,8 @@ class LagSampler:
 
     async def _sample(self) -> None:
         while True:
-            self._due_s = time.monotonic() + self._interval_s
-            await asyncio.sleep(self._interval_s)
+            self._due_s = time.monotonic() + _INTERVAL_S
+            await asyncio.sleep(_INTERVAL_S)
             self._lags_s.append(max(0.0, time.monotonic() - self._due_s))
 
 

@@ -39,9 +39,6 @@ class RunPaths:
         """The tokenizer's files, where the model has no local folder."""
 
 
-_ROLLOUT_PATHS = (rollouts_path, evaluation_path)
-
-
 class _MetricsLine(msgspec.Struct):
     step: int = 0
 
@@ -85,7 +82,9 @@ def wind_back(paths: RunPaths, step: int) -> None:
         kept = paths.metrics.with_suffix(".jsonl.part")
         kept.write_bytes(b"".join(line for line in lines if line not in lost))
         kept.replace(paths.metrics)
-        for path in (path_of(paths.rollouts, number) for number in lost.values() for path_of in _ROLLOUT_PATHS):
+        for path in (
+            path_of(paths.rollouts, number) for number in lost.values() for path_of in (rollouts_path, evaluation_path)
+        ):
             if path.is_file():
                 path.replace(paths.superseded / path.name)
     except OSError as error:

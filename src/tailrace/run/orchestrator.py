@@ -124,9 +124,8 @@ class Orchestrator(WeightListener):
     @property
     def start_waits_for(self) -> str:
         """For people; empty once it has begun."""
-        if self.has_begun:
-            return ""
-        return f"the {'generator' if self._trainer_started else 'trainer'} to load the model"
+        role = "generator" if self._trainer_started else "trainer"
+        return "" if self.has_begun else f"the {role} to load the model"
 
     # --- the event log -------------------------------------------------------------------------------------------
 

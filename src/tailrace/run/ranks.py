@@ -142,7 +142,7 @@ class _Followers:
         self._is_ending = False
         self._settled = threading.Event()
         text = settings.model_dump_json()
-        self._processes = [  # with the sockets whose end would tell them that this process is gone
+        self._processes = [  # with the sockets whose end of file says that this process is gone
             _start(FollowerSettings(msgspec.structs.replace(leader, number=number, local=number), text))
             for number in range(1, leader.size)
         ]
@@ -157,7 +157,7 @@ class _Followers:
         self._settled.set()
 
     def end_in_order(self) -> None:
-        """Rank 0 told them to close: wait until they are gone, and kill one that does not go."""
+        """Rank 0 asked them to close: wait for that, and kill those that do not."""
         for wait in self._waits:
             wait.join(_CLOSE_S)
         self.end()

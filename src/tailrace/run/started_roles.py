@@ -123,9 +123,8 @@ class _RoleStarter:
     role_settings: bytes
 
     def start_trainer(self) -> RoleHandle:
-        return self.launcher.start(
-            self._spec("trainer", TRAINER, self.settings.trainer.threads, trainer_environment(os.environ))
-        )
+        environment = trainer_environment(os.environ)
+        return self.launcher.start(self._spec("trainer", TRAINER, self.settings.trainer.threads, environment))
 
     def start_generators(
         self, *, payloads: PayloadAccounts | None = None, serving_model: str | None = None

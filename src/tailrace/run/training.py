@@ -30,7 +30,7 @@ from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
-from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder
+from tailrace.run.folder import find_run_folder, make_run_folder
 from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
@@ -76,7 +76,10 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
                 ended = await run.orchestrator.run()
         summary = await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
     if observability.report:
-        await asyncio.to_thread(_write_report, paths)
+        try:
+            await asyncio.to_thread(write_report, paths.root)
+        except (TailraceError, OSError) as error:
+            _logger.warning("the report could not be written: %s", error)
     return summary
 
 
@@ -142,13 +145,6 @@ def _exit_code(ended: TrainerEnded, error: BaseException | None, signals: StopSi
     if ended.status is RunStatus.CANCELLED:
         return signals.exit_code or ExitCode.INTERRUPTED
     return exit_code_of(error) if isinstance(error, Exception) else ExitCode.FAILED
-
-
-def _write_report(paths: RunPaths) -> None:
-    try:
-        write_report(paths.root)
-    except (TailraceError, OSError) as error:
-        _logger.warning("the report could not be written: %s", error)
 
 
 def _versions() -> dict[str, str]:

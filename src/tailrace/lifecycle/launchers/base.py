@@ -142,7 +142,7 @@ class RoleHandle(ABC):
 
 
 class Launcher(ABC):
-    """Starts the roles of a run, tells at once when one leaves early, and stops them.
+    """Starts the roles of a run, notices at once when one leaves early, and stops them.
 
     Use it as an async context manager: no role outlives it. A launcher has a `handle_class` and an `address`, and
     `devices` of its own where roles are on other machines; what it owns it releases in `kill`, too.

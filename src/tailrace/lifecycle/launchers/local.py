@@ -32,9 +32,8 @@ class LocalHandle(RoleHandle):
 
     @override
     def _begin(self, role: Role) -> None:
-        logs = self._launcher.logs
         try:
-            logs.mkdir(parents=True, exist_ok=True)
+            self._launcher.logs.mkdir(parents=True, exist_ok=True)
             with self._log_path.open("ab") as log:
                 self._process, self._socket = spawn_role(
                     self.spec,
@@ -46,7 +45,7 @@ class LocalHandle(RoleHandle):
         except OSError as error:
             self._has_left(1)
             raise LifecycleError(f"the {self.spec.name} cannot be started: {error}") from error
-        self._said = bytearray()
+        self._ready_line = bytearray()
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._listen)
         call_on_exit(self._process, self._exited)
@@ -85,13 +84,13 @@ class LocalHandle(RoleHandle):
     def _listen(self) -> None:
         """Its one line says that it is ready, and where it listens."""
         try:
-            self._said += self._socket.recv(4096)
+            self._ready_line += self._socket.recv(4096)
         except BlockingIOError:
             return
         except ConnectionResetError:
             pass
-        if self._said.endswith(b"\n"):
-            self._was_ready(self._said.decode().removesuffix("\n"))
+        if self._ready_line.endswith(b"\n"):
+            self._was_ready(self._ready_line.decode().removesuffix("\n"))
         asyncio.get_running_loop().remove_reader(self._socket)
 
     def _exited(self) -> None:
