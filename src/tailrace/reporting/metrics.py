@@ -65,6 +65,18 @@ class _Running:
     maximum: float = -math.inf
     last: float = math.nan
 
+    def add(self, value: float, weight: float) -> None:
+        """Take in one value; a weight above 0."""
+        total_weight = self.weight + weight
+        difference = value - self.mean
+        self.mean += difference * weight / total_weight
+        self.squares += difference * difference * self.weight * weight / total_weight
+        self.weight = total_weight
+        self.total += value
+        self.minimum = min(self.minimum, value)
+        self.maximum = max(self.maximum, value)
+        self.last = value
+
     def merge(self, other: _Running) -> None:
         """Take in everything that `other` saw, as if it came after."""
         if other.weight == 0:
@@ -116,10 +128,9 @@ class MetricsAccumulator:
         """
         if weight < 0:
             raise ValueError(f"metric {name!r} was added with weight {weight}; weights are 0 or above")
-        metric_spec(name)
+        running = self._running.get(name) or self._begin(name)
         if weight > 0:
-            value = float(value)
-            self._at(name).merge(_Running(weight, value, value, 0.0, value, value, value))
+            running.add(float(value), weight)
 
     def add_values(self, name: str, values: Iterable[float]) -> None:
         """Record many values of one metric, each of weight 1."""
@@ -134,12 +145,15 @@ class MetricsAccumulator:
     def merge(self, other: MetricsAccumulator) -> None:
         """Take in everything that `other` holds, exactly as if it had been added here. `other` stays as it is."""
         for name, running in other._running.items():
-            self._at(name).merge(running)
+            (self._running.get(name) or self._begin(name)).merge(running)
 
     def flush(self) -> dict[str, float]:
         """The reduced values by name, sorted; starts over. Metrics without a value are absent, never 0."""
         running, self._running = self._running, {}
-        return {name: running[name].reduced(metric_spec(name).reduction) for name in sorted(running)}
+        seen = sorted(name for name, one in running.items() if one.weight > 0)
+        return {name: running[name].reduced(metric_spec(name).reduction) for name in seen}
 
-    def _at(self, name: str) -> _Running:
-        return self._running.setdefault(name, _Running())
+    def _begin(self, name: str) -> _Running:
+        metric_spec(name)
+        running = self._running[name] = _Running()
+        return running
