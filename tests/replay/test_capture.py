@@ -78,7 +78,7 @@ def written(folder: Path, *groups: Group, steps: int = 1, max_bytes: int = 1 << 
         capture.write(one)
         capture.step_ended()
     writer.close()
-    assert writer.statistics().failed == 0
+    assert writer.failed == 0
     return folder / "capture"
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.reporting.metrics import METRICS, MetricsAccumulator, Reduction, metric_spec
+from tailrace.reporting.metrics import METRICS, MetricsAccumulator, metric_spec
 
 VALUES = st.lists(st.tuples(st.floats(-100, 100), st.floats(0.1, 10)), min_size=1, max_size=20)
 
@@ -77,22 +77,6 @@ def test_a_nan_stays_visible() -> None:
     flushed = metrics.flush()
     assert math.isnan(flushed["training/loss"])
     assert flushed["training/learning_rate"] == 0.1
-
-
-@given(VALUES, VALUES)
-def test_merging_is_the_same_as_adding_everything_to_one(
-    first: list[tuple[float, float]], second: list[tuple[float, float]]
-) -> None:
-    names = {spec.reduction: name for name, spec in METRICS.items() if "{" not in name}
-    assert set(names) == set(Reduction)
-    left, right, whole = MetricsAccumulator(), MetricsAccumulator(), MetricsAccumulator()
-    for part, values in ((left, first), (right, second)):
-        for value, weight in values:
-            for name in names.values():
-                part.add(name, value, weight)
-                whole.add(name, value, weight)
-    left.merge(right)
-    assert left.flush() == pytest.approx(whole.flush(), rel=1e-6, abs=1e-6)
 
 
 @given(VALUES)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from tailrace.records import BatchSummary, Group, Outcome, Rollout, RolloutId
-from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.reporting.recording import RunRecorder
 from tests.reporting.example_run import a_rollout
 
@@ -32,7 +31,7 @@ def a_summary(rollouts: list[Rollout], *, masked_tokens: int = 0) -> BatchSummar
 
 
 def test_groups_become_rewards_and_zero_spread_is_counted() -> None:
-    recorder = RunRecorder(MetricsAccumulator())
+    recorder = RunRecorder()
     recorder.group_scored(a_group(0.0, 1.0))
     recorder.group_scored(a_group(1.0, 1.0))
     metrics = recorder.flush()
@@ -43,7 +42,7 @@ def test_groups_become_rewards_and_zero_spread_is_counted() -> None:
 
 
 def test_every_outcome_is_counted_with_its_reason() -> None:
-    recorder = RunRecorder(MetricsAccumulator())
+    recorder = RunRecorder()
     trained, filtered = a_group(0.0, 1.0).rollouts
     recorder.rollout_ended(trained.rollout_id, trained, Outcome.trained(1))
     recorder.rollout_ended(filtered.rollout_id, filtered, Outcome.filtered("zero_spread"))
@@ -57,7 +56,7 @@ def test_every_outcome_is_counted_with_its_reason() -> None:
 
 
 def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next_one() -> None:
-    recorder = RunRecorder(MetricsAccumulator())
+    recorder = RunRecorder()
     stopped, at_the_end = a_group(0.0, 1.0).rollouts
     for rollout in (stopped, at_the_end):
         recorder.bias.cut(rollout.rollout_id, 5)
@@ -68,7 +67,7 @@ def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next
 
 
 def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
-    recorder = RunRecorder(MetricsAccumulator(), warmup_steps=0)
+    recorder = RunRecorder(warmup_steps=0)
     rollouts = a_group(*[0.5] * 8).rollouts
     for rollout in rollouts:
         recorder.rollout_finished(rollout)
@@ -86,7 +85,7 @@ def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
 
 
 def test_where_everything_is_trained_the_length_ratio_is_1_whenever_it_was_sampled() -> None:
-    recorder = RunRecorder(MetricsAccumulator(), warmup_steps=1)
+    recorder = RunRecorder(warmup_steps=1)
     rollouts = a_group(*[0.5] * 8).rollouts
     for rollout in rollouts[:5]:
         recorder.rollout_finished(rollout)
@@ -101,7 +100,7 @@ def test_where_everything_is_trained_the_length_ratio_is_1_whenever_it_was_sampl
 
 
 def test_warm_up_does_not_count_in_the_ratios() -> None:
-    recorder = RunRecorder(MetricsAccumulator(), warmup_steps=1)
+    recorder = RunRecorder(warmup_steps=1)
     rollout = a_group(0.5).rollouts[0]
     recorder.rollout_finished(rollout)
     recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
@@ -109,7 +108,7 @@ def test_warm_up_does_not_count_in_the_ratios() -> None:
 
 
 def test_a_batch_is_recorded_with_its_staleness_weighted_by_tokens() -> None:
-    recorder = RunRecorder(MetricsAccumulator())
+    recorder = RunRecorder()
     recorder.batch_sent(a_summary(a_group(0.1, 0.2).rollouts))
     metrics = recorder.flush()
     assert metrics["batch/padding"] == 0.25

@@ -93,7 +93,7 @@ def test_values_that_json_cannot_hold_cost_themselves_only(tmp_path: Path) -> No
     assert records[0].task["nan"] is None
     assert "not_written" in records[2].columns
     assert all(record.reward == 0.5 for record in records)
-    assert writer.statistics().failed == 0
+    assert writer.failed == 0
 
 
 class Row(dict[str, Json]):
@@ -152,7 +152,7 @@ def test_a_slow_disk_drops_and_counts_and_never_waits(tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING):
         accepted = [sink.write({"step": step}) for step in range(10)]
     assert accepted.count(True) in (2, 1)
-    assert writer.statistics().dropped == accepted.count(False)
+    assert writer.dropped == accepted.count(False)
     assert caplog.text.count("dropped") == 2  # one line, which names the metric too
     release.set()
     assert writer.close()
@@ -172,7 +172,7 @@ def test_rollouts_that_wait_for_a_slow_disk_are_bounded_by_their_number(tmp_path
     assert metrics.write({"step": 1})  # metrics go on
     release.set()
     assert writer.close()
-    assert writer.statistics().dropped == 1
+    assert writer.dropped == 1
     assert [record.step for record in read_rollouts(tmp_path)] == [1] * 7
 
 
@@ -186,7 +186,7 @@ def test_what_the_disk_refused_makes_room_for_later_rollouts(tmp_path: Path) -> 
         writer.submit(turn.set)
         assert turn.wait(60)
     assert writer.close()
-    assert (writer.statistics().failed, writer.statistics().dropped) == (2, 0)
+    assert (writer.failed, writer.dropped) == (2, 0)
 
 
 def test_a_failing_disk_is_logged_once_counted_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,8 +199,7 @@ def test_a_failing_disk_is_logged_once_counted_and_retried(tmp_path: Path, caplo
             rollouts.write(step, [RolloutEntry(a_rollout(), Outcome.trained(step))])
             metrics.write({"step": step})
         assert writer.close()
-    assert writer.statistics().failed == 2
-    assert writer.statistics().written == 2
+    assert writer.failed == 2
     assert caplog.text.count("could not be written") == 1
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
@@ -212,7 +211,7 @@ def test_a_full_disk_does_not_raise() -> None:
     writer = BackgroundWriter()
     JsonlSink(full, writer).write({"step": 1})
     assert writer.close()
-    assert writer.statistics().failed == 1
+    assert writer.failed == 1
 
 
 def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
@@ -228,5 +227,5 @@ def test_after_closing_records_are_counted_as_dropped(tmp_path: Path) -> None:
     writer = BackgroundWriter()
     assert writer.close()
     assert not JsonlSink(tmp_path / "metrics.jsonl", writer).write({"step": 1})
-    assert writer.statistics().dropped == 1
+    assert writer.dropped == 1
     assert read_jsonl(tmp_path / "metrics.jsonl") == []

@@ -157,7 +157,6 @@ async def test_nothing_is_recorded_outside(recorder: PhaseRecorder, time: Time) 
         pass
     with phase("score") as score:
         score.add_bytes(1)
-        score.tell("rollout", "a")
         time.work(1)
     assert recorder.flush() == {}
 

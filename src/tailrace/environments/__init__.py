@@ -17,9 +17,7 @@ from tailrace.environments.protocol import (
     EnvironmentSpec,
     Observation,
     Policy,
-    RewardFunction,
     ScoreGroup,
-    TaskRows,
 )
 from tailrace.environments.registry import environment_names, load_environment
 from tailrace.environments.results import AgentResult
@@ -44,10 +42,8 @@ __all__ = [
     "Policy",
     "Reply",
     "Reward",
-    "RewardFunction",
     "ScoreGroup",
     "Task",
-    "TaskRows",
     "ToolCall",
     "ToolSpec",
     "answer_tool_calls",

@@ -22,7 +22,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Final
 
-from tailrace.environments.generated import GeneratedRows, is_held_out
+from tailrace.environments.generated import GeneratedRows
 from tailrace.environments.protocol import EnvironmentSpec, Observation
 from tailrace.environments.rows import Row
 from tailrace.errors import SettingsError
@@ -154,11 +154,8 @@ def is_combination_held_out(names: Sequence[str]) -> bool:
     >>> is_combination_held_out(["Ada", "Leo"]) == is_combination_held_out(["Leo", "Ada"])
     True
     """
-    return is_held_out("\n".join(sorted(names)), one_in=8, hash_of=_blake2b)
-
-
-def _blake2b(text: bytes) -> int:  # not CRC-32 as elsewhere: the bundled model was made with this split
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 8 == 0  # not as `is_held_out`: the bundled model was made with this split
 
 
 def expected_lines(turns: Sequence[Sequence[str]], turn: int) -> list[str]:

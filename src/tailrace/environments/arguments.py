@@ -18,8 +18,7 @@ def check_arguments(
 ) -> dict[str, Any]:
     """The arguments, converted to the annotated types of `target`; its first `positional` parameters are not for users.
 
-    Raises:
-        SettingsError: An argument is unknown (names the nearest), missing or of a wrong type.
+    Raises `SettingsError` where one is unknown (names the nearest), missing or of a wrong type.
 
     >>> def factory(names: int, suffix: str = "!") -> None: ...
     >>> check_arguments(factory, {"names": "3"}, owner="demo")
@@ -46,7 +45,7 @@ def unknown_argument(name: str, known: list[str], *, owner: str) -> SettingsErro
     """The error for an argument that nobody takes, naming the nearest one that exists."""
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    said = f"environment.args.{name}: {owner} takes no such argument{hint} It takes: {_listed(known)}"
+    said = f"environment.args.{name}: {owner} takes no such argument{hint} It takes: {', '.join(known) or 'none'}"
     return SettingsError(said, key=("args", name))
 
 
@@ -66,7 +65,3 @@ def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:
         return get_type_hints(function)
     except (NameError, TypeError):  # annotations that only a type checker can resolve: take the values as they are
         return {}
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "none"

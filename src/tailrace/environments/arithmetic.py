@@ -33,11 +33,8 @@ def arithmetic(
 ) -> EnvironmentSpec:
     """The environment; expressions have `terms` whole numbers from 0 to `max_number`.
 
-    From three terms on it takes several steps, with parentheses that fix their order. No eval question is ever drawn
-    for training.
-
-    Raises:
-        SettingsError: Too few terms, numbers or operators.
+    From three terms on it takes several steps, with parentheses that fix their order. Raises `SettingsError` for too
+    few terms, numbers or operators.
     """
     if terms < 2 or max_number < 1 or not operators:
         raise SettingsError(

@@ -49,8 +49,7 @@ def calculator(
 ) -> EnvironmentSpec:
     """The environment; expressions have `terms` numbers up to `max_number`, a rollout at most `max_turns` turns.
 
-    Raises:
-        SettingsError: Too few terms, numbers or turns.
+    Raises `SettingsError` for too few terms, numbers or turns.
     """
     if terms < 2 or max_number < 1 or max_turns < 2:
         raise SettingsError(
@@ -106,10 +105,7 @@ _BINARY: Final[dict[type[ast.operator], Callable[[_Number, _Number], _Number]]] 
 
 
 def evaluate(expression: Json) -> str:
-    """The value of an arithmetic expression, without running any code and in bounded time.
-
-    Raises:
-        ToolError: It is no such expression, divides by zero or grows too large.
+    """The value of an arithmetic expression, without running any code and in bounded time; raises `ToolError`.
 
     >>> evaluate("(12 + 30) * 2"), evaluate("1 / 8")
     ('84', '0.125')

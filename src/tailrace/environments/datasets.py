@@ -16,11 +16,8 @@ _HELD_OUT_SEED = 20_000_003  # fixed, so that every run and every process holds 
 def load_rows(path: str | Path) -> Sequence[Row]:
     """Task rows of a `.jsonl` or `.parquet` file, or of a folder that Hugging Face `datasets` saved to disk.
 
-    Rows are read when asked for; the file must stay as it is while the run lasts.
-
-    Raises:
-        DataError: It is missing, empty, malformed (with file and line) or of no kind named above.
-        SettingsError: An extra that reads it is not installed.
+    Rows are read when they are used; the file must not change while the run lasts. Raises `DataError` where it is
+    missing, empty, malformed (with file and line) or of another kind, `SettingsError` without the extra that reads it.
     """
     location = Path(path).expanduser()
     if not location.exists():
@@ -39,8 +36,7 @@ def first_rows(rows: Sequence[Row], count: int) -> Sequence[Row]:
 def hold_out(rows: Sequence[Row], count: int, *, name: str) -> tuple[Sequence[Row], Sequence[Row]]:
     """Split into training rows and `count` held-out ones: the same rows each time, spread over the whole, none in both.
 
-    Raises:
-        DataError: Nothing would be left to train on.
+    Raises `DataError` where nothing would be left to train on.
 
     >>> train, held_out = hold_out([{"n": n} for n in range(10)], 3, name="digits")
     >>> len(train), len(held_out), {row["n"] for row in train} & {row["n"] for row in held_out}

@@ -16,12 +16,9 @@ from tailrace.records import Json
 _MAX_DRAWS = 1_000
 
 
-def is_held_out(question: str, *, one_in: int = 4, hash_of: Callable[[bytes], int] = zlib.crc32) -> bool:
-    """Whether a question belongs to the eval tasks: one in so many, by a hash of its text.
-
-    So no seed, size or order of rows brings a held-out question into training.
-    """
-    return hash_of(question.encode()) % one_in == 0
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the eval tasks: one in four, by a hash of its text, whatever the seed and size."""
+    return zlib.crc32(question.encode()) % 4 == 0
 
 
 def generated_environment(

@@ -23,32 +23,22 @@ class JudgeSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rubric: str | None = Field(
-        default=None,
-        min_length=1,
-        description="What makes a rollout better than another, in words. Unset: doing what was asked, then directness.",
+        None, min_length=1, description="What makes a rollout better. Unset: doing what was asked, then directness."
     )
     url: str | None = Field(
-        default=None,
-        pattern=r"^https?://",
-        description="An OpenAI-compatible endpoint, up to and with its `/v1`. Unset: the policy's own engine.",
+        None, pattern=r"^https?://", description="An OpenAI-compatible endpoint with its `/v1`. Unset: the policy's."
     )
-    model: str = Field(default="", description="What the endpoint calls the model; unused with the own engine.")
-    api_key_variable: str | None = Field(
-        default=None, description="Environment variable that holds the endpoint's key. Unset: no key is sent."
-    )
-    temperature: float = Field(default=1.0, ge=0, description="Of the judge. At 0 a second call may fail as the first.")
-    max_tokens: int = Field(default=1024, ge=1, description="Tokens of one verdict at most.")
-    timeout_s: float = Field(default=60.0, gt=0, description="Seconds one call may take.")
-    retries: int = Field(
-        default=2, ge=0, description="More calls after one that failed, took too long or gave no valid scores."
-    )
-    retry_pause_s: float = Field(
-        default=0.5, ge=0, description="Seconds before the first retry of an endpoint that failed, doubled every time."
-    )
-    weight: float = Field(default=1.0, description="Of the judge's score, 0 to 1, in the reward.")
-    own_weight: float = Field(default=0.0, description="Of the reward that a rollout had of its own, in the reward.")
-    prompt_price: float = Field(default=0.0, ge=0, description="Of a million prompt tokens, in any currency.")
-    completion_price: float = Field(default=0.0, ge=0, description="Of a million completion tokens.")
+    model: str = Field("", description="What the endpoint calls the model; unused with the own engine.")
+    api_key_variable: str | None = Field(None, description="Environment variable with its key. Unset: no key is sent.")
+    temperature: float = Field(1.0, ge=0, description="Of the judge. At 0 a second call may fail as the first.")
+    max_tokens: int = Field(1024, ge=1, description="Tokens of one verdict at most.")
+    timeout_s: float = Field(60.0, gt=0, description="Seconds one call may take.")
+    retries: int = Field(2, ge=0, description="Calls after one that failed, timed out or gave no valid scores.")
+    retry_pause_s: float = Field(0.5, ge=0, description="Seconds before the first retry, doubled every time.")
+    weight: float = Field(1.0, description="Of the judge's score, 0 to 1, in the reward.")
+    own_weight: float = Field(0.0, description="Of the reward that a rollout had of its own, in the reward.")
+    prompt_price: float = Field(0.0, ge=0, description="Of a million prompt tokens, in any currency.")
+    completion_price: float = Field(0.0, ge=0, description="Of a million completion tokens.")
 
 
 class JudgeFormat(Protocol):

@@ -32,9 +32,8 @@ class Policy(Protocol):
         Pass the whole conversation each time, earlier replies included as `reply.message`. Histories that only grow
         stay one branch; a rewritten history starts another. `max_tokens` may lower the run's limit, never raise it.
 
-        Raises:
-            BudgetExceeded: No turn or token is left. Let it pass: it ends the rollout.
-            RequestRefused: The conversation does not fit the model's context.
+        Raises `BudgetExceeded` where no turn or token is left (let it pass: it ends the rollout), `RequestRefused`
+        where the conversation does not fit the model's context.
         """
 
 
@@ -116,9 +115,7 @@ class EnvironmentSpec:
     >>> shout.train_task(0).task_id
     'shout/train/0'
 
-    Raises:
-        SettingsError: Neither or both of `agent` and `environment`; both `eval_tasks` and `held_out`, `reward` and
-            `rewards`, or `score_group` and `judge`.
+    Raises `SettingsError` where fields exclude each other, or `agent` and `environment` are both missing.
     """
 
     name: str

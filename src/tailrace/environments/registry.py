@@ -38,9 +38,8 @@ BUILT_IN = {
 }
 """Imported when first used."""
 
-
 _ROWS_CHECKED = 10_000
-"""Of rows that somebody wrote; generated ones are alike. A row behind them is checked when it is drawn."""
+"""Of rows in files and lists; of generated ones only the first. Later rows are checked when they are drawn."""
 
 
 def environment_names() -> list[str]:
@@ -51,13 +50,11 @@ def environment_names() -> list[str]:
 def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) -> EnvironmentSpec:
     """The environment that the settings describe, its held-out tasks split off.
 
-    Depends on the settings and the files and modules they name alone, and is cheap, so that any process can
-    re-create the environment from its settings. A worker process, whose tasks are sent to it, passes
-    `with_tasks=False` and gets a spec without rows.
+    Cheap, and depends on the settings and the files and modules they name alone, so that any process can re-create the
+    environment. A worker process, whose tasks are sent to it, passes `with_tasks=False` and gets a spec without rows.
 
-    Raises:
-        SettingsError: No such environment, a wrong argument, a missing extra.
-        DataError: A data set is missing, empty or malformed, or its first row lacks a required column.
+    Raises `SettingsError` for an unknown environment, a wrong argument or a missing extra, `DataError` for a data set
+    that is missing, empty or malformed, or lacks a required column.
     """
     target = _find(settings.name)
     spec = _to_spec(target, settings)
@@ -89,9 +86,8 @@ def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, 
         own = spec.rewards.get(name)
         key = ("rewards", name, "function")
         if changes.function is not None:
-            function = _import_attribute(
-                changes.function, changes.function, setting=f"environment.rewards.{name}.function"
-            )
+            setting = f"environment.rewards.{name}.function"
+            function = _import_attribute(changes.function, changes.function, setting=setting)
             if not callable(function):
                 raise SettingsError(f"environment.rewards.{name}: {changes.function} is not a function", key=key)
         elif own is not None:
@@ -103,10 +99,8 @@ def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, 
                 f"name; its own are: {have}",
                 key=key,
             )
-        default = own or NamedReward(function)
-        weight = default.weight if changes.weight is None else changes.weight
-        together = default.together if changes.together is None else changes.together
-        chosen[name] = NamedReward(function, weight, together)
+        given = changes.model_dump(include={"weight", "together"}, exclude_none=True)
+        chosen[name] = replace(own or NamedReward(function), function=function, **given)
     return chosen
 
 

@@ -30,11 +30,7 @@ WORDS: Final = tuple(_WORDS.split())
 def reverse_text(
     *, min_words: int = 1, max_words: int = 4, seed: int = 0, size: int = 100_000, eval_size: int = 200
 ) -> EnvironmentSpec:
-    """The environment; texts have `min_words` to `max_words` words, training rows and eval rows none in common.
-
-    Raises:
-        SettingsError: The numbers of words contradict each other.
-    """
+    """The environment; texts have `min_words` to `max_words` words. Raises `SettingsError` for an empty range."""
     if not 1 <= min_words <= max_words:
         raise SettingsError(f"environment.args: min_words = {min_words} must be from 1 to max_words = {max_words}")
 

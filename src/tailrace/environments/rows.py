@@ -1,4 +1,4 @@
-"""Sequences of task rows that hold less than they show: every row is made or read when somebody asks for it."""
+"""Sequences of task rows whose rows are made or read when they are used."""
 
 from __future__ import annotations
 
@@ -32,28 +32,23 @@ class RowView(LazyRows):
     """Some rows of a sequence, in an order of their own."""
 
     def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
-        self._rows = rows
+        self.source = rows
         self._indices = indices
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether taking a row is free."""
-        return is_in_memory(self._rows)
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def _row(self, position: int) -> Row:
-        return self._rows[self._indices[position]]
+        return self.source[self._indices[position]]
 
 
 def is_in_memory(rows: Sequence[Row]) -> bool:
-    """Whether the rows are there already; others are generated or read when somebody asks, which takes time.
+    """Whether the rows are in memory; others are generated or read when they are used, which takes time.
 
     >>> is_in_memory(RowView([{"word": "sun"}], [0]))
     True
     """
-    return rows.is_in_memory if isinstance(rows, RowView) else isinstance(rows, list | tuple)
+    return is_in_memory(rows.source) if isinstance(rows, RowView) else isinstance(rows, list | tuple)
 
 
 class AllBut(Sequence[int]):

@@ -13,13 +13,9 @@ class RewardSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    function: str | None = Field(
-        default=None, description="In TRL's form, as `module:attribute`. Unset: the environment's own of this name."
-    )
-    weight: float | None = Field(default=None, description="In the sum. Unset: the environment's own, or 1.")
-    together: bool | None = Field(
-        default=None, description="Call it once per group, with all its rollouts. Unset: the environment's own, or no."
-    )
+    function: str | None = Field(None, description="As `module:attribute`. Unset: the environment's of this name.")
+    weight: float | None = Field(None, description="In the sum. Unset: the environment's own, or 1.")
+    together: bool | None = Field(None, description="Call it once per group. Unset: the environment's own, or no.")
 
 
 class EnvironmentSettings(BaseModel):
@@ -31,49 +27,35 @@ class EnvironmentSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(description="A built-in or installed environment, or your own as `module:attribute`.")
-    id: str | None = Field(
-        default=None, min_length=1, description="Its name in metrics and files; None: the one the environment gives."
-    )
-    args: dict[str, Json] = Field(
-        default_factory=dict, description="Keyword arguments of the environment's factory, agent or class."
-    )
+    id: str | None = Field(None, min_length=1, description="Name in metrics and files; None: the environment's own.")
+    args: dict[str, Json] = Field({}, description="Keyword arguments of the environment's factory, agent or class.")
     data: str | None = Field(
-        default=None,
-        description="Task rows instead of the environment's own: a .jsonl or .parquet file, or a `datasets` folder.",
+        None, description="Task rows in place of its own: a .jsonl or .parquet file, or a `datasets` folder."
     )
-    eval_data: str | None = Field(
-        default=None, description="Held-out task rows in a file or folder of their own; None: see `eval_tasks`."
-    )
+    eval_data: str | None = Field(None, description="Held-out task rows in a file or folder; None: see `eval_tasks`.")
     eval_tasks: int | None = Field(
-        default=None,
+        None,
         ge=0,
         description="Held-out tasks: the first so many of the environment's own, or so many taken out of the training "
         "rows when it has none; None: all of its own.",
     )
-    weight: float = Field(
-        default=1.0, gt=0, description="Share of this environment among the tasks that are trained on, relative."
-    )
+    weight: float = Field(1.0, gt=0, description="Relative share of this environment among training tasks.")
     trusted: bool | None = Field(
-        default=None,
-        description="Run its synchronous code on the event loop instead of in killable workers; None: as it declares.",
+        None, description="Run its synchronous code on the event loop, not in killable workers; None: as it declares."
     )
     rewards: dict[str, RewardSettings] = Field(
         default_factory=dict,
         description="Named reward functions in TRL's form, beside the environment's own: each a table with `function` "
         "(`module:attribute`; unset: the environment's own of that name), `weight` and `together` (once per group).",
     )
-    judge: JudgeSettings | None = Field(
-        default=None, description="A language model that ranks the rollouts of a group, over what it declares itself."
-    )
-    group_size: int | None = Field(default=None, ge=1, description="Rollouts per task; None: the run's.")
-    max_turns: int | None = Field(default=None, ge=1, description="Turns per rollout at most; None: the run's.")
-    max_tokens: int | None = Field(default=None, ge=1, description="Tokens per completion at most; None: the run's.")
-    timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds a rollout may take, scoring included; None: the run's."
-    )
+    judge: JudgeSettings | None = Field(None, description="A language model that ranks the rollouts of a group.")
+    group_size: int | None = Field(None, ge=1, description="Rollouts per task; None: the run's.")
+    max_turns: int | None = Field(None, ge=1, description="Turns per rollout at most; None: the run's.")
+    max_tokens: int | None = Field(None, ge=1, description="Tokens per completion at most; None: the run's.")
+    timeout_s: float | None = Field(None, gt=0, description="Seconds per rollout, scoring included; None: the run's.")
     columns: tuple[str, ...] | None = Field(
-        default=None,
+        None,
         description="Which columns to save with its rollouts: of those it reports, and attributes of a reset/step "
         "environment; None: all that it reports.",
     )
-    temperature: float | None = Field(default=None, gt=0, description="Of training rollouts; None: the run's.")
+    temperature: float | None = Field(None, gt=0, description="Of training rollouts; None: the run's.")

@@ -1,13 +1,14 @@
 """Arrays too big to travel with what they belong to: routed experts are gigabytes per step.
 
-Whoever makes such an array leaves it in a payload store, and a `PayloadRef` travels. A branch knows which of its
-positions lie where by `PayloadChunk`s, one for each turn: nothing is unpacked, joined or packed again as it grows.
+Such an array stays in a payload store, and a `PayloadRef` travels. A branch maps its positions to payloads by
+`PayloadChunk`s, one for each turn: nothing is unpacked, joined or packed again as it grows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, itemgetter
 from typing import TypeAlias
 
 import msgspec
@@ -87,7 +88,7 @@ class PayloadChunks:
     def covering(self, num_tokens: int) -> Iterator[PayloadChunk]:
         """Chunks that together are positions 0 to `num_tokens`, in order, those without a reference in between."""
         position = 0
-        for chunk in sorted(self._recorded, key=_start):  # all but sorted already
+        for chunk in sorted(self._recorded, key=attrgetter("start")):  # all but sorted already
             if chunk.start >= num_tokens:
                 break
             if position < chunk.start:
@@ -100,7 +101,7 @@ class PayloadChunks:
     def _claim(self, start: int, end: int) -> list[tuple[int, int]]:
         """The stretches of `start` to `end` that were free, and are no more."""
         claimed, kept = [], []
-        first = max(0, bisect_right(self._gaps, start, key=_first) - 1)
+        first = max(0, bisect_right(self._gaps, start, key=itemgetter(0)) - 1)
         last = first
         while last < len(self._gaps) and self._gaps[last][0] < end:
             gap_start, gap_end = self._gaps[last]
@@ -130,11 +131,3 @@ def unrecorded(dtype: np.dtype[np.uint8] | np.dtype[np.uint16]) -> int:
 
 def _nonempty(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(start, end) for start, end in stretches if start < end]
-
-
-def _start(chunk: PayloadChunk) -> int:
-    return chunk.start
-
-
-def _first(gap: tuple[int, int]) -> int:
-    return gap[0]

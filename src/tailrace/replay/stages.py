@@ -27,7 +27,6 @@ from tailrace.batching import (
 from tailrace.batching.slices import in_turns
 from tailrace.errors import DataError
 from tailrace.records import Batch, Group, OpenPayload, Outcome
-from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
@@ -151,8 +150,7 @@ class Pipeline:
 
     async def _record(self) -> None:
         """What a run writes per step: one line of metrics, and its rollouts. Returns once all is on the disk."""
-        metrics = MetricsAccumulator()
-        recorder = RunRecorder(metrics)
+        recorder = RunRecorder()
         outcome = Outcome.trained(STEP)
         with phase("record"):
             entries = []

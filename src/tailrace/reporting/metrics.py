@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tailrace.reporting.metric_table import METRICS, MetricSpec, Reduction
 
@@ -49,10 +49,9 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 @dataclass(slots=True)
 class _Running:
-    """Weighted mean and spread of a stream, with its extremes; two of them merge exactly.
+    """Weighted mean and spread of a stream, with its extremes.
 
-    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances"
-    (1979), eq. 2.1.
+    Source: West, "Updating Mean and Variance Estimates: An Improved Method" (1979).
     """
 
     weight: float = 0.0
@@ -66,30 +65,15 @@ class _Running:
     last: float = math.nan
 
     def add(self, value: float, weight: float) -> None:
-        """Take in one value; a weight above 0."""
-        total_weight = self.weight + weight
+        """Take in one value."""
+        self.weight += weight
         difference = value - self.mean
-        self.mean += difference * weight / total_weight
-        self.squares += difference * difference * self.weight * weight / total_weight
-        self.weight = total_weight
+        self.mean += difference * weight / self.weight
+        self.squares += weight * difference * (value - self.mean)
         self.total += value
         self.minimum = min(self.minimum, value)
         self.maximum = max(self.maximum, value)
         self.last = value
-
-    def merge(self, other: _Running) -> None:
-        """Take in everything that `other` saw, as if it came after."""
-        if other.weight == 0:
-            return
-        weight = self.weight + other.weight
-        difference = other.mean - self.mean
-        self.mean += difference * other.weight / weight
-        self.squares += other.squares + difference * difference * self.weight * other.weight / weight
-        self.weight = weight
-        self.total += other.total
-        self.minimum = min(self.minimum, other.minimum)
-        self.maximum = max(self.maximum, other.maximum)
-        self.last = other.last
 
     def reduced(self, reduction: Reduction) -> float:
         """One number."""
@@ -108,9 +92,8 @@ class _Running:
                 return self.last
 
 
-@dataclass(slots=True)
 class MetricsAccumulator:
-    """Collects values and reduces each as the table says. Not thread-safe: one owner, `merge` for the others.
+    """Collects values and reduces each as the table says. Not thread-safe.
 
     >>> metrics = MetricsAccumulator()
     >>> metrics.add_values("reward/mean", [0.0, 1.0])
@@ -119,7 +102,8 @@ class MetricsAccumulator:
     {'batch/tokens': 512.0, 'reward/mean': 0.5}
     """
 
-    _running: dict[str, _Running] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._running: dict[str, _Running] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
         """Record one value; `weight` counts in means and spreads (a value that stands for n tokens has weight n).
@@ -128,8 +112,11 @@ class MetricsAccumulator:
         """
         if weight < 0:
             raise ValueError(f"metric {name!r} was added with weight {weight}; weights are 0 or above")
-        running = self._running.get(name) or self._begin(name)
+        metric_spec(name)
         if weight > 0:
+            running = self._running.get(name)
+            if running is None:
+                running = self._running[name] = _Running()
             running.add(float(value), weight)
 
     def add_values(self, name: str, values: Iterable[float]) -> None:
@@ -142,18 +129,7 @@ class MetricsAccumulator:
         for name, value in metrics.items():
             self.add(name, value, weight)
 
-    def merge(self, other: MetricsAccumulator) -> None:
-        """Take in everything that `other` holds, exactly as if it had been added here. `other` stays as it is."""
-        for name, running in other._running.items():
-            (self._running.get(name) or self._begin(name)).merge(running)
-
     def flush(self) -> dict[str, float]:
         """The reduced values by name, sorted; starts over. Metrics without a value are absent, never 0."""
         running, self._running = self._running, {}
-        seen = sorted(name for name, one in running.items() if one.weight > 0)
-        return {name: running[name].reduced(metric_spec(name).reduction) for name in seen}
-
-    def _begin(self, name: str) -> _Running:
-        metric_spec(name)
-        running = self._running[name] = _Running()
-        return running
+        return {name: running[name].reduced(metric_spec(name).reduction) for name in sorted(running)}

@@ -28,7 +28,6 @@ from tailrace.records import (
 from tailrace.reporting.evaluation_figures import evaluation_entries, evaluation_metrics, update_summary
 from tailrace.reporting.gauges import Gauge
 from tailrace.reporting.logs import FILE_ONLY
-from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.reporting.phase_report import phase_line
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
@@ -93,8 +92,7 @@ class RunObserver(SchedulerObserver):
         self.latest: dict[str, float] = {}
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
-        self._metrics = MetricsAccumulator()
-        self._recorder = RunRecorder(self._metrics)
+        self._recorder = RunRecorder()
         self.bias = self._recorder.bias
         self._gauges: list[Gauge] = []
         self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
@@ -112,7 +110,7 @@ class RunObserver(SchedulerObserver):
         """The first rollout is about to start: the first step is not charged for what came before."""
         for gauge in self._gauges:
             gauge()
-        self._metrics.flush()
+        self._recorder.flush()
         self._started_s = self._last_step_s = self._clock()
 
     @property
@@ -178,17 +176,17 @@ class RunObserver(SchedulerObserver):
         elapsed_s = max(now - self._last_step_s, 1e-9)
         self._recorder.batch_sent(summary)
         if isinstance(event, StepTrained):
-            self._metrics.update(event.metrics)
+            self._recorder.update(event.metrics)
             totals.tokens_trained += summary.loss_tokens
             totals.staleness_sum += summary.staleness_mean * summary.loss_tokens
             totals.staleness_max = max(totals.staleness_max, summary.staleness_max)
         rate = (totals.tokens_generated - self._tokens_before) / elapsed_s
         self._tokens_before = totals.tokens_generated
-        self._metrics.add("generation/tokens_per_s", rate)
-        self._metrics.add("policy/version", event.version)
-        self._metrics.add("sinks/dropped_records", self._sink.lost_records)
+        self._recorder.add("generation/tokens_per_s", rate)
+        self._recorder.add("policy/version", event.version)
+        self._recorder.add("sinks/dropped_records", self._sink.lost_records)
         for gauge in self._gauges:
-            self._metrics.update(gauge())
+            self._recorder.update(gauge())
         self.latest = self._recorder.flush()
         totals.generation_tokens_per_s.append(rate)
         totals.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
@@ -203,11 +201,11 @@ class RunObserver(SchedulerObserver):
 
     def weights_installed(self, duration_s: float) -> None:
         """The generator serves newer weights, `duration_s` after they were published."""
-        self._metrics.add("generation/load_model_state_dict_s", duration_s)
+        self._recorder.add("generation/load_model_state_dict_s", duration_s)
 
     def weights_not_installed(self) -> None:
         """The generator could not take newer weights, and goes on with the old ones."""
-        self._metrics.add("generation/failed_loads", 1)
+        self._recorder.add("generation/failed_loads", 1)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from tailrace.records import BatchSummary, Completion, Group, Outcome, Rollout, RolloutId, TerminalState
 from tailrace.reporting.metrics import MetricsAccumulator
 
@@ -127,41 +129,41 @@ class BiasMeter:
         return self._steps >= self._warmup_steps
 
 
-class RunRecorder:
-    """Turns what the scheduler reports into metrics. Every method returns at once: O(rollouts), never O(tokens)."""
+class RunRecorder(MetricsAccumulator):
+    """Turns what the scheduler reports into metrics: O(rollouts), never O(tokens)."""
 
-    def __init__(self, metrics: MetricsAccumulator, *, warmup_steps: int = 1) -> None:
+    def __init__(self, *, warmup_steps: int = 1) -> None:
+        super().__init__()
         self.bias = BiasMeter(warmup_steps=warmup_steps)
-        self._metrics = metrics
 
     def completion(self, completion: Completion) -> None:
         """A request ended."""
-        self._metrics.add("generation/completion_tokens", completion.num_tokens)
+        self.add("generation/completion_tokens", completion.num_tokens)
         for name in _OF_COMPLETIONS:
             if name in completion.metrics:
-                self._metrics.add(f"generation/{name}", completion.metrics[name])
+                self.add(f"generation/{name}", completion.metrics[name])
 
     def rollout_finished(self, rollout: Rollout) -> None:
         """An agent returned."""
         self.bias.finished(rollout)
-        self._metrics.add("rollout/turns", rollout.turns)
-        self._metrics.add("rollout/branches", len(rollout.branches))
-        self._metrics.add("rollout/tokens", rollout.num_tokens)
-        self._metrics.add("rollout/completion_tokens", rollout.num_completion_tokens)
-        self._metrics.add("rollout/truncated_share", float(rollout.truncated))
-        self._metrics.add("rollout/duration_s", max(0.0, rollout.ended_s - rollout.started_s))
+        self.add("rollout/turns", rollout.turns)
+        self.add("rollout/branches", len(rollout.branches))
+        self.add("rollout/tokens", rollout.num_tokens)
+        self.add("rollout/completion_tokens", rollout.num_completion_tokens)
+        self.add("rollout/truncated_share", float(rollout.truncated))
+        self.add("rollout/duration_s", max(0.0, rollout.ended_s - rollout.started_s))
         for name in (*_SUMMED, *_AVERAGED):
             if name in rollout.metrics:
-                self._metrics.add(f"rollout/{name}", rollout.metrics[name])
+                self.add(f"rollout/{name}", rollout.metrics[name])
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome) -> None:
         """A rollout is terminal; None where it was lost."""
         failed = outcome.state is TerminalState.FAILED
-        self._metrics.add("rollout/failed_share", float(failed))
+        self.add("rollout/failed_share", float(failed))
         if outcome.state is not TerminalState.TRAINED:
-            self._metrics.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
+            self.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
         wasted = self.bias.lost(rollout_id) if rollout is None else self.bias.ended(rollout, outcome)
-        self._metrics.add("bias/wasted_tokens", wasted)
+        self.add("bias/wasted_tokens", wasted)
 
     def group_scored(self, group: Group) -> None:
         """A group has its rewards."""
@@ -170,19 +172,19 @@ class RunRecorder:
         if not values:
             return
         for name in ("reward/mean", "reward/std", "reward/min", "reward/max"):
-            self._metrics.add_values(name, values)
+            self.add_values(name, values)
         environment, zero_spread = group.task.environment, float(min(values) == max(values))
         for name in ("mean", "std"):
-            self._metrics.add_values(f"reward/{environment}/{name}", values)
-        self._metrics.add(f"reward/{environment}/zero_spread_share", zero_spread)
-        self._metrics.add("group/zero_spread_share", zero_spread)
-        self._metrics.add("group/size", len(group.rollouts))
+            self.add_values(f"reward/{environment}/{name}", values)
+        self.add(f"reward/{environment}/zero_spread_share", zero_spread)
+        self.add("group/zero_spread_share", zero_spread)
+        self.add("group/size", len(group.rollouts))
         if "score_group_s" in group.metrics:
-            self._metrics.add("group/score_s", group.metrics["score_group_s"])
+            self.add("group/score_s", group.metrics["score_group_s"])
         for reward in rewards:
             for component, value in reward.components.items():
                 if math.isfinite(value):
-                    self._metrics.add(f"reward_component/{component}", value)
+                    self.add(f"reward_component/{component}", value)
 
     def batch_sent(self, batch: BatchSummary) -> None:
         """A batch is on its way to the trainer."""
@@ -197,9 +199,10 @@ class RunRecorder:
             ("batch/padding", batch.padding),
             ("staleness/max", batch.staleness_max),
         ):
-            self._metrics.add(name, value)
-        self._metrics.add("staleness/mean", batch.staleness_mean, weight=batch.loss_tokens)
+            self.add(name, value)
+        self.add("staleness/mean", batch.staleness_mean, weight=batch.loss_tokens)
 
+    @override
     def flush(self) -> dict[str, float]:
         """The step's metrics, the ratios of the whole run among them; starts over."""
         ratios = {
@@ -207,5 +210,5 @@ class RunRecorder:
             "bias/loss_length_ratio": self.bias.loss_length_ratio,
             "bias/masked_share": self.bias.masked_share,
         }
-        self._metrics.update({name: ratio for name, ratio in ratios.items() if ratio is not None})
-        return self._metrics.flush()
+        self.update({name: ratio for name, ratio in ratios.items() if ratio is not None})
+        return super().flush()

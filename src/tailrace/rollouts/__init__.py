@@ -5,23 +5,21 @@ with its reward, and scored groups; or an error that costs that rollout or group
 never tokenized again, an exception never becomes a reward, and nothing here knows of schedules, weights or torch.
 """
 
-from tailrace.rollouts.chat import ChatRenderer, ChatTokenizer, ParsedReply, Renderer
+from tailrace.rollouts.chat import ChatRenderer, ChatTokenizer, ParsedReply
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorBudget
 from tailrace.rollouts.gathering import gather_groups, stream_groups
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.rollouter import Rollouter
-from tailrace.rollouts.settings import EvaluationSampling, RolloutSettings
+from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers import WorkerPool
 
 __all__ = [
     "ChatRenderer",
     "ChatTokenizer",
     "ErrorBudget",
-    "EvaluationSampling",
     "LoadedEnvironment",
     "ParsedReply",
-    "Renderer",
     "RolloutPolicy",
     "RolloutSettings",
     "Rollouter",

@@ -80,13 +80,9 @@ class Attempts:
         limit_s: float,
         stop: Callable[[], None] = lambda: None,
     ) -> ResultT:
-        """What `work` returns or raises. It ends itself after `limit_s`; when it does not, this ends it.
+        """What `work` returns or raises. Where it has not ended after `limit_s`, calls `stop` and cancels it.
 
-        `stop` is called before it is cancelled from here.
-
-        Raises:
-            RolloutTimeout: It did not end itself at its deadline.
-            EnvironmentFailed: It raised `CancelledError` although nobody cancelled it.
+        Raises `RolloutTimeout` then, and `EnvironmentFailed` where it raised `CancelledError` and nobody cancelled it.
         """
         loop = asyncio.get_running_loop()
         task, ended = loop.create_task(work, name=what), loop.create_future()

@@ -35,14 +35,12 @@ class ErrorBudget(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     on_error: OnError = Field(
-        default="drop",
+        "drop",
         description="raise: the first failure ends everything; drop: it costs its rollout or group; keep_unscored: what"
         " could not be scored is kept without a reward, and never trained on (a rollout itself is dropped).",
     )
-    max_count: int | None = Field(default=None, ge=0, description="More failures than this end everything.")
-    max_share: float | None = Field(
-        default=None, ge=0, le=1, description="A larger share of those started ends everything, once 20 have started."
-    )
+    max_count: int | None = Field(None, ge=0, description="More failures than this end everything.")
+    max_share: float | None = Field(None, ge=0, le=1, description="The same as a share of those started, once 20 have.")
 
     @model_validator(mode="after")
     def _require_use_of_limits(self) -> ErrorBudget:

@@ -96,7 +96,8 @@ class RolloutPolicy:
         if self._closed or task.cancelling():
             await self._refuse()
         messages = self._with_system_prompt(messages)
-        self._require_turn()
+        if self._rollout.turns >= self._max_turns:
+            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
         with phase("render"):
             conversation, context = self._locate(messages, tools)
             limit = self._completion_limit(conversation, len(context), max_tokens)
@@ -165,10 +166,6 @@ class RolloutPolicy:
 
     # ---- what it may cost
 
-    def _require_turn(self) -> None:
-        if self._rollout.turns >= self._max_turns:
-            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
-
     def _completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int:
         """Tokens that this completion may have."""
         prompt = conversation.branch.num_tokens + context_tokens
@@ -180,7 +177,7 @@ class RolloutPolicy:
                 raise self._exhausted(f"a prompt of {prompt} tokens leaves no room in the model's context of {context}")
             limits.append(context - prompt)
         if (most := self._max_rollout_tokens) is not None:
-            used = self._used_tokens() + context_tokens
+            used = self._rollout.num_tokens + self._reserved_tokens + context_tokens
             if conversation.index == len(self._conversations):
                 used += conversation.branch.num_tokens
             if used >= most:
@@ -189,9 +186,6 @@ class RolloutPolicy:
         if min(limits) < 1:
             raise ValueError(f"chat(max_tokens={asked}) asks for no token; it must be 1 or above")
         return min(limits)
-
-    def _used_tokens(self) -> int:
-        return sum(conversation.branch.num_tokens for conversation in self._conversations) + self._reserved_tokens
 
     def _exhausted(self, why: str) -> BudgetExceeded:
         return BudgetExceeded(f"task {self._rollout.task.task_id}: no budget for another turn: {why}")

@@ -87,9 +87,8 @@ class Rollouter:
     async def start(self) -> None:
         """Start the workers that environments need, where one does, and make their judges.
 
-        Raises:
-            SettingsError: One needs a worker and cannot have one, or a judge has no key.
-            EnvironmentFailed: One cannot be loaded in a worker (inside an exception group).
+        Raises `SettingsError` where one needs a worker and cannot have one, or a judge has no key; `EnvironmentFailed`
+        (inside an exception group) where one cannot be loaded in a worker.
         """
         for one in self._environments.values():
             self._judge(one.spec)

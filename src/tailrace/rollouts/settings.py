@@ -15,11 +15,9 @@ class EvaluationSampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    temperature: float = Field(default=1.0, ge=0, description="Logits are divided by it; 0 is greedy.")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Keep the likeliest tokens up to this probability; 1: all."
-    )
-    top_k: int = Field(default=0, ge=0, description="Keep this many of the likeliest tokens; 0 keeps all.")
+    temperature: float = Field(1.0, ge=0, description="Logits are divided by it; 0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this probability; 1: all.")
+    top_k: int = Field(0, ge=0, description="Keep this many of the likeliest tokens; 0 keeps all.")
 
 
 class RolloutSettings(BaseModel):
@@ -27,52 +25,28 @@ class RolloutSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group_size: int = Field(default=8, ge=1, description="Rollouts of one task, scored together.")
-    temperature: float = Field(
-        default=1.0, gt=0, description="Of training rollouts: logits are divided by it. Must be above 0."
-    )
-    max_tokens: int = Field(default=256, ge=1, description="Tokens of one completion at most.")
-    max_turns: int = Field(default=16, ge=1, description="Completions of one rollout at most, over all its branches.")
+    group_size: int = Field(8, ge=1, description="Rollouts of one task, scored together.")
+    temperature: float = Field(1.0, gt=0, description="Of training rollouts: logits are divided by it.")
+    max_tokens: int = Field(256, ge=1, description="Tokens of one completion at most.")
+    max_turns: int = Field(16, ge=1, description="Completions of one rollout at most, over all its branches.")
     max_rollout_tokens: int | None = Field(
-        default=None,
-        ge=2,
-        description="Tokens of one rollout at most, context and completions of all branches. Unset: the model's limit.",
+        None, ge=2, description="Tokens of one rollout at most, over all branches. Unset: the model's limit."
     )
-    timeout_s: float = Field(default=600.0, gt=0, description="Seconds one rollout may take, reward included.")
-    reward_timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds one group's `score_group` may take. Unset: as `timeout_s`."
-    )
-    score_concurrency: int | None = Field(
-        default=64, ge=1, description="Groups whose `score_group` or judge runs at once at most. Unset: all."
-    )
-    rollout_errors: ErrorBudget = Field(
-        default_factory=ErrorBudget, description="Rollouts that fail while they are played."
-    )
-    score_errors: ErrorBudget = Field(
-        default_factory=ErrorBudget, description="Rewards and groups' scores that fail, each counted apart."
-    )
-    workers: int = Field(
-        default=1,
-        ge=0,
-        description="Processes for users' synchronous code that is not trusted; none is started for other code.",
-    )
-    worker_timeout_s: float = Field(
-        default=60.0, gt=0, description="Seconds one call into a worker may take before the worker is killed."
-    )
-    worker_start_timeout_s: float = Field(
-        default=120.0, gt=0, description="Seconds a worker may take to start and load its environment."
-    )
-    system_prompt: str | None = Field(
-        default=None, description="Replaces the system message of every conversation. Unset: the environment's own."
-    )
+    timeout_s: float = Field(600.0, gt=0, description="Seconds one rollout may take, reward included.")
+    reward_timeout_s: float | None = Field(None, gt=0, description="Seconds for `score_group`. Unset: as `timeout_s`.")
+    score_concurrency: int | None = Field(64, ge=1, description="Groups scored at once at most. Unset: all.")
+    rollout_errors: ErrorBudget = Field(ErrorBudget(), description="Rollouts that fail while they are played.")
+    score_errors: ErrorBudget = Field(ErrorBudget(), description="Rewards and groups' scores that fail, each apart.")
+    workers: int = Field(1, ge=0, description="Processes for synchronous code that is not trusted; 0: none.")
+    worker_timeout_s: float = Field(60.0, gt=0, description="Seconds per call, after which the worker is killed.")
+    worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds to start and load an environment.")
+    system_prompt: str | None = Field(None, description="Replaces the system message. Unset: the environment's own.")
     thinking_retention: Literal["all", "template"] = Field(
-        default="all",
+        "all",
         description="For model families with a renderer of their own: `all` keeps earlier turns' reasoning, and the "
         "rollout one growing branch; `template` strips it as their template does, at one branch per user turn.",
     )
-    evaluation: EvaluationSampling = Field(
-        default_factory=EvaluationSampling, description="Sampling in `tailrace eval` and held-out measurements."
-    )
+    evaluation: EvaluationSampling = Field(EvaluationSampling(), description="In `tailrace eval` and evaluations.")
 
     @model_validator(mode="after")
     def _require_room_for_one_turn(self) -> RolloutSettings:
@@ -92,11 +66,4 @@ class RolloutSettings(BaseModel):
 
     def evaluation_sampling(self, *, seed: int | None = None, max_tokens: int | None = None) -> SamplingParams:
         """Of a rollout that is measured and never trained on. `max_tokens` overrides the settings'."""
-        chosen = self.evaluation
-        return SamplingParams(
-            temperature=chosen.temperature,
-            top_p=chosen.top_p,
-            top_k=chosen.top_k,
-            max_tokens=max_tokens or self.max_tokens,
-            seed=seed,
-        )
+        return SamplingParams(**self.evaluation.model_dump(), max_tokens=max_tokens or self.max_tokens, seed=seed)

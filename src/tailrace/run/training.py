@@ -113,7 +113,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
     """Write what is left to write, the summary last."""
     run.observer.write_rest(ended.step)
     await asyncio.to_thread(run.writer.close)
-    written, orchestrator, ground = run.writer.statistics(), run.orchestrator, run.ground
+    writer, orchestrator, ground = run.writer, run.orchestrator, run.ground
     summary = RunSummary(
         name=ground.settings.name,
         status=ended.status,
@@ -126,7 +126,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         wall_s=ground.elapsed_s,
         started_at=ground.started_at.isoformat(timespec="seconds"),
         checkpoint_path=orchestrator.checkpoint,
-        dropped_records=written.dropped + written.failed,
+        dropped_records=writer.dropped + writer.failed,
         versions=_versions(),
     )
     if orchestrator.has_begun:

@@ -88,7 +88,7 @@ class ModelledFleet:
             replica = ModelledReplica(
                 self._engines,
                 self._lengths,
-                partial(self.router.heard, name),
+                partial(self.router.report, name),
                 load_s=self._trainer.sync_s,
                 load_holds=self._trainer.sync_holds_engines,
             )

@@ -8,21 +8,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SinkStatistics:
-    """What became of the writes so far."""
-
-    written: int
-    dropped: int
-    """The queue was full, or closed."""
-    failed: int
-    """The disk or the record refused."""
-    waiting: int
 
 
 class BackgroundWriter:
@@ -30,9 +17,8 @@ class BackgroundWriter:
 
     def __init__(self, *, queue_records: int = 256) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_records)
-        self._written = 0
-        self._dropped = 0
-        self._failed = 0
+        self.dropped = self.failed = 0
+        """Jobs that found the queue full or closed; jobs that raised."""
         self._closed = False
         context = contextvars.copy_context()  # so that what it takes is measured
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="observability-writer", daemon=True)
@@ -51,13 +37,9 @@ class BackgroundWriter:
 
     def drop(self) -> None:
         """Count a record that its sink could not take."""
-        self._dropped += 1
-        if self._dropped == 1:
+        self.dropped += 1
+        if self.dropped == 1:
             _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
-
-    def statistics(self) -> SinkStatistics:
-        """Counts so far."""
-        return SinkStatistics(self._written, self._dropped, self._failed, self._jobs.qsize())
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Take no more jobs, finish those that wait. Blocks: call it off the loop. True when all was done."""
@@ -75,9 +57,8 @@ class BackgroundWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-                self._written += 1
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is counted; the run goes on without it
-                self._failed += 1
-                if self._failed == 1:
+                self.failed += 1
+                if self.failed == 1:
                     _logger.warning("a record could not be written, and the run goes on without it: %s", error)
             del job  # what it holds is not kept until the next one comes

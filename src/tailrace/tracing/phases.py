@@ -46,7 +46,6 @@ class PhaseRecorder:
         self._clock_ns, self._cpu_clock_ns = clock_ns, cpu_clock_ns
         self._clocks: dict[int, _Clock] = {}
         self._loop_clock: _Clock | None = None
-        self._flushed: list[PhaseTotals] = []
 
     @contextmanager
     def recording(self) -> Iterator[PhaseRecorder]:
@@ -81,7 +80,8 @@ class PhaseRecorder:
 
     def held_ns(self) -> dict[str, int]:
         """How long each phase has held the event loop so far."""
-        return {} if self._loop_clock is None else {name: totals.held_ns for name, totals in self._totals_of_loop()}
+        clock = self._loop_clock
+        return {} if clock is None else {name: totals.held_ns for name, totals in list(clock.totals.items())}
 
     def flush(self) -> dict[str, PhaseUsage]:
         """What each phase took since the last flush; starts over."""
@@ -91,10 +91,6 @@ class PhaseRecorder:
                 if (since := totals.flush()) is not None:
                     usage[name] = since if name not in usage else usage[name].merged(since)
         return usage
-
-    def _totals_of_loop(self) -> list[tuple[str, PhaseTotals]]:
-        assert self._loop_clock is not None
-        return list(self._loop_clock.totals.items())
 
 
 class _Clock:
@@ -227,11 +223,6 @@ class phase:
     def add_bytes(self, num_bytes: int) -> None:
         """So many bytes were worked on."""
         self._num_bytes += num_bytes
-
-    def tell(self, name: str, value: Json) -> None:
-        """Add to what the trace shows beside it."""
-        if self._recorder is not None and self._recorder.trace is not None:
-            self._about = {**(self._about or {}), name: value}
 
     def surviving(self) -> phase:
         """This phase, or the innermost around it that has not ended: a task may outlive the phase it began in."""

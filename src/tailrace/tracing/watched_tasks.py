@@ -1,4 +1,4 @@
-"""Tasks that tell when they run and when they wait, without a change in what they do."""
+"""Tasks that report when they run and when they wait."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 
 class Turns(Protocol):
-    """Whoever wants to know. Called on the event loop, in the context of the task."""
+    """Is called at each turn of a task, on the event loop, in the context of the task."""
 
     def begin_turn(self) -> None:
-        """A task runs: nobody else does until it waits."""
+        """A task runs, alone until it waits."""
         ...
 
     def end_turn(self) -> None:
@@ -21,7 +21,7 @@ class Turns(Protocol):
 
 
 class WatchedCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine, step by step as it is; to whoever looks where it waits it looks like the one inside."""
+    """A coroutine that reports its turns; stacks and names are those of the one inside."""
 
     __slots__ = ("_coroutine", "_throw", "_turns", "_work")
 
@@ -60,7 +60,7 @@ class WatchedCoroutine(Coroutine[Any, Any, Any]):
 
 
 def watching_task_factory(turns: Turns) -> Callable[..., asyncio.Task[Any]]:
-    """Makes tasks that tell `turns` when they run. For `loop.set_task_factory`."""
+    """Makes tasks that report to `turns`. For `loop.set_task_factory`."""
 
     def make(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
         return asyncio.Task(WatchedCoroutine(coroutine, turns), loop=loop, **options)  # what this Python has of them

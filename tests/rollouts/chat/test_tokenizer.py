@@ -29,19 +29,18 @@ def test_conversations_become_the_tokens_that_transformers_makes_of_them(templat
     for tools in (None, TOOLS):
         for add_generation_prompt in (True, False):
             options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-            assert ours.apply_chat_template(CONVERSATION, **options) == list(
+            assert ours.encode(ours.template.render(CONVERSATION, **options)) == list(
                 theirs.apply_chat_template(CONVERSATION, return_dict=False, **options)
             )
     assert ours.eos_token_id == theirs.eos_token_id
 
 
 def test_it_satisfies_the_protocols_of_the_renderers_package(tmp_path: Path) -> None:
-    from renderers.base import ChatTemplateTokenizer, OffsetTokenizer, Tokenizer
+    from renderers.base import OffsetTokenizer, Tokenizer
 
     tokenizer = ChatTokenizer.from_folder(save_chat_model(tmp_path))
     assert isinstance(tokenizer, Tokenizer)
     assert isinstance(tokenizer, OffsetTokenizer)
-    assert isinstance(tokenizer, ChatTemplateTokenizer)
     encoding = tokenizer("Ada, Bob", return_offsets_mapping=True)
     assert "".join("Ada, Bob"[start:end] for start, end in encoding["offset_mapping"]) == "Ada, Bob"
     assert encoding["input_ids"] == tokenizer.encode("Ada, Bob")
@@ -73,8 +72,8 @@ def test_a_template_may_stand_inside_the_tokenizers_settings(tmp_path: Path) -> 
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": named}))
     tokenizer = ChatTokenizer.from_folder(folder)
-    assert tokenizer.render_text(CONVERSATION, tools=TOOLS) == "1 tools"
-    assert tokenizer.render_text(CONVERSATION[:1]).startswith("<|im_start|>user")
+    assert tokenizer.template.render(CONVERSATION, tools=TOOLS) == "1 tools"
+    assert tokenizer.template.render(CONVERSATION[:1]).startswith("<|im_start|>user")
 
 
 def test_a_template_cannot_reach_beyond_its_sandbox(tmp_path: Path) -> None:
@@ -82,13 +81,13 @@ def test_a_template_cannot_reach_beyond_its_sandbox(tmp_path: Path) -> None:
 
     folder = save_chat_model(tmp_path, template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(SecurityError):
-        ChatTokenizer.from_folder(folder).render_text(CONVERSATION)
+        ChatTokenizer.from_folder(folder).template.render(CONVERSATION)
 
 
 def test_what_only_marks_generated_text_renders_as_its_body(tmp_path: Path) -> None:
     template = "{% for m in messages %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endfor %}"
     tokenizer = ChatTokenizer.from_folder(save_chat_model(tmp_path, template=template))
-    assert tokenizer.render_text([{"role": "user", "content": "hi"}]) == "[hi]"
+    assert tokenizer.template.render([{"role": "user", "content": "hi"}]) == "[hi]"
 
 
 def test_every_token_that_the_models_files_say_ends_a_reply_is_a_stop_token(tmp_path: Path) -> None:

@@ -39,17 +39,11 @@ def reasoning_gym(
 ) -> EnvironmentSpec:
     """One data set of reasoning-gym; a mix of several is several environments.
 
-    Args:
-        dataset: Its name in reasoning-gym.
-        system_prompt: The name of one of reasoning-gym's, a text of your own, or None.
-        seed: Of the questions.
-        size: Questions that the data set generates, training and held-out ones together.
-        eval_size: Held-out tasks. Which questions are held out is decided by their text, so no seed or repetition
-            brings one into training.
-        config: Fields of the data set's own configuration.
+    `system_prompt` is the name of one of reasoning-gym's, a text of your own, or None. `size` counts all questions that
+    the data set generates, `eval_size` the held-out tasks; a question's text decides whether it is held out, so no seed
+    brings one into training. `config` holds fields of the data set's own configuration.
 
-    Raises:
-        SettingsError: reasoning-gym is not installed, has no such data set, or the data set no such field.
+    Raises `SettingsError` where reasoning-gym is not installed or has no such data set or field.
     """
     source = ReasoningGymDataset(dataset, {**config, "seed": seed, "size": size})
     prompts: dict[str, str] = _import("reasoning_gym.utils").SYSTEM_PROMPTS
@@ -84,12 +78,8 @@ class ReasoningGymDataset:
         """A question as a task row. `entry` is what scoring needs besides, exact, as a Python literal."""
         entry = self._dataset[index]
         rest = {key: value for key, value in entry.items() if key not in {"question", "answer"}}
-        return {
-            "question": entry["question"],
-            "answer": entry["answer"],
-            "entry": _as_literal(rest),
-            "source_index": index,
-        }
+        asked = {"question": entry["question"], "answer": entry["answer"]}
+        return {**asked, "entry": _as_literal(rest), "source_index": index}
 
     def reward(self, task: Task, messages: list[Message]) -> AgentResult:
         """The data set's own score of the answer in the last reply."""

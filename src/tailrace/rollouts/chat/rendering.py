@@ -84,7 +84,7 @@ class ChatRenderer(Renderer):
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
-        self._remembers = self._family is None and not self.tokenizer.tells_time
+        self._remembers = self._family is None and not self.tokenizer.template.tells_time
         self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
         self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
 

@@ -28,7 +28,7 @@ class ChatTemplate:
     """Conversations to text, as the model's authors wrote it.
 
     >>> template = ChatTemplate({"default": "{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}"}, {})
-    >>> template.render([{"role": "user", "content": "hi"}], tools=None, add_generation_prompt=False)
+    >>> template.render([{"role": "user", "content": "hi"}])
     '[user] hi\\n'
     """
 
@@ -44,9 +44,8 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Json]],
         *,
-        tools: Sequence[Mapping[str, Json]] | None,
-        add_generation_prompt: bool,
-        **variables: Json,
+        tools: Sequence[Mapping[str, Json]] | None = None,
+        add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as text. Raises `jinja2.TemplateError` where the template refuses it."""
         name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
@@ -56,7 +55,6 @@ class ChatTemplate:
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens,
-            **variables,
         )
 
 

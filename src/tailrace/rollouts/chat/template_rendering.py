@@ -78,7 +78,7 @@ class TemplateRendering:
         return self._remembered(text)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> str:
-        return self._tokenizer.render_text(messages, tools=tools, add_generation_prompt=True)
+        return self._tokenizer.template.render(messages, tools=tools, add_generation_prompt=True)
 
     def _closing_token_id(self) -> int | None:
         """The first token after a reply, where it is a token of its own that text cannot become."""

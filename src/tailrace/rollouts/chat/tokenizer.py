@@ -1,6 +1,6 @@
 """A model's tokenizer for the orchestrator: `tokenizers` and Jinja, no torch, no transformers.
 
-Satisfies the `Tokenizer`, `OffsetTokenizer` and `ChatTemplateTokenizer` protocols of the package `renderers`.
+Satisfies the `Tokenizer` and `OffsetTokenizer` protocols of the package `renderers`.
 Read from a folder with `tokenizer.json`, `tokenizer_config.json` and (where it is not inside the latter)
 `chat_template.jinja`, the layout in which Hugging Face models are saved.
 """
@@ -53,7 +53,7 @@ class ChatTokenizer:
         known_ends = [] if self.eos_token_id is None else [self.eos_token_id]
         self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*known_ends, *end_token_ids]))
         """Tokens that the model's files say end a reply; the end-of-sequence token first."""
-        self._template = ChatTemplate(chat_templates, self.special_tokens)
+        self.template = ChatTemplate(chat_templates, self.special_tokens)
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, name: str | None = None) -> ChatTokenizer:
@@ -71,11 +71,6 @@ class ChatTokenizer:
             end_token_ids=_end_token_ids(_read_json(folder / "generation_config.json"), model_config),
             name_or_path=str(name or model_config.get("_name_or_path") or config.get("name_or_path") or folder),
         )
-
-    @property
-    def tells_time(self) -> bool:
-        """Whether the chat template may render the same conversation differently later."""
-        return self._template.tells_time
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; nothing is put around it unless asked for."""
@@ -109,33 +104,6 @@ class ChatTokenizer:
         if return_offsets_mapping:
             result["offset_mapping"] = encoding.offsets
         return result
-
-    def render_text(
-        self,
-        messages: Sequence[Mapping[str, Json]],
-        *,
-        tools: Sequence[Mapping[str, Json]] | None = None,
-        add_generation_prompt: bool = False,
-        **variables: Json,
-    ) -> str:
-        """The conversation as text, by the model's chat template. Raises `jinja2.TemplateError` where it refuses."""
-        return self._template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
-
-    def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, Json]],
-        *,
-        tools: Sequence[Mapping[str, Json]] | None = None,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
-        return_dict: bool = False,
-        **variables: Json,
-    ) -> str | list[int]:
-        """The conversation as token ids (or text with `tokenize=False`), as transformers' method of this name."""
-        if return_dict:
-            raise ValueError("return_dict is not offered; ask for token ids")
-        text = self.render_text(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text) if tokenize else text
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

@@ -28,7 +28,7 @@ WithDeadline: TypeAlias = Callable[[Coroutine[Any, Any, object]], Awaitable[obje
 
 
 class Scorer:
-    """Scores rollouts when they end and groups when they are complete. Nothing else sets a reward.
+    """Scores rollouts when they end and groups when they are complete; no other code sets a reward.
 
     Failed rewards and failed groups are counted apart, so that a working reward does not hide a judge that is down.
     """
@@ -62,11 +62,8 @@ class Scorer:
         """Set the reward of a rollout that has just ended: what was `reported`, or what `score` says in its place.
 
         Without a reward it stays unscored where its group will be scored, or where the error budget keeps what is
-        unscored; metrics and info are then kept beside the rollout.
-
-        Raises:
-            InvalidReward: The reward is missing or no finite number.
-            ErrorBudgetSpent: This failure is one too many. What `score` raises is raised as it is otherwise.
+        unscored; metrics and info are then kept beside the rollout. Raises what `score` raises, `InvalidReward` where
+        the reward is missing or no finite number, and `ErrorBudgetSpent` where this failure is one too many.
         """
         self._rewards.started += 1
         try:
@@ -90,10 +87,8 @@ class Scorer:
         Without stages the rollouts' own rewards stand. An empty group is discarded at once. `deadline` is asked to run
         the stages once a slot among `concurrency` is free.
 
-        Raises:
-            ScoringFailed: A stage returned something else than groups of this group's rollouts, or results for them.
-            InvalidReward: A rollout is left without a finite reward.
-            ErrorBudgetSpent: This failure is one too many. What a stage raises is raised as it is otherwise.
+        Raises what a stage raises, `ScoringFailed` where it returned something else than groups of these rollouts or
+        results for them, `InvalidReward` where a rollout is left without a finite reward, and `ErrorBudgetSpent`.
         """
         members = list(group.rollouts)
         if not members:

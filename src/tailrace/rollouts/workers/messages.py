@@ -77,18 +77,11 @@ class Request(msgspec.Struct, frozen=True):
     closed: list[int]
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """What user code raised."""
-
-    error: str
-    traceback: str
-
-
 class Answer(msgspec.Struct, frozen=True):
-    """What a call returned, or why it did not."""
+    """What a call returned, or what user code raised, with its traceback."""
 
     value: Any = None
-    failure: Failure | None = None
+    failure: str | None = None
 
 
 def pack(message: Hello | Request | Answer) -> bytes:

@@ -201,9 +201,8 @@ class _Worker:
     async def call(self, call: Call, task: Task, *, num_steps: int = 1) -> Json:
         """What user code returned, inside a `turn`. It may take `worker_timeout_s` for each of `num_steps`.
 
-        Raises:
-            RolloutTimeout: It did not return in time; the process is killed.
-            EnvironmentFailed: It raised, or ended the process.
+        Raises `RolloutTimeout` where it did not return in time (the process is killed), `EnvironmentFailed` where it
+        raised or ended the process.
         """
         limit_s = self._settings.worker_timeout_s * num_steps
         return await self._exchange(call, limit_s, f"task {task.task_id}: {_NAMES[type(call)]}")
@@ -259,7 +258,7 @@ class _Worker:
             status = await process.wait()
             raise EnvironmentFailed(f"{what} ended its worker process (status {status})") from None
         if answer.failure is not None:
-            raise EnvironmentFailed(f"{what} raised {answer.failure.error}\n{answer.failure.traceback}")
+            raise EnvironmentFailed(f"{what} raised {answer.failure}")
         return answer.value
 
     def _send(self, call: Call, what: str) -> None:

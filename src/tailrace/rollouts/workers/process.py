@@ -26,7 +26,6 @@ from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
     Answer,
     Call,
-    Failure,
     Hello,
     Load,
     Open,
@@ -101,9 +100,9 @@ class RolloutWorker:
 
 
 def failure(error: Exception) -> Answer:
-    """An answer that tells what was raised, and where."""
-    summary = f"{type(error).__name__}: {error}"
-    return Answer(failure=Failure(summary, "".join(traceback.format_exception(error)).rstrip()))
+    """An answer with what was raised, and where."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return Answer(failure=f"{type(error).__name__}: {error}\n{trace}")
 
 
 def main() -> None:

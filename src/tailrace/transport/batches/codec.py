@@ -62,19 +62,18 @@ def read_batch(path: Path | str, segment: Segment) -> Batch:
     columns = {name: _view(path, segment, name, dtype) for name, dtype in {**_TOKENS, **_SHORT}.items()}
     if _checksum(columns[name] for name in _SHORT) != segment.metadata.get("plan_xxh3"):
         raise CorruptData(f"the batch in {path} is damaged: plan_xxh3 differs")
-    told = _read_metadata(path, segment)
-    _require_consistent(path, told, columns)
-    payloads = _read_payloads(path, columns)
+    metadata = _read_metadata(path, segment)
+    _require_consistent(path, metadata, columns)
     return Batch(
-        summary=told.summary,
-        payloads=payloads,
-        rank=told.rank,
-        num_ranks=told.num_ranks,
+        summary=metadata.summary,
+        payloads=_read_payloads(path, columns),
+        rank=metadata.rank,
+        num_ranks=metadata.num_ranks,
         **columns,  # type: ignore[arg-type]
     )
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _Metadata(msgspec.Struct, frozen=True):
     """A batch's metadata."""
 
     summary: BatchSummary
@@ -94,61 +93,58 @@ def _view(path: Path | str, segment: Segment, name: str, dtype: str) -> NDArray[
     return np.frombuffer(segment.mapping, _DTYPES[dtype], entry.shape[0], start)
 
 
-def _read_metadata(path: Path | str, segment: Segment) -> _Told:
-    metadata = segment.metadata
+def _read_metadata(path: Path | str, segment: Segment) -> _Metadata:
+    texts = segment.metadata
     try:
-        told = _Told(
-            summary=msgspec.json.decode(metadata["summary"], type=BatchSummary),
-            rank=msgspec.json.decode(metadata["rank"], type=int),
-            num_ranks=msgspec.json.decode(metadata["num_ranks"], type=int),
+        metadata = _Metadata(
+            summary=msgspec.json.decode(texts["summary"], type=BatchSummary),
+            rank=msgspec.json.decode(texts["rank"], type=int),
+            num_ranks=msgspec.json.decode(texts["num_ranks"], type=int),
         )
     except (KeyError, msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
         raise CorruptData(f"{path} holds no batch: {error}") from error
-    if not 0 <= told.rank < told.num_ranks:
-        raise CorruptData(f"the batch in {path} is for rank {told.rank} of {told.num_ranks}")
-    return told
+    if not 0 <= metadata.rank < metadata.num_ranks:
+        raise CorruptData(f"the batch in {path} is for rank {metadata.rank} of {metadata.num_ranks}")
+    return metadata
 
 
-def _require_consistent(path: Path | str, told: _Told, columns: Mapping[str, NDArray[np.generic]]) -> None:
+def _require_consistent(path: Path | str, metadata: _Metadata, columns: Mapping[str, NDArray[np.generic]]) -> None:
     """The plan fits the columns, so that no row can reach beyond them."""
     num_tokens, num_samples = len(columns["token_ids"]), len(columns["temperatures"])
     rows, samples = columns["row_offsets"], columns["sample_offsets"]
-    samples_fit = len(samples) == num_samples + 1 and _climbs(samples, num_tokens)
-    rows_fit = samples_fit and _climbs(rows, num_samples)
+    samples_fit = len(samples) == num_samples + 1 and _is_monotonic(samples, num_tokens)
+    rows_fit = samples_fit and _is_monotonic(rows, num_samples)
     fits = {
         "columns": all(len(columns[name]) == num_tokens for name in _TOKENS),
         "sample_offsets": samples_fit,
-        "row_offsets": rows_fit and bool(np.all(np.diff(samples[rows]) <= told.summary.row_tokens)),
-        "advantage_offsets": samples_fit and _spreads(columns, np.diff(samples)),
-        "mixed_spans": _spans(columns["mixed_spans"], num_tokens),
-        "summary": _is_part(told, num_tokens, num_samples, len(rows) - 1),
+        "row_offsets": rows_fit and bool(np.all(np.diff(samples[rows]) <= metadata.summary.row_tokens)),
+        "advantage_offsets": samples_fit and _advantages_fit(columns, np.diff(samples)),
+        "mixed_spans": _spans_are_valid(columns["mixed_spans"], num_tokens),
+        "summary": _is_part(metadata, num_tokens, num_samples, len(rows) - 1),
     }
     wrong = [name for name, is_right in fits.items() if not is_right]
     if wrong:
         raise CorruptData(f"the batch in {path} contradicts itself in: {', '.join(wrong)}")
 
 
-def _is_part(told: _Told, *counts: int) -> bool:
+def _is_part(metadata: _Metadata, *counts: int) -> bool:
     """Whether tokens, samples and rows are those of the whole batch, or of a part of it."""
-    whole = (told.summary.num_tokens, told.summary.num_samples, told.summary.num_rows)
-    return counts == whole if told.num_ranks == 1 else all(map(int.__le__, counts, whole))
+    whole = (metadata.summary.num_tokens, metadata.summary.num_samples, metadata.summary.num_rows)
+    return counts == whole if metadata.num_ranks == 1 else all(map(int.__le__, counts, whole))
 
 
-def _spreads(columns: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> bool:
+def _advantages_fit(columns: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> bool:
     """Whether each sample has one advantage, or one for each of its tokens."""
     offsets = columns["advantage_offsets"]
-    if len(offsets) != len(lengths) + 1 or not _climbs(offsets, len(columns["advantages"])):
+    if len(offsets) != len(lengths) + 1 or not _is_monotonic(offsets, len(columns["advantages"])):
         return False
     counts = np.diff(offsets)
     return bool(np.all((counts == 1) | (counts == lengths)))
 
 
-def _spans(edges: NDArray[np.generic], num_tokens: int) -> bool:
-    """Whether stretches of tokens are whole, in order and within the batch."""
-    if len(edges) == 0:
-        return True
-    in_order = bool(np.all(edges[1:] >= edges[:-1]))  # type: ignore[operator]
-    return len(edges) % 2 == 0 and in_order and bool(edges[0] >= 0 and edges[-1] <= num_tokens)
+def _spans_are_valid(edges: NDArray[np.generic], num_tokens: int) -> bool:
+    """Whether starts and ends of spans are in order and within the batch."""
+    return len(edges) % 2 == 0 and _is_monotonic(np.concatenate(([0], edges, [num_tokens])), num_tokens)
 
 
 def _read_payloads(path: Path | str, columns: dict[str, NDArray[np.generic]]) -> PayloadTable:
@@ -166,7 +162,7 @@ def _read_payloads(path: Path | str, columns: dict[str, NDArray[np.generic]]) ->
     return table
 
 
-def _climbs(offsets: NDArray[np.generic], end: int) -> bool:
+def _is_monotonic(offsets: NDArray[np.generic], end: int) -> bool:
     """Whether offsets go from 0 to `end` and never back."""
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != end:
         return False

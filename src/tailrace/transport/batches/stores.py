@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import shutil
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BatchRef(msgspec.Struct, frozen=True):
-    """Where one rank's part of a batch lies."""
+    """Where one rank's part of a batch is."""
 
     step: int
     segment: str
@@ -60,7 +61,7 @@ class BatchStore(Protocol):
         ...
 
     def release(self, sequence: int) -> None:
-        """Every rank has given this batch back, or none was told of it."""
+        """Every rank has acknowledged this batch, or none has heard of it."""
         ...
 
     def close(self) -> None:
@@ -76,64 +77,15 @@ class BatchSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what is mapped; arrays that somebody holds stay readable."""
+        """Drop the mappings; arrays in use stay readable."""
         ...
 
 
-class SharedMemoryStore(BatchStore):
-    """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy.
+class _RecyclingStore(BatchStore):
+    """Writes into segments that are used again once their batch is released."""
 
-    What finds no room there goes to files in the folder `spill`, if there is one; that is told once.
-    """
-
-    def __init__(self, folder: Path, *, spill: Path | None = None, checksum_bodies: bool = False) -> None:
-        self._spill, self._checksum_bodies = spill, checksum_bodies
-        self._pool = _Pool(lambda number: SegmentFile(folder / f"{_BATCH}{os.getpid()}-{number}.safetensors"))
-        self._num_spilled = 0
-
-    @override
-    def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
-        segments = list(enumerate(self._pool.take(sequence, batch.num_ranks)))
-        return [Piece(self._write(segment, batch.part(rank), sequence)) for rank, segment in segments]
-
-    @override
-    def release(self, sequence: int) -> None:
-        self._pool.release(sequence)
-
-    @override
-    def close(self) -> None:
-        """What a receiver has mapped stays readable to it."""
-        for segment in self._pool.close():
-            segment.path.unlink(missing_ok=True)
-        if self._spill is not None:
-            _remove_if_empty(self._spill)
-
-    def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> BatchRef:
-        try:
-            return _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
-        except NoRoom as error:
-            if self._spill is None or segment.path.parent == self._spill:
-                raise
-            spilled = self._spilled(self._spill, error)
-            self._pool.replace(sequence, segment, spilled)
-            return _write_part(spilled, part, sequence, spilled.path.name, checksum_body=self._checksum_bodies)
-
-    def _spilled(self, folder: Path, error: NoRoom) -> SegmentFile:
-        """A file outside of shared memory, which takes the place of one in there."""
-        if not self._num_spilled:
-            _logger.warning("%s; meanwhile batches go through files in %s, which is slower", error, folder)
-        self._num_spilled += 1
-        folder.mkdir(parents=True, exist_ok=True)
-        return SegmentFile(folder / f"{_SPILLED}{os.getpid()}-{self._num_spilled}.safetensors")
-
-
-class ValueStore(BatchStore):
-    """Recycled memory of this process, whose content is sent along."""
-
-    def __init__(self, *, checksum_bodies: bool = True) -> None:
-        self._checksum_bodies = checksum_bodies
-        self._pool = _Pool(lambda number: SegmentFile.nameless(f"batch {number}"))
-        self._mappings: dict[SegmentFile, mmap.mmap] = {}
+    def __init__(self, create: _Create) -> None:
+        self._pool = _Pool(create)
 
     @override
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
@@ -144,21 +96,69 @@ class ValueStore(BatchStore):
     def release(self, sequence: int) -> None:
         self._pool.release(sequence)
 
+    @abstractmethod
+    def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece: ...
+
+
+class SharedMemoryStore(_RecyclingStore):
+    """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy.
+
+    What finds no room there goes to files in the folder `spill`, if there is one; the first time is logged.
+    """
+
+    def __init__(self, folder: Path, *, spill: Path | None = None, checksum_bodies: bool = False) -> None:
+        super().__init__(lambda number: SegmentFile(folder / f"{_BATCH}{os.getpid()}-{number}.safetensors"))
+        self._spill, self._checksum_bodies = spill, checksum_bodies
+        self._num_spilled = 0
+
+    @override
+    def close(self) -> None:
+        """What a receiver has mapped stays readable to it."""
+        for segment in self._pool.close():
+            segment.path.unlink(missing_ok=True)
+        if self._spill is not None:
+            _remove_if_empty(self._spill)
+
+    @override
+    def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
+        try:
+            return Piece(_write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies))
+        except NoRoom as error:
+            if self._spill is None or segment.path.parent == self._spill:
+                raise
+            spilled = self._spilled(self._spill, error)
+        self._pool.replace(sequence, segment, spilled)
+        return self._write(spilled, part, sequence)
+
+    def _spilled(self, folder: Path, error: NoRoom) -> SegmentFile:
+        """A file outside of shared memory, which takes the place of one in there."""
+        if not self._num_spilled:
+            _logger.warning("%s; meanwhile batches go through files in %s, which is slower", error, folder)
+        self._num_spilled += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        return SegmentFile(folder / f"{_SPILLED}{os.getpid()}-{self._num_spilled}.safetensors")
+
+
+class ValueStore(_RecyclingStore):
+    """Recycled, checksummed memory of this process, whose content is sent along."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda number: SegmentFile.nameless(f"batch {number}"))
+        self._mappings: dict[SegmentFile, mmap.mmap] = {}
+
     @override
     def close(self) -> None:
         """What is on its way stays readable until it is sent."""
         self._mappings.clear()
         self._pool.close()
 
+    @override
     def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
-        ref = _write_part(segment, part, sequence, "", checksum_body=self._checksum_bodies)
-        return Piece(ref, self._mapping(segment))
-
-    def _mapping(self, segment: SegmentFile) -> mmap.mmap:
+        ref = _write_part(segment, part, sequence, "", checksum_body=True)
         mapping, size = self._mappings.get(segment), os.fstat(segment.fileno()).st_size
         if mapping is None or len(mapping) != size:
             mapping = self._mappings[segment] = mmap.mmap(segment.fileno(), 0, access=mmap.ACCESS_READ)
-        return mapping
+        return Piece(ref, mapping)
 
 
 class FileStore(BatchStore):

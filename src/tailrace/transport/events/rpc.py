@@ -2,12 +2,11 @@
 
     client                                server (beside the log)
       AppendEvent(id, event)    ─────►      log.append
-                                ◄─────    EventAccepted(id) | EventRefused(id, reason)
+                                ◄─────    AppendAnswered(id, refusal)
       FollowLog                 ─────►      log.follow
                                 ◄─────    EventLogged(event) for every event, and LogEnded
 
-A client keeps what it received, so that each of its followers can start where it likes. What waits in a socket for a
-slow client is never more than the log itself, which the server holds anyway.
+A client keeps what it received, for its followers. A slow client's socket queues at most the log itself.
 """
 
 from __future__ import annotations
@@ -42,17 +41,11 @@ class FollowLog(msgspec.Struct, frozen=True, tag=True):
     """Send every event there is and will be."""
 
 
-class EventAccepted(msgspec.Struct, frozen=True, tag=True):
-    """The event is logged."""
+class AppendAnswered(msgspec.Struct, frozen=True, tag=True):
+    """The event is logged, or refused for this reason."""
 
     id: int
-
-
-class EventRefused(msgspec.Struct, frozen=True, tag=True):
-    """The event is not logged."""
-
-    id: int
-    reason: str
+    refusal: str | None = None
 
 
 class EventLogged(msgspec.Struct, frozen=True, tag=True):
@@ -62,11 +55,11 @@ class EventLogged(msgspec.Struct, frozen=True, tag=True):
 
 
 class LogEnded(msgspec.Struct, frozen=True, tag=True):
-    """There was an end to the log, and this is it."""
+    """The log is closed: no event follows."""
 
 
 _Request: TypeAlias = AppendEvent | FollowLog
-_Answer: TypeAlias = EventAccepted | EventRefused | EventLogged | LogEnded
+_Answer: TypeAlias = AppendAnswered | EventLogged | LogEnded
 
 
 class EventLogServer:
@@ -101,7 +94,7 @@ class EventLogServer:
         self._socket.close(linger=CLOSE_LINGER_MS)
 
     async def _serve(self) -> None:
-        """Waits for requests; ends with the server. A client that speaks nonsense is not answered."""
+        """Waits for requests; ends with the server. A request that cannot be decoded gets no answer."""
         while True:
             client, frame = await self._socket.recv_multipart()
             try:
@@ -118,8 +111,8 @@ class EventLogServer:
         try:
             await self._log.append(request.event)
         except TransportError as error:
-            return EventRefused(request.id, str(error))
-        return EventAccepted(request.id)
+            return AppendAnswered(request.id, str(error))
+        return AppendAnswered(request.id)
 
     async def _stream(self, client: bytes) -> None:
         """Waits for events; ends with the log or the server. What is sent to a client that has gone is dropped."""
@@ -138,7 +131,7 @@ class EventLogClient(EventLog):
         self._epoch = epoch
         self._ids = itertools.count()
         self._waiting: set[int] = set()
-        self._answers: dict[int, EventAccepted | EventRefused] = {}
+        self._answers: dict[int, AppendAnswered] = {}
         self._events: list[Event] = []
         self._is_following = False
         self._ended = False
@@ -158,10 +151,10 @@ class EventLogClient(EventLog):
         finally:
             self._waiting.remove(request.id)
             answer = self._answers.pop(request.id, None)
-        if isinstance(answer, EventRefused):
-            raise TransportError(answer.reason)
         if answer is None:
             raise self._gone()
+        if answer.refusal is not None:
+            raise TransportError(answer.refusal)
 
     @override
     async def follow(self, after: int = 0) -> AsyncIterator[Event]:
@@ -178,8 +171,9 @@ class EventLogClient(EventLog):
             else:
                 raise self._gone()
 
+    @override
     async def close(self) -> None:
-        """Let go of the log; the server's stays open. This client's followers end. Closing twice does nothing."""
+        """The server's log stays open. This client's followers end."""
         self._ended = True
         await self._channel.close()
 
@@ -196,7 +190,7 @@ class EventLogClient(EventLog):
                 remember(self._events, event)
             case LogEnded():
                 self._ended = True
-            case EventAccepted(id) | EventRefused(id) if id in self._waiting:
+            case AppendAnswered(id) if id in self._waiting:
                 self._answers[id] = answer
             case _:
                 pass  # of another epoch, or for an append that nobody waits for any more

@@ -3,7 +3,7 @@
     completion ──► record(owner, chunks) ──► held ──► release(owner) ──► the store has room again
                └─► drop(chunks), where nobody waits for it any more
 
-An owner is a rollout. Deciding is O(payloads) on the event loop; telling the store goes on in a thread of its own.
+An owner is a rollout. Deciding is O(payloads) on the event loop; the store is called in a thread.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PayloadAccounts:
     def writer_ended(self, writer: str) -> None:
         """The process that put under this name is gone; what no message named is released, and the rest in time."""
         held = [ref for refs in self._held.values() for ref in refs.values()]
-        self._tell(lambda: self._store.abandon(writer, held))
+        self._in_background(lambda: self._store.abandon(writer, held))
 
     @property
     def figures(self) -> PayloadFigures:
@@ -132,9 +132,9 @@ class PayloadAccounts:
 
     def _release(self, refs: list[PayloadRef]) -> None:
         if refs:
-            self._tell(lambda: self._store.release(refs))
+            self._in_background(lambda: self._store.release(refs))
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def _in_background(self, what: Callable[[], None]) -> None:
         self._releases.submit(what).add_done_callback(_log_failure)
 
 

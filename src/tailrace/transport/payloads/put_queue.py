@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tailrace.records import PayloadRef
 from tailrace.transport.payloads.store import PayloadStore
 
-TOLD_AT_ONCE = 16
-"""Payloads that are put before the loop hears of them: some milliseconds of work."""
+PUTS_AT_ONCE = 16
+"""Payloads put before their futures are resolved together: some milliseconds of work."""
 
 _Put: TypeAlias = "asyncio.Future[PayloadRef]"
 
@@ -28,7 +28,7 @@ class PutQueue:
         self._waiting: deque[tuple[NDArray[np.generic], _Put]] = deque()
         self._lock = threading.Lock()
         self._is_working = False
-        self._untold: set[_Put] = set()
+        self._unresolved: set[_Put] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-payloads")
 
     def put(self, array: NDArray[np.generic]) -> _Put:
@@ -37,8 +37,8 @@ class PutQueue:
         Do not cancel it: who may be cancelled awaits a shield of it.
         """
         future: _Put = asyncio.get_running_loop().create_future()
-        self._untold.add(future)
-        future.add_done_callback(self._untold.discard)
+        self._unresolved.add(future)
+        future.add_done_callback(self._unresolved.discard)
         with self._lock:
             self._waiting.append((array, future))
             starts, self._is_working = not self._is_working, True
@@ -49,7 +49,7 @@ class PutQueue:
     async def close(self) -> None:
         """Wait for all that waits to be put, and until every future of this loop is resolved. Twice does nothing."""
         await asyncio.to_thread(self._thread.shutdown)
-        if own := [future for future in tuple(self._untold) if future.get_loop() is asyncio.get_running_loop()]:
+        if own := [future for future in tuple(self._unresolved) if future.get_loop() is asyncio.get_running_loop()]:
             await asyncio.wait(own)
 
     def _work(self) -> None:
@@ -60,7 +60,7 @@ class PutQueue:
 
     def _take(self) -> list[tuple[NDArray[np.generic], _Put]]:
         with self._lock:
-            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), TOLD_AT_ONCE))]
+            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), PUTS_AT_ONCE))]
             self._is_working = bool(taken)
             return taken
 
@@ -74,13 +74,13 @@ class PutQueue:
 def _wake(loop: asyncio.AbstractEventLoop, results: list[tuple[_Put, PayloadRef | Exception]]) -> None:
     try:
         loop.call_soon_threadsafe(_resolve_next, loop, deque(results))
-    except RuntimeError:  # the loop is closed, and with it whoever would hear
+    except RuntimeError:  # the loop is closed, and nothing awaits the futures
         if not loop.is_closed():
             raise
 
 
 def _resolve_next(loop: asyncio.AbstractEventLoop, results: deque[tuple[_Put, PayloadRef | Exception]]) -> None:
-    """One in each turn of the loop: whoever waited goes on in it, and all of them at once would hold it for long."""
+    """One in each turn of the loop: the tasks that resume would together hold it for long."""
     future, result = results.popleft()
     if results:
         loop.call_soon(_resolve_next, loop, results)
