@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tailrace.errors import ModelError, TrainingError
-from tailrace.models.routers import Router, as_routing, ask, find_routers
+from tailrace.models.routers import Router, as_routing, find_routers, probe_router
 
 RoutingRule: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """From a router, its logits [num_tokens, num_experts] and experts [num_tokens, top_k] (int64) to their weights."""
@@ -163,7 +163,7 @@ def _sums(own: Tensor, recorded: Tensor, replayed: Tensor, foreign: Tensor) -> T
 
 @torch.no_grad()
 def _rule_of(router: Router) -> RoutingRule:
-    routing = ask(router.module)
+    routing = probe_router(router.module)
     assert routing is not None  # else it would be no router
     for rule in _RULES.values():
         found = rule(router.module, routing.logits, routing.experts).to(routing.weights.dtype)
