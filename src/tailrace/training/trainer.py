@@ -227,7 +227,7 @@ class Trainer:
         """What generation recorded for a row, in memory that the next row's will take."""
         if self._open_payload is None:
             return None
-        experts = row.routed_experts(self._open_payload, out=self._experts, on_lost=_tell_of_lost_payload)
+        experts = row.payloads.read(self._open_payload, out=self._experts, on_lost=_tell_of_lost_payload)
         if experts is not None and (self._experts is None or len(experts) > len(self._experts)):
             self._experts = experts
         return experts
