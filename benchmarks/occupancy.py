@@ -71,7 +71,7 @@ class BurstEngine(SimulatedEngine):
     """Fills its slots only once in 16 steps."""
 
     def _place_waiting(self) -> None:
-        if self._steps % 16 == 0:
+        if self.statistics().steps_total % 16 == 0:
             super()._place_waiting()
 
 

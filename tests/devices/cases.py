@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import numpy as np
 import pytest
@@ -77,11 +76,13 @@ def test_a_row_is_padded_only_where_no_kernel_takes_it_as_it_is(dtype: str, pads
         assert policy.pads_segments == pads
 
 
-STEPS = [
-    *itertools.product(["qwen3"], ["float32", "bfloat16"], ["float32", "bfloat16"], [False, True]),
+STEPS = [  # `head_dtype` is read under bfloat16 alone
+    ("qwen3", "float32", "float32", True),
+    ("qwen3", "bfloat16", "bfloat16", False),
+    ("qwen3", "bfloat16", "float32", True),
     ("gpt2", "bfloat16", "float32", False),
     ("mistral with a sliding window", "float32", "float32", False),
-    ("mistral with a sliding window", "bfloat16", "float32", True),
+    ("mistral with a sliding window", "bfloat16", "float32", False),
     ("gemma2 with soft caps", "bfloat16", "float32", False),
 ]
 
@@ -97,14 +98,14 @@ def test_the_trainer_steps(
     with stand_in_gpu() as gpu:
         trainer = Trainer(settings, model_name=model, max_steps=10, max_staleness=4)
         before = gpu.reads
-        few = trainer.train_step(build_batch(lengths=(9, 14, 5, 12), rows=(2, 2), step=1))
-        reads_of_two_rows = gpu.reads - before
-        trainer.train_step(build_batch(lengths=(9, 14, 5, 12, 7, 8), rows=(2, 2, 1, 1), step=2, version=1))
-        reads_of_four_rows = gpu.reads - before - reads_of_two_rows
-        published = trainer.model_state_dict("bfloat16")
-    assert few.version == 1
+        first = trainer.train_step(build_batch(lengths=(9, 14), rows=(2,), step=1))
+        reads_of_one_row = gpu.reads - before
+        trainer.train_step(build_batch(lengths=(9, 14, 5), rows=(2, 1), step=2, version=1))
+        reads_of_two_rows = gpu.reads - before - reads_of_one_row
+        published = trainer.snapshot("bfloat16").wait()
+    assert first.version == 1
     assert all(not tensor.is_cuda for tensor in published.values())
-    assert reads_of_two_rows == reads_of_four_rows, "a micro-batch waits for the device"
+    assert reads_of_one_row == reads_of_two_rows, "a micro-batch waits for the device"
 
 
 def load(name: str, *, dtype: str, device: str) -> PreTrainedModel:
@@ -112,8 +113,10 @@ def load(name: str, *, dtype: str, device: str) -> PreTrainedModel:
 
 
 def build(name: str, dtype: str, *, device: str) -> PreTrainedModel:
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers = 1  # every operation costs the stand-in the same: all layers of a model are alike
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=getattr(torch, dtype))
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
 def request(index: int) -> GenerationRequest:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 
 from tailrace.generation.decisions import Decision, Wait, WeightPolicy
-from tailrace.generation.engine_thread.generator import ask
 from tailrace.generation.engine_thread.inbox import Inbox
 from tailrace.generation.engine_thread.loop import EngineLoop
 from tailrace.generation.engines.protocol import Engine
@@ -34,7 +33,7 @@ class World:
     def ask(
         self, name: str, length: int = 3, *, prompt: Iterable[int] = (1, 2), **options: object
     ) -> asyncio.Task[Completion]:
-        return self.start(ask(self.inbox, request(name, prompt, max_tokens=length, **options)))
+        return self.start(self.inbox.generate(request(name, prompt, max_tokens=length, **options)))
 
     def start(self, work: Coroutine[object, object, Completion]) -> asyncio.Task[Completion]:
         task = asyncio.create_task(work)

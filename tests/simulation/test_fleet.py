@@ -100,7 +100,7 @@ def test_a_replica_that_dies_costs_less_than_a_chunk_of_each_request() -> None:
         completions = await asyncio.gather(*asked)
         assert [completion.num_tokens for completion in completions] == [LENGTH] * 4
         assert 0 < fleet.sampled_tokens - 4 * LENGTH < 4 * CHUNK_TOKENS
-        assert sum(figures.restarts for figures in fleet.router.figures()) == 1
+        assert sum(replica.restarts for replica in fleet.router.replicas) == 1
 
     with_fleet(test, replicas=2)
 
@@ -111,7 +111,7 @@ def test_a_cancelled_request_frees_its_slot() -> None:
         await asyncio.sleep(10.0)
         second = asyncio.create_task(ask(fleet, "second"))
         await asyncio.sleep(10.0)
-        assert (sum(fleet.running), fleet.waiting) == (1, 1)
+        assert (fleet.running, fleet.waiting) == (1, 1)
         first.cancel()
         assert (await second).num_tokens == LENGTH
         assert first.cancelled()

@@ -56,8 +56,8 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(model_folder: Path, tm
     assert (second.step, second.version) == (3, 3)
     train(second, range(4, 7))
 
-    for name, tensor in straight.model_state_dict().items():
-        assert torch.equal(tensor, second.model_state_dict()[name]), name
+    for name, tensor in straight.snapshot().wait().items():
+        assert torch.equal(tensor, second.snapshot().wait()[name]), name
 
 
 def test_transformers_loads_a_checkpoint_as_a_model(model_folder: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_transformers_loads_a_checkpoint_as_a_model(model_folder: Path, tmp_path
     path = trainer.save_checkpoint(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, trainer.model_state_dict()[name])
+        assert torch.equal(parameter, trainer.snapshot().wait()[name])
     assert AutoTokenizer.from_pretrained(path).chat_template
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 

@@ -135,7 +135,7 @@ async def test_what_is_published_is_what_was_trained(world: World) -> None:
     assert world.trainer is not None
     with world.store.open(published.ref) as tensors:
         assert tensors.version == 1
-        for name, tensor in world.trainer.model_state_dict().items():
+        for name, tensor in world.trainer.snapshot().wait().items():
             assert torch.equal(tensors[name], tensor)
 
 
@@ -301,8 +301,8 @@ async def test_a_run_resumes_from_its_checkpoint_with_version_and_weights(world:
     assert published.ref.version == 1
     assert world.trainer is not None
     assert resumed.trainer is not None
-    for name, tensor in world.trainer.model_state_dict().items():
-        assert torch.equal(tensor, resumed.trainer.model_state_dict()[name])
+    for name, tensor in world.trainer.snapshot().wait().items():
+        assert torch.equal(tensor, resumed.trainer.snapshot().wait()[name])
 
 
 async def test_the_event_loop_is_free_while_a_step_computes(world: World) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tailrace.training.micro_batch import MicroBatch, split_samples
+from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.transfer import to_device
 from tests.training.tiny import build_batch
 
@@ -28,8 +28,6 @@ def test_a_loss_knows_samples_versions_temperatures_and_named_columns() -> None:
     assert tokens.temperatures.tolist() == [0.5] * 13
     assert np.array_equal(tokens.columns["teacher"], np.flatnonzero(row.loss_mask))
     assert tokens.columns["top"].shape == (13, 2)
-    last = MicroBatch.of(split_samples(row)[3], 0).tokens
-    assert torch.equal(last.columns["top"], tokens.columns["top"][5:])
 
 
 def test_tensors_outlive_the_memory_of_the_batch() -> None:

@@ -6,21 +6,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tailrace.records import BatchRow
+from tailrace.records import Batch
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.micro_batch import MicroBatch, split_samples
+from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.settings import LossSettings
-from tests.training.tiny import CONFIGS, build_batch, tiny_model
+from tests.training.tiny import CONFIGS, build_batch, samples_of, tiny_model
 
 SETTINGS = LossSettings()
 
 
-def reference(model: PreTrainedModel, row: BatchRow, denominator: float) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(model: PreTrainedModel, batch: Batch, denominator: float) -> tuple[float, dict[str, torch.Tensor]]:
     """Plain autograd, one sample at a time, with the model's own attention and whole logits."""
     model.zero_grad()
     total = 0.0
-    for sample in split_samples(row):
+    for sample in samples_of(batch):
         tokens = MicroBatch.of(sample, 0).tokens
         ids = torch.tensor(sample.token_ids.astype("int64"))[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1][torch.tensor(sample.loss_mask[1:])]
@@ -36,10 +36,10 @@ def reference(model: PreTrainedModel, row: BatchRow, denominator: float) -> tupl
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def packed(model: PreTrainedModel, row: BatchRow, denominator: float) -> tuple[float, dict[str, torch.Tensor]]:
+def packed(model: PreTrainedModel, batch: Batch, denominator: float) -> tuple[float, dict[str, torch.Tensor]]:
     policy = PolicyModel(model)
     model.zero_grad()
-    pieces = [row] if policy.packs else split_samples(row)
+    pieces = [batch.row(0)] if policy.packs else samples_of(batch)
     total = 0.0
     for piece in pieces:
         micro_batch = MicroBatch.of(piece, 0)
@@ -54,10 +54,10 @@ def packed(model: PreTrainedModel, row: BatchRow, denominator: float) -> tuple[f
 def test_packed_loss_and_gradients_equal_those_of_samples_alone(name: str, lengths: tuple[int, ...]) -> None:
     if max(lengths) > 512:
         lengths = tuple(min(length, 512) for length in lengths)
-    row = build_batch(lengths=lengths, rows=(len(lengths),), temperature=0.7).row(0)
-    denominator = float(row.loss_mask.sum())
-    expected_loss, expected = reference(tiny_model(name), row, denominator)
-    loss, gradients = packed(tiny_model(name), row, denominator)
+    batch = build_batch(lengths=lengths, rows=(len(lengths),), temperature=0.7)
+    denominator = float(batch.loss_mask.sum())
+    expected_loss, expected = reference(tiny_model(name), batch, denominator)
+    loss, gradients = packed(tiny_model(name), batch, denominator)
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     assert gradients.keys() == expected.keys()
     for parameter, gradient in gradients.items():
@@ -77,9 +77,9 @@ def test_plain_architectures_pack_and_special_ones_are_found_out() -> None:
 
 
 def test_segments_longer_than_the_blockwise_limit_agree_too() -> None:
-    row = build_batch(lengths=(500, 505, 510), rows=(3,)).row(0)
-    expected_loss, expected = reference(tiny_model("qwen3"), row, 100.0)
-    loss, gradients = packed(tiny_model("qwen3"), row, 100.0)
+    batch = build_batch(lengths=(500, 505, 510), rows=(3,))
+    expected_loss, expected = reference(tiny_model("qwen3"), batch, 100.0)
+    loss, gradients = packed(tiny_model("qwen3"), batch, 100.0)
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     name = "model.embed_tokens.weight"
     torch.testing.assert_close(

@@ -17,7 +17,7 @@ from tailrace.records import BatchRow
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
-from tailrace.training.router_replay import ReplayCounts, RouterReplay, add_routing_rule, softmax_rule
+from tailrace.training.router_replay import RouterReplay, add_routing_rule, softmax_rule
 from tailrace.training.settings import LossSettings
 from tailrace.training.shared_prefixes import share_prefixes
 from tests.generation.engine_support import Driver, make_engine, request
@@ -67,16 +67,17 @@ def logprob_difference(model: PreTrainedModel, row: BatchRow, experts: np.ndarra
 
 def train_on(
     model: PreTrainedModel, row: BatchRow, experts: np.ndarray | None, **options: object
-) -> tuple[torch.Tensor, ReplayCounts]:
+) -> tuple[torch.Tensor, dict[str, float]]:
     """Log-probabilities of one forward and backward pass; the model is used up, and keeps its gradients."""
-    policy = PolicyModel(model, replay=RouterReplay(model), **options)
+    replay = RouterReplay(model)
+    policy = PolicyModel(model, **options)
     assert policy.packs
     micro_batch = MicroBatch.of(row, 0, routed_experts=None if experts is None else experts.copy())
     model.zero_grad()
-    with policy.replaying(micro_batch):
+    with replay.using(micro_batch.routed_experts):
         output = policy(micro_batch, ClippedRatio(LossSettings()))
         (output.total / 100.0).backward()
-    return output.logprobs, policy.take_replay_counts()
+    return output.logprobs, replay.take_metrics()
 
 
 @pytest.mark.parametrize("common", [0, 20])
@@ -95,12 +96,12 @@ def test_replaying_the_routers_own_choice_changes_nothing(family: str) -> None:
     row, experts = sampled_row(expert_model(family))
     plain, replayed = expert_model(family), expert_model(family)
     expected, nothing = train_on(plain, row, None)
-    found, counts = train_on(replayed, row, experts)
+    found, metrics = train_on(replayed, row, experts)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert nothing.metrics() == {}
-    assert counts.metrics()["training/router_agreement"] == 1
+    assert nothing == {}
+    assert metrics["training/router_agreement"] == 1
     known = 1 - len(row.sample_lengths) / len(row.token_ids)
-    assert counts.metrics()["training/replayed_share"] == pytest.approx(known)
+    assert metrics["training/replayed_share"] == pytest.approx(known)
     for (name, one), other in zip(plain.named_parameters(), replayed.parameters(), strict=True):
         assert one.grad is not None
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -110,8 +111,8 @@ def test_gradients_reach_the_router_through_the_replayed_experts() -> None:
     row, experts = sampled_row(expert_model("mixtral"))
     others = np.where(experts == UNKNOWN, UNKNOWN, (experts + 1) % 4).astype(np.uint8)
     model = expert_model("mixtral")
-    _, counts = train_on(model, row, others)
-    assert 0 < counts.metrics()["training/router_agreement"] < 1
+    _, metrics = train_on(model, row, others)
+    assert 0 < metrics["training/router_agreement"] < 1
     for router in routers(model):
         assert float(router.weight.grad.abs().sum()) > 0
 
@@ -143,9 +144,9 @@ def test_bfloat16_and_sixteen_bit_indices_replay_alike(family: str, wide: bool) 
     expected, _ = train_on(expert_model(family, router_scale=INDIFFERENT), row, experts, dtype="bfloat16")
     model = expert_model(family, router_scale=INDIFFERENT)
     perturb_routers(model, 1.0)
-    found, counts = train_on(copy.deepcopy(model), row, experts, dtype="bfloat16")
+    found, metrics = train_on(copy.deepcopy(model), row, experts, dtype="bfloat16")
     anew, _ = train_on(model, row, None, dtype="bfloat16")
-    assert counts.metrics()["training/router_agreement"] < 1
+    assert metrics["training/router_agreement"] < 1
     assert float((anew - expected).abs().max()) > 10 * float((found - expected).abs().max())
 
 
@@ -153,11 +154,11 @@ def test_bfloat16_and_sixteen_bit_indices_replay_alike(family: str, wide: bool) 
 def test_where_rounding_sends_tokens_elsewhere_replay_brings_them_back(family: str) -> None:
     row, experts = sampled_row(expert_model(family).to(torch.bfloat16))
     sampled = torch.from_numpy(row.logprobs[row.loss_mask])
-    found, counts = train_on(expert_model(family), row, experts, dtype="bfloat16")
+    found, metrics = train_on(expert_model(family), row, experts, dtype="bfloat16")
     anew, _ = train_on(expert_model(family), row, None, dtype="bfloat16")
     closer = float((found - sampled).abs().mean()) < float((anew - sampled).abs().mean())
-    assert counts.metrics()["training/router_agreement"] > 0.95
-    assert closer or counts.metrics()["training/router_agreement"] == 1
+    assert metrics["training/router_agreement"] > 0.95
+    assert closer or metrics["training/router_agreement"] == 1
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
@@ -168,11 +169,11 @@ def test_activations_computed_twice_are_replayed_twice(family: str) -> None:
     routers(checkpointed)[0].register_forward_hook(lambda *_: asked.append(torch.is_grad_enabled()))
     for model in (plain, checkpointed):
         perturb_routers(model, 0.5)
-    expected, expected_counts = train_on(plain, row, experts)
-    found, counts = train_on(checkpointed, row, experts, gradient_checkpointing=True)
+    expected, expected_metrics = train_on(plain, row, experts)
+    found, metrics = train_on(checkpointed, row, experts, gradient_checkpointing=True)
     assert sum(asked) == 2
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert counts == expected_counts
+    assert metrics == expected_metrics
     for (name, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -183,9 +184,9 @@ def test_a_record_of_all_layers_is_read_at_those_with_experts() -> None:
     everywhere = np.zeros((len(experts), 3, 2), np.uint8)
     everywhere[:, [0, 2]] = experts
     expected, _ = train_on(expert_model(family), row, experts)
-    found, counts = train_on(expert_model(family), row, everywhere)
+    found, metrics = train_on(expert_model(family), row, everywhere)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert counts.metrics()["training/router_agreement"] == 1
+    assert metrics["training/router_agreement"] == 1
 
 
 @pytest.mark.parametrize(

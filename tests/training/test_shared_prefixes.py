@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.records import BatchRow
+from tailrace.records import Batch
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.shared_prefixes import share_prefixes
 from tests.training.test_packing import packed, reference
@@ -19,13 +19,13 @@ from tests.training.tiny import build_batch, tiny_model
 SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 
 
-def row_with_common_beginnings(lengths: tuple[int, ...], common: int) -> BatchRow:
+def batch_with_common_beginnings(lengths: tuple[int, ...], common: int) -> Batch:
     """Even samples share one beginning and odd ones another, whose first half is the same."""
-    row = build_batch(lengths=lengths, rows=(len(lengths),), prompt=common - 2).row(0)
-    token_ids, starts = row.token_ids.copy(), np.cumsum([0, *lengths[:-1]])
+    batch = build_batch(lengths=lengths, rows=(len(lengths),), prompt=common - 2)
+    token_ids, starts = batch.token_ids.copy(), np.cumsum([0, *lengths[:-1]])
     for index, start in enumerate(starts):
         token_ids[start : start + common] = np.arange(common) + (np.arange(common) >= common // 2) * (index % 2) * 20
-    return dataclasses.replace(row, token_ids=token_ids)
+    return dataclasses.replace(batch, token_ids=token_ids)
 
 
 @given(SAMPLES)
@@ -45,11 +45,11 @@ def test_every_token_finds_an_equal_one_behind_equal_ones(samples: list[list[int
 @pytest.mark.parametrize("name", ["qwen3", "mistral with a sliding window", "gpt2"])
 @pytest.mark.parametrize("lengths", [(40, 22, 21, 37, 25, 38), (20, 20, 20), (16, 200, 18)])
 def test_shared_beginnings_change_no_loss_and_no_gradient(name: str, lengths: tuple[int, ...]) -> None:
-    row = row_with_common_beginnings(lengths, common=14)
-    assert MicroBatch.of(row, 0).input_ids.shape[1] < sum(lengths)
-    denominator = float(row.loss_mask.sum())
-    expected_loss, expected = reference(tiny_model(name), row, denominator)
-    loss, gradients = packed(tiny_model(name), row, denominator)
+    batch = batch_with_common_beginnings(lengths, common=14)
+    assert MicroBatch.of(batch.row(0), 0).input_ids.shape[1] < sum(lengths)
+    denominator = float(batch.loss_mask.sum())
+    expected_loss, expected = reference(tiny_model(name), batch, denominator)
+    loss, gradients = packed(tiny_model(name), batch, denominator)
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     for parameter, gradient in gradients.items():
         scale = float(expected[parameter].abs().max())

@@ -31,7 +31,7 @@ def make_trainer(model_folder: Path, *, max_staleness: int = 4, max_steps: int =
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.model_state_dict().items()}
+    return {name: tensor.clone() for name, tensor in trainer.snapshot().wait().items()}
 
 
 def trainer_logprobs(trainer: Trainer, batch: Batch) -> Batch:
@@ -39,7 +39,7 @@ def trainer_logprobs(trainer: Trainer, batch: Batch) -> Batch:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(trainer.model_name)
-    model.load_state_dict(trainer.model_state_dict(), strict=False)
+    model.load_state_dict(trainer.snapshot().wait(), strict=False)
     logprobs = np.zeros_like(batch.logprobs)
     for start, end in zip(batch.sample_offsets[:-1], batch.sample_offsets[1:], strict=True):
         ids = torch.tensor(batch.token_ids[start:end].astype(np.int64))
@@ -65,10 +65,10 @@ def test_a_step_makes_a_version_and_every_metric_is_in_the_table(model_folder: P
 
 def test_tied_weights_are_published_once_and_in_the_dtype_asked_for(model_folder: Path) -> None:
     trainer = make_trainer(model_folder)
-    names = trainer.model_state_dict().keys()
+    names = trainer.snapshot().wait().keys()
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
-    published = trainer.model_state_dict("bfloat16")
+    published = trainer.snapshot("bfloat16").wait()
     exact = {name for name, tensor in published.items() if tensor.dtype == torch.float32}
     assert exact == {name for name in published if "norm" in name or "embed" in name}
     assert {published[name].dtype for name in published.keys() - exact} == {torch.bfloat16}
@@ -78,14 +78,14 @@ def test_tied_weights_are_published_once_and_in_the_dtype_asked_for(model_folder
 def test_a_snapshot_of_a_gpu_holds_the_weights_before_the_step_that_runs_meanwhile(model_folder: Path) -> None:
     trainer = make_trainer(model_folder, device="cuda")
     for step in (1, 2):  # the second one into the memory of the first
-        before = {name: weight.clone() for name, weight in trainer.model_state_dict("bfloat16").items()}
+        before = {name: weight.clone() for name, weight in trainer.snapshot("bfloat16").wait().items()}
         snapshot = trainer.snapshot("bfloat16")
         trainer.train_step(build_batch(step=step))
         weights = snapshot.wait()
         assert snapshot.is_detached
         assert snapshot.version == step - 1
         assert all(weights[name].is_pinned() and torch.equal(weights[name], before[name]) for name in before)
-        assert any(not torch.equal(before[name], now) for name, now in trainer.model_state_dict("bfloat16").items())
+        assert any(not torch.equal(before[name], now) for name, now in trainer.snapshot("bfloat16").wait().items())
 
 
 def test_rows_do_not_change_what_a_batch_teaches(model_folder: Path) -> None:

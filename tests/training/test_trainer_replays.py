@@ -88,7 +88,7 @@ def test_the_models_own_choice_trains_as_if_nothing_were_replayed(
     for name in ("training/loss", "training/grad_norm", "training/entropy"):
         assert left[name] == pytest.approx(right[name], rel=1e-4)
     assert "training/replayed_share" not in right
-    for (name, one), other in zip(replaying.model_state_dict().items(), plain.model_state_dict().values(), strict=True):
+    for (name, one), other in zip(replaying.snapshot().wait().items(), plain.snapshot().wait().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4, msg=name)
 
 
@@ -115,10 +115,10 @@ def test_experts_of_another_model_are_refused_before_a_weight_changes(
 ) -> None:
     foreign = {uri: payload + 100 for uri, payload in own_routing.items()}
     trainer = make_trainer(folder, opens(foreign))
-    before = {name: tensor.clone() for name, tensor in trainer.model_state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in trainer.snapshot().wait().items()}
     with pytest.raises(TrainingError, match="experts that the model lacks"):
         trainer.train_step(recorded_batch(foreign))
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model_state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.snapshot().wait().items())
 
 
 def test_a_dense_model_ignores_experts_by_itself_and_refuses_when_it_must_replay(

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tailrace.records import Batch, BatchSummary
+from tailrace.records import Batch, BatchRow, BatchSummary
 
 VOCABULARY = 64
 
@@ -95,3 +95,8 @@ def build_batch(
         sample_offsets=offsets,
         row_offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
     )  # fmt: skip
+
+
+def samples_of(batch: Batch) -> list[BatchRow]:
+    """Each sample as a row of its own."""
+    return [batch.samples(index, index + 1) for index in range(batch.summary.num_samples)]

@@ -20,36 +20,32 @@ Interrupt = Callable[[Iterable[str]], Awaitable[int]]
 
 
 class HoldingGenerate(Generate):
-    """Over a `Generate` that can be interrupted. Whoever awaits a held request only waits longer."""
+    """Over a `Generate` that can be interrupted: awaiting a held request takes longer, nothing else."""
 
     def __init__(self, generate: Generate, interrupt: Interrupt) -> None:
         self._generate, self._interrupt = generate, interrupt
-        self._running: defaultdict[str, set[str]] = defaultdict(set)  # requests that are being served, by group
+        self._running: defaultdict[str, set[str]] = defaultdict(set)  # ids of requests in service, by group
         self._held: dict[str, asyncio.Event] = {}
-        self._interrupted: set[str] = set()  # interrupted from here: they go on, even if released by now
+        self._interrupted: set[str] = set()  # by `hold`: they go on, even if released by now
 
     @override
     async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         while True:
             while (held := self._held.get(request.group_id)) is not None:
                 await held.wait()
-            completion, was_interrupted = await self._run(request, on_chunk)
+            running = self._running[request.group_id]
+            running.add(request.request_id)
+            try:
+                completion = await self._generate(request, on_chunk)
+                was_interrupted = request.request_id in self._interrupted
+            finally:
+                self._interrupted.discard(request.request_id)
+                running.discard(request.request_id)
+                if not running:
+                    self._running.pop(request.group_id, None)
             if completion.finish_reason is not FinishReason.ABORTED or not was_interrupted:
                 return completion
             request = replace(request, prefix=completion)
-
-    async def _run(self, request: GenerationRequest, on_chunk: OnChunk | None) -> tuple[Completion, bool]:
-        """What comes back, and whether `hold` interrupted it meanwhile."""
-        running = self._running[request.group_id]
-        running.add(request.request_id)
-        try:
-            completion = await self._generate(request, on_chunk)
-            return completion, request.request_id in self._interrupted
-        finally:
-            self._interrupted.discard(request.request_id)
-            running.discard(request.request_id)
-            if not running:
-                self._running.pop(request.group_id, None)
 
     async def hold(self, group_id: str) -> None:
         """Take the group's requests off their engines and start none; returns when none of them runs."""

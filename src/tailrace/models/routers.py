@@ -57,7 +57,7 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 @torch.no_grad()
-def ask(module: nn.Module) -> Routing | None:
+def probe_router(module: nn.Module) -> Routing | None:
     """What a router says of a few random tokens; None where that is not what routers answer."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -93,7 +93,7 @@ def index_dtype(num_experts: int, top_k: int) -> type[np.uint8] | type[np.uint16
 
 
 def _router(name: str, module: nn.Module, index: int) -> Router | None:
-    routing = ask(module)
+    routing = probe_router(module)
     if routing is None:
         return None
     layer = _LAYER.search(f".{name}.")

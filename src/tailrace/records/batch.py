@@ -94,8 +94,12 @@ class Batch:
     num_ranks: int = 1
 
     def row(self, index: int) -> BatchRow:
-        """Row `index`: views of the columns; advantages and marks of older caches are spread over its tokens."""
-        first, last = int(self.row_offsets[index]), int(self.row_offsets[index + 1])
+        """Row `index`; see `samples`."""
+        return self.samples(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
+
+    def samples(self, first: int, last: int) -> BatchRow:
+        """Samples `first` to `last` as a row: views of the columns; advantages and marks of older caches are spread
+        over its tokens."""
         start, end = int(self.sample_offsets[first]), int(self.sample_offsets[last])
         lengths = np.diff(self.sample_offsets[first : last + 1])
         return BatchRow(
@@ -152,4 +156,4 @@ class BatchRow:
     payloads: PayloadTable = field(default_factory=PayloadTable)
     """Reads the routed experts of the row's tokens."""
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
-    """More that a loss may want to know, by name: [num_tokens] or [num_tokens, k]."""
+    """More for the loss, by name: [num_tokens] or [num_tokens, k]. No batch fills it yet."""

@@ -5,12 +5,12 @@ A gauge returns its metrics since it was last read, by the names of the metrics'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import psutil
 
-from tailrace.generation.router.replica import ReplicaFigures
+from tailrace.generation.router.replica import Replica
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
 from tailrace.tracing.lag import LoopLagMonitor
@@ -131,9 +131,9 @@ def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures
     }
 
 
-def replica_gauge(replicas: Callable[[], list[ReplicaFigures]]) -> Gauge:
+def replica_gauge(replicas: Sequence[Replica]) -> Gauge:
     """What the router knows of every generator."""
-    return lambda: {name: value for replica in replicas() for name, value in replica.metrics().items()}
+    return lambda: {name: value for replica in replicas for name, value in replica.metrics().items()}
 
 
 def judge_gauge(usage: Callable[[], JudgeUsage]) -> Gauge:

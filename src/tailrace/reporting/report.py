@@ -130,74 +130,44 @@ def _average(values: Sequence[float], digits: int = 0) -> str:
     return f"{mean:.{digits}f}" if digits else compact(mean)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChartSpec:
-    """One of the small charts: metric names by label."""
-
-    title: str
-    unit: str
-    lines: Mapping[str, str]
-    show: Callable[[float], str] = compact
-    logarithmic: bool = False
-
-
 def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-_LENGTH = _ChartSpec(
-    "Rollout length", "tokens", {"sampled": "rollout/completion_tokens", "with context": "rollout/tokens"}
-)
-_TURNS = _ChartSpec(
-    "Turns, branches", "per rollout", {"turns": "rollout/turns", "branches": "rollout/branches"}, show=_short
-)
-_THROUGHPUT = _ChartSpec(
-    "Throughput", "tokens/s", {"generated": "generation/tokens_per_s", "trained": "training/tokens_per_s"}
-)
-_STALENESS = _ChartSpec("Staleness", "policy versions", {"mean": "staleness/mean", "max": "staleness/max"}, show=_short)
-_LAG = _ChartSpec(
-    "Event-loop lag",
-    "logarithmic",
-    {"median": "lag/p50_s", "p99": "lag/p99_s", "max": "lag/max_s"},
-    show=seconds,
-    logarithmic=True,
-)
-_SHARES = _ChartSpec(
-    "Shares",
-    "",
-    {
+def _charts(run: RunFolder) -> list[Chart]:
+    def chart(
+        title: str, unit: str, names: Mapping[str, str], show: Callable[[float], str] = _short, *, log: bool = False
+    ) -> Chart | None:
+        lines = [Line(label, run.series(name)) for label, name in names.items()]
+        return line_chart(title, unit, lines, show=show, logarithmic=log)
+
+    lengths = {"sampled": "rollout/completion_tokens", "with context": "rollout/tokens"}
+    rates = {"generated": "generation/tokens_per_s", "trained": "training/tokens_per_s"}
+    shares = {
         "zero-spread groups": "group/zero_spread_share",
         "truncated": "rollout/truncated_share",
         "failed": "rollout/failed_share",
-    },
-    show=share,
-)
-_AGREEMENT = _ChartSpec(
-    "Trainer and generator",
-    "|log-prob difference|, nats",
-    {
+    }
+    differences = {
         "all tokens": "training/logprob_difference",
         "fresh": "training/logprob_difference_fresh",
         "over older caches": "training/logprob_difference_mixed",
-    },
-    show=_short,
-)
-
-
-def _charts(run: RunFolder) -> list[Chart]:
-    phases = line_chart(
-        "Phases", "per step, logarithmic; rollouts overlap", _phase_lines(run), show=seconds, logarithmic=True
-    )
-    held_out = line_chart("Held-out reward", "evaluations beside training", _held_out_lines(run), show=_short)
-    rewards = line_chart("Reward by environment", "mean per step", _environment_lines(run), show=_short)
-    before = [_chart(run, spec) for spec in (_LENGTH, _TURNS, _THROUGHPUT, _STALENESS)]
-    after = [_chart(run, spec) for spec in (_LAG, _SHARES, _AGREEMENT)]
-    return [chart for chart in (held_out, rewards, *before, phases, *after) if chart is not None]
-
-
-def _chart(run: RunFolder, spec: _ChartSpec) -> Chart | None:
-    lines = [Line(label, run.series(name)) for label, name in spec.lines.items()]
-    return line_chart(spec.title, spec.unit, lines, show=spec.show, logarithmic=spec.logarithmic)
+    }
+    lags = {"median": "lag/p50_s", "p99": "lag/p99_s", "max": "lag/max_s"}
+    phase_unit = "per step, logarithmic; rollouts overlap"
+    charts = [
+        line_chart("Held-out reward", "evaluations beside training", _held_out_lines(run), show=_short),
+        line_chart("Reward by environment", "mean per step", _environment_lines(run), show=_short),
+        chart("Rollout length", "tokens", lengths, compact),
+        chart("Turns, branches", "per rollout", {"turns": "rollout/turns", "branches": "rollout/branches"}),
+        chart("Throughput", "tokens/s", rates, compact),
+        chart("Staleness", "policy versions", {"mean": "staleness/mean", "max": "staleness/max"}),
+        line_chart("Phases", phase_unit, _phase_lines(run), show=seconds, logarithmic=True),
+        chart("Event-loop lag", "logarithmic", lags, seconds, log=True),
+        chart("Shares", "", shares, share),
+        chart("Trainer and generator", "|log-prob difference|, nats", differences),
+    ]
+    return [made for made in charts if made is not None]
 
 
 def _environment_lines(run: RunFolder) -> list[Line]:

@@ -16,13 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.records import Json
-from tailrace.reporting.rollout_records import (
-    RolloutEntry,
-    RolloutRecord,
-    decode_line,
-    encode_line,
-    rollout_record,
-)
+from tailrace.reporting.rollout_records import RolloutEntry, RolloutRecord, decode_line, encode_line, rollout_record
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 

@@ -162,7 +162,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         observer.add_gauges(
             *(waits, processes, lag, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
             environment_gauge(lambda: tasks.environments),
-            replica_gauge(roles.generators.router.figures),
+            replica_gauge(roles.generators.router.replicas),
             judge_gauge(lambda: rollouter.judge_usage),
             payload_gauge(roles.payloads),
         )

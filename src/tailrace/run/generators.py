@@ -122,7 +122,7 @@ class Generators:
         client, deadline_s, served = None, self._settings.router.start_deadline_s, False
         try:
             async with asyncio.timeout(deadline_s):
-                client = self._clients[source] = await source.open(partial(self.router.heard, source.name))
+                client = self._clients[source] = await source.open(partial(self.router.report, source.name))
                 welcome = await source.hello(client)
             served = True
             failure = await self.router.use(source.name, client, welcome.statistics)

@@ -23,9 +23,9 @@ from tailrace.lifecycle.signals import StopSignals
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
+from tailrace.reporting.observer import with_figures
 from tailrace.reporting.report import write_report
 from tailrace.reporting.summary import RunSummary, write_summary
-from tailrace.reporting.summary_figures import with_figures
 from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices

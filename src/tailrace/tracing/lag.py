@@ -1,4 +1,4 @@
-"""How late the event loop runs: a 10 Hz heartbeat, and the stack of whatever holds the loop for too long."""
+"""How late the event loop runs: a 10 Hz heartbeat, and the stack of what holds the loop for too long."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LagStatistics:
 
 
 class LoopLagMonitor:
-    """Measures the lag of the loop it is started on. `async with LoopLagMonitor() as lag: ... lag.flush()`.
+    """Measures the lag of the running loop, once. `async with LoopLagMonitor() as lag: ... lag.flush()`.
 
     A thread beside the loop watches the heartbeat, because a held loop can't report on itself: it logs the stack of the
     loop's thread while the stall lasts, so that the log names the function. With `phases` (recorded on the same loop)
@@ -61,38 +61,25 @@ class LoopLagMonitor:
         self._loop_thread_id = 0
         self._stopping = threading.Event()
         self._task: asyncio.Task[None] | None = None
-        self._watchdog: threading.Thread | None = None
-
-    async def start(self) -> None:
-        """Begin measuring on the running loop. Raises `RuntimeError` when already started."""
-        if self._task is not None:
-            raise RuntimeError("this LoopLagMonitor is already running")
-        self._stopping.clear()
-        self._loop_thread_id = threading.get_ident()
-        self._last_beat_s = time.monotonic()
-        self._task = asyncio.create_task(self._beat(), name="loop-lag-monitor")
         self._watchdog = threading.Thread(target=self._watch, name="loop-lag-watchdog", daemon=True)
-        self._watchdog.start()
-
-    async def stop(self) -> None:
-        """End measuring. What was measured stays readable. Does nothing when not started."""
-        task, self._task = self._task, None
-        if task is None:
-            return
-        self._stopping.set()
-        task.cancel()
-        await asyncio.wait([task])
-        if self._watchdog is not None:
-            self._watchdog.join(timeout=1.0)
 
     async def __aenter__(self) -> LoopLagMonitor:
-        await self.start()
+        self._loop_thread_id = threading.get_ident()
+        self._last_beat_s = time.monotonic()
+        self._watchdog.start()
+        self._task = asyncio.create_task(self._beat(), name="loop-lag-monitor")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.stop()
+        """What was measured stays readable."""
+        self._stopping.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        self._watchdog.join(timeout=1.0)
 
     def snapshot(self) -> LagStatistics:
         """Statistics since the last flush, the delay of the heartbeat that is due right now included."""

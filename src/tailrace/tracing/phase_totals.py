@@ -78,31 +78,21 @@ def bucket_end_ns(bucket: int) -> int:
     return (5 + (bucket & 3)) << ((bucket >> 2) - 3) if bucket else _UNNOTICED_NS
 
 
+@dataclass(slots=True)
 class PhaseTotals:
-    """One phase in one thread, since its beginning. Written by that thread, read by whoever flushes."""
+    """One phase in one thread, since its beginning. Written by that thread, read by the one that flushes."""
 
-    __slots__ = (
-        "_count",
-        "_cpu_ns",
-        "_flushed",
-        "_holds",
-        "_longest_ns",
-        "_mean_ns",
-        "_num_bytes",
-        "_turn",
-        "_turn_ns",
-        "_wall_ns",
-        "held_ns",
-    )
-
-    def __init__(self) -> None:
-        self.held_ns = 0
-        self._count = self._wall_ns = self._cpu_ns = self._num_bytes = 0
-        self._turn, self._turn_ns = -1, 0
-        self._mean_ns = 0
-        self._holds: dict[int, int] = {}
-        self._longest_ns = 0
-        self._flushed = PhaseUsage()
+    held_ns: int = 0
+    _count: int = 0
+    _wall_ns: int = 0
+    _cpu_ns: int = 0
+    _num_bytes: int = 0
+    _turn: int = -1
+    _turn_ns: int = 0
+    _mean_ns: int = 0
+    _holds: dict[int, int] = field(default_factory=dict)
+    _longest_ns: int = 0
+    _flushed: PhaseUsage = PhaseUsage()
 
     @property
     def is_long(self) -> bool:

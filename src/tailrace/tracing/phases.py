@@ -261,12 +261,7 @@ class phase:
             outer._inside_ns += duration_ns
         if trace is not None and self._track is not None:
             trace.add_span(
-                self.name,
-                self._track,
-                self._lane,
-                began_ns=self._began_ns,
-                duration_ns=duration_ns,
-                about=self._about,
+                self.name, self._track, self._lane, began_ns=self._began_ns, duration_ns=duration_ns, about=self._about
             )
             if not self._shares_lane:
                 trace.give_lane_back(self._track, self._lane)

@@ -13,17 +13,17 @@ kernel as it is, and no group is made.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from tailrace.errors import ModelError
 from tailrace.training.shared_prefixes import SharedPrefixes
@@ -46,7 +46,7 @@ GroupAttention: TypeAlias = Callable[[Tensor, Tensor, Tensor, float, int | None]
 
 
 class Rule(NamedTuple):
-    """What a query sees besides its own segment's past: nothing, with these numbers."""
+    """How a segment attends to itself."""
 
     scale: float
     window: int | None
@@ -56,20 +56,20 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SegmentGroup:
-    """Segments of similar length, padded to the longest."""
+    """Segments of similar length, padded to the longest. A token is borrowed where another segment computes it."""
 
     num_segments: int
     max_len: int
     gather: Tensor
     """[num_segments * max_len]: position in the row; padding repeats a segment's last token."""
     scatter: Tensor
-    """[tokens of the group]: where each token that is the group's own lies in the padded group."""
+    """[tokens of its own]: place in the padded group."""
     positions: Tensor
-    """[tokens of the group]: where each of them lies in the row."""
+    """[tokens of its own]: position in the row."""
     borrowed_scatter: Tensor
-    """[borrowed tokens]: where each token that other segments computed lies in the padded group."""
+    """[borrowed tokens]: place in the padded group."""
     borrowed_positions: Tensor
-    """[borrowed tokens]: where each of them lies in the row."""
+    """[borrowed tokens]: position in the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ class Segments:
 
     lengths: tuple[int, ...]
     groups: tuple[SegmentGroup, ...]
-    """Nothing where a kernel takes the row as it is."""
+    """Empty where a kernel takes the row as it is."""
     position_ids: Tensor
-    """[1, num_tokens], from 0 in every segment; of tokens in the row, so that a borrowed beginning is left out."""
+    """[1, num_tokens of the row], from 0 in every segment; borrowed tokens are left out."""
     offsets: Tensor
     """[num_segments + 1], int32."""
     restore: Tensor
@@ -88,35 +88,27 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: SharedPrefixes | None = None, *, padded: bool = True) -> Segments:
-        """Divide a row into segments of these lengths, each 1 or more; with `shared`, the row holds computed tokens.
+        """Divide a row into segments of these lengths, each at least 1; with `shared`, the row holds computed tokens.
 
-        On the CPU: see `transfer.to_device`. A kernel for ragged rows needs no `padded` groups.
+        On the CPU: see `transfer.to_device`. The variable-length kernel needs no `padded` groups.
         """
         starts = np.concatenate([[0], np.cumsum(lengths)])
         num_tokens = int(starts[-1])
         computed = np.ones(num_tokens, np.bool_) if shared is None else shared.computed
         place = np.arange(num_tokens) if shared is None else shared.place
         position_ids = np.arange(num_tokens) - np.repeat(starts[:-1], lengths)
-        groups = (
-            [_group(members, lengths, starts, computed, place) for members in _by_length(lengths)] if padded else []
-        )
-        order = np.concatenate([group.positions.numpy() for group in groups]) if padded else np.empty(0, np.int64)
+        members = _by_length(lengths) if padded else []
+        groups = tuple(_group(one, lengths, starts, computed, place) for one in members)
+        order = np.concatenate([np.empty(0, np.int64), *(group.positions.numpy() for group in groups)])
         restore = np.empty_like(order)
         restore[order] = np.arange(len(order))
         return cls(
             lengths=tuple(int(length) for length in lengths),
-            groups=tuple(groups),
+            groups=groups,
             position_ids=torch.from_numpy(position_ids[computed])[None],
             offsets=torch.from_numpy(starts.astype(np.int32)),
             restore=torch.from_numpy(restore),
         )
-
-
-def register_packed_attention() -> None:
-    """Make `PACKED_ATTENTION` known to transformers. Doing it twice does nothing."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 def packed_attention(
@@ -139,7 +131,12 @@ def packed_attention(
     [1, num_tokens, heads, head_size]. Raises `ModelError` for a model whose attention is more than this (soft caps,
     sinks, position biases, dropout) or that does not hand `segments` down to its layers.
     """
-    segments = _require_plain(module, segments, others | {"dropout": dropout or None, "attention_mask": attention_mask})
+    name = type(module).__name__
+    if segments is None:
+        raise ModelError(f"{name} does not hand keyword arguments down to its attention")
+    others |= {"dropout": dropout or None, "attention_mask": attention_mask}
+    if found := [argument for argument in _UNSUPPORTED if others.get(argument) is not None]:
+        raise ModelError(f"{name} uses {', '.join(found)} in its attention")
     rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, group_attention)
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
@@ -162,8 +159,7 @@ def _attend_group(rows: tuple[Tensor, ...], group: SegmentGroup, rule: Rule) -> 
         torch.unflatten(_gather(tensor, group), 0, (group.num_segments, group.max_len)).transpose(1, 2)
         for tensor in rows
     )
-    output = _causal_attention(query, key, value, rule).transpose(1, 2).flatten(0, 1)
-    return output[group.scatter]
+    return _causal_attention(query, key, value, rule).transpose(1, 2).flatten(0, 1)[group.scatter]
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -174,7 +170,7 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> 
     bias = _window_bias(length, rule.window, query) if rule.window is not None and length > rule.window else None
     if query.is_cuda and query.dtype is torch.float32 and query.shape[1] != key.shape[1]:
         # Of CUDA's kernels only one takes float32 without scores of length squared, and it takes no grouped heads.
-        key, value = _repeat_heads(query, key, value, dim=1)
+        key, value = _repeat_heads(query, key, value)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -216,16 +212,16 @@ def _attend_ragged(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> 
     """Torch's own variable-length flash attention: no padding at all. Raises `ModelError` for what it does not take."""
     query, key, value = (tensor.contiguous() for tensor in rows)
     head_size = query.shape[-1]
-    if _varlen_attention is None or query.dtype not in _FLASH_DTYPES or head_size % 8 or head_size > 256:
+    if query.dtype not in _FLASH_DTYPES or head_size % 8 or head_size > 256:
         raise ModelError(f"variable-length attention does not take heads of {head_size} in {query.dtype}")
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in inspect.signature(_varlen_attention).parameters:  # torch 2.12 and later
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
             options["enable_gqa"] = True
         else:
-            key, value = _repeat_heads(query, key, value, dim=1)
+            key, value = _repeat_heads(query, key, value)
     longest = max(segments.lengths)
-    output: Tensor = _varlen_attention(
+    output = varlen_attn(
         query,
         key,
         value,
@@ -237,24 +233,13 @@ def _attend_ragged(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> 
         window_size=(-1 if rule.window is None else rule.window - 1, 0),
         **options,
     )
-    return output
+    return cast("Tensor", output)  # a tuple only where the log-sum-exps are asked for
 
 
-def _repeat_heads(query: Tensor, key: Tensor, value: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads as the queries have."""
-    times = query.shape[dim] // key.shape[dim]
-    return key.repeat_interleave(times, dim=dim), value.repeat_interleave(times, dim=dim)
-
-
-def _require_plain(module: torch.nn.Module, segments: Segments | None, others: dict[str, Any]) -> Segments:
-    """The segments, if the module asks for no more than causal attention inside them."""
-    name = type(module).__name__
-    if segments is None:
-        raise ModelError(f"{name} does not hand keyword arguments down to its attention")
-    found = [argument for argument in _UNSUPPORTED if others.get(argument) is not None]
-    if found:
-        raise ModelError(f"{name} uses {', '.join(found)} in its attention")
-    return segments
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries have; heads are the second dimension."""
+    times = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 def _by_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -286,12 +271,4 @@ def _group(
     return SegmentGroup(len(members), longest, *(torch.from_numpy(index) for index in indices))
 
 
-def _find_varlen_attention() -> Any:
-    try:
-        return importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except (ImportError, AttributeError):
-        return None
-
-
-_varlen_attention = _find_varlen_attention()
 _gather: Callable[[Tensor, SegmentGroup], Tensor] = _Gather.apply

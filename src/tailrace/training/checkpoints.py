@@ -1,12 +1,12 @@
-"""Checkpoints: a folder per step that is either whole or not there.
+"""Checkpoints: one folder per step, complete or absent.
 
     checkpoints/step_000050/
       config.json, model.safetensors, tokenizer.json, chat_template.jinja, ...   what `from_pretrained` loads
       trainer.pt         optimizer, step, version, randomness
       manifest.json      written last: size and checksum of every other file
 
-A checkpoint is written under a temporary name, synced, and renamed. What has no manifest is no checkpoint; what differs
-from its manifest is refused.
+Written under a temporary name, synced, then renamed. A folder without a manifest is no checkpoint; files that differ
+from the manifest are refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -43,9 +42,8 @@ _TEMPORARY = ".writing_"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """All of a trainer but its weights; randomness is read and set beside it."""
+class TrainerState(NamedTuple):
+    """All of a trainer but its weights and the state of random generators."""
 
     step: int
     version: int
@@ -54,14 +52,14 @@ class TrainerState:
 
 
 class FileEntry(msgspec.Struct, frozen=True):
-    """What a file of a checkpoint must be."""
+    """Expected size and checksum of a file."""
 
     num_bytes: int
     xxh3: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What makes a folder a checkpoint."""
+    """Makes a folder a checkpoint."""
 
     format: str
     step: int
@@ -72,8 +70,8 @@ class Manifest(msgspec.Struct, frozen=True):
 def write_checkpoint(folder: Path, model: PreTrainedModel, model_name: str, state: TrainerState) -> Path:
     """Write `folder`/step_N and return its path once it is durable.
 
-    `model_name` is where the tokenizer files come from. Raises `CheckpointError`; then nothing of it is left, and what
-    was there before is intact.
+    Tokenizer files come from `model_name`. Raises `CheckpointError`, after removing what was written; what was there
+    before is intact.
     """
     final = folder / f"step_{state.step:06d}"
     temporary = folder / f"{_TEMPORARY}{final.name}"
@@ -89,9 +87,9 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, model_name: str, stat
 
 
 def read_checkpoint(path: Path, model: PreTrainedModel) -> TrainerState:
-    """Load the checkpoint at `path` into `model`, set this process's randomness to its, return the rest.
+    """Load the checkpoint at `path` into `model`, restore random generators, return the rest.
 
-    Raises `CheckpointError` for a folder that is no whole checkpoint, or one of another model.
+    Raises `CheckpointError` for an incomplete checkpoint, or one of another model.
     """
     verify_checkpoint(path)
     try:
@@ -101,18 +99,13 @@ def read_checkpoint(path: Path, model: PreTrainedModel) -> TrainerState:
     except (ModelError, OSError, RuntimeError, KeyError) as error:
         raise not_of_this_model(path, error) from error
     _set_randomness(state["randomness"])
-    return TrainerState(
-        step=state["step"],
-        version=state["version"],
-        optimizer=state["optimizer"],
-        skipped_in_a_row=state["skipped_in_a_row"],
-    )
+    return TrainerState(*(state[name] for name in TrainerState._fields))
 
 
 def scheduler_state_in(path: Path) -> bytes:
     """The scheduler's state in a checkpoint of before the orchestrator kept it; empty in any other.
 
-    Raises `CheckpointError` for a folder that is no whole checkpoint.
+    Raises `CheckpointError` for an incomplete checkpoint.
     """
     verify_checkpoint(path)
     state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=True)
@@ -120,20 +113,19 @@ def scheduler_state_in(path: Path) -> bytes:
 
 
 def verify_checkpoint(path: Path) -> Manifest:
-    """Read every byte of the checkpoint at `path`; raise `CheckpointError` unless it is what its manifest says."""
+    """Read every byte of the checkpoint at `path`; raise `CheckpointError` where it differs from its manifest."""
     manifest = read_manifest(path)
     for name, expected in manifest.files.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
-        found = _entry(file)
-        if found != expected:
+        if _entry(file) != expected:
             raise CheckpointError(f"checkpoint {path} is damaged: {name} is not what was written")
     return manifest
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What marks a checkpoint. Raises `CheckpointError` for a folder without one."""
+    """Raises `CheckpointError` for a folder without one."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
     except OSError as error:
@@ -155,18 +147,17 @@ def latest_checkpoint(folder: Path) -> Path | None:
     for path in reversed(_step_folders(folder)):
         try:
             read_manifest(path)
+            return path
         except CheckpointError as error:
             _log.warning("%s", error)
             refused = refused or error
-        else:
-            return path
     if refused is not None:
         raise refused
     return None
 
 
 def prune_checkpoints(folder: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; what is no checkpoint of ours stays."""
+    """Delete all but the newest `keep` checkpoints; other files stay."""
     ours = [path for path in _step_folders(folder) if (path / MANIFEST).is_file()]
     for path in ours[:-keep]:
         # Without its manifest it is no checkpoint any more, whatever interrupts the deletion.
@@ -175,7 +166,7 @@ def prune_checkpoints(folder: Path, *, keep: int) -> None:
 
 
 def not_of_this_model(path: Path, error: Exception) -> CheckpointError:
-    """The error for a whole checkpoint that does not fit the model being trained."""
+    """The error for a complete checkpoint that does not fit the model being trained."""
     return CheckpointError(f"checkpoint {path} does not fit this run's model: {error}")
 
 
@@ -184,16 +175,7 @@ def _write_files(folder: Path, model: PreTrainedModel, model_name: str, state: T
     with quiet_transformers():
         model.save_pretrained(folder)
     with (folder / TRAINER_STATE).open("wb") as file:
-        torch.save(
-            {
-                "step": state.step,
-                "version": state.version,
-                "optimizer": state.optimizer,
-                "skipped_in_a_row": state.skipped_in_a_row,
-                "randomness": _randomness(),
-            },
-            file,
-        )
+        torch.save(state._asdict() | {"randomness": _randomness()}, file)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {str(path.relative_to(folder)): _entry(path) for path in files}
     for path in files:
@@ -205,15 +187,13 @@ def _write_files(folder: Path, model: PreTrainedModel, model_name: str, state: T
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Give a whole checkpoint its name; one of the same step (from before a resume) makes way."""
+    """Rename a complete checkpoint; one of the same step (from before a resume) is replaced."""
+    replaced = temporary.with_name(f"{temporary.name}_replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
-        replaced = temporary.with_name(f"{temporary.name}_replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
-        temporary.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        temporary.rename(final)
+    temporary.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     _sync(final.parent)
 
 
@@ -262,7 +242,8 @@ def _set_randomness(state: dict[str, Any]) -> None:
 
 def _reason(error: Exception, folder: Path) -> str:
     if any(_says_full(cause) for cause in _causes(error)):
-        free = shutil.disk_usage(_existing(folder)).free
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
         return f"the disk is full ({free / 1e6:.0f} MB free); free some space, or set trainer.keep_checkpoints lower"
     return str(error)
 
@@ -272,11 +253,7 @@ def _says_full(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it: torch hides the system's word behind its own."""
+    """The error and what led to it: torch raises its own in place of the system's."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -57,18 +57,16 @@ def chunk_tokens(vocabulary: int, device: torch.device, chunk_bytes: int | None 
     >>> chunk_tokens(151_936, torch.device("cuda")), chunk_tokens(1024, torch.device("cpu"))
     (441, 1024)
     """
-    if chunk_bytes is not None:
-        return max(1, chunk_bytes // (4 * vocabulary))
-    if device.type == "cpu":
+    if chunk_bytes is None and device.type == "cpu":
         return max(_MIN_CPU_TOKENS, CPU_CHUNK_BYTES // (4 * vocabulary))
-    return max(1, GPU_CHUNK_BYTES // (4 * vocabulary))
+    return max(1, (chunk_bytes or GPU_CHUNK_BYTES) // (4 * vocabulary))
 
 
 class LogprobHead:
     """A model's head as the trainer uses it.
 
-    It computes inside the forward of the head's own module, which gets a second argument for it: hooks on that module
-    (FSDP's, which gather and free its weights) see every use, and everybody else gets logits as before.
+    It computes inside the forward of the head's own module, which gets two more arguments for it: hooks on that module
+    (FSDP's, which gather and free its weights) see every use, and other callers get logits as before.
     """
 
     def __init__(self, head: OutputHead, dtype: torch.dtype, chunk_bytes: int | None = None) -> None:
@@ -76,33 +74,25 @@ class LogprobHead:
         self._head, self._dtype, self._chunk_bytes = head, dtype, chunk_bytes
         own = head.linear.forward
 
-        def forward(hidden: Tensor, scored: _Scored | None = None) -> Tensor | LossOutput:
-            return own(hidden) if scored is None else self._score(hidden, scored)
+        def forward(hidden: Tensor, tokens: LossTokens | None = None, loss: Loss | None = None) -> Tensor | LossOutput:
+            return own(hidden) if tokens is None or loss is None else self._score(hidden, tokens, loss)
 
         head.linear.forward = forward  # type: ignore[method-assign, assignment]
 
     def __call__(self, hidden: Tensor, tokens: LossTokens, loss: Loss) -> LossOutput:
         """Loss of `hidden` [num_loss_tokens, hidden_size]."""
-        output: LossOutput = self._head.linear(hidden, _Scored(tokens, loss))
+        output: LossOutput = self._head.linear(hidden, tokens, loss)
         return output
 
-    def _score(self, hidden: Tensor, scored: _Scored) -> LossOutput:
-        tokens, loss, weight, bias = scored.tokens, scored.loss, self._head.linear.weight, self._head.linear.bias
+    def _score(self, hidden: Tensor, tokens: LossTokens, loss: Loss) -> LossOutput:
+        weight, bias = self._head.linear.weight, self._head.linear.bias
         chunk = chunk_tokens(len(weight), weight.device, self._chunk_bytes)
         rule = LogitRule(
             tokens.targets, tokens.temperatures.reciprocal(), self._dtype, chunk, self._head.scale, self._head.softcap
         )
         if isinstance(loss, PointwiseLoss):
-            return LossOutput(*_pointwise_head(hidden, weight, bias, rule, _Derivative(loss, tokens)))
+            return LossOutput(*_pointwise_head(hidden, weight, bias, rule, loss, tokens))
         return apply_loss(loss, *logprobs_and_entropy(hidden, weight, bias, rule), tokens)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scored:
-    """What hidden states are scored with."""
-
-    tokens: LossTokens
-    loss: Loss
 
 
 def apply_loss(loss: Loss, logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> LossOutput:
@@ -139,15 +129,6 @@ class LogitRule:
         """Of the tokens, in order."""
         for start in range(0, len(self.targets), self.chunk):
             yield slice(start, min(start + self.chunk, len(self.targets)))
-
-
-def logprobs_and_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probabilities of the targets and entropies, [num_tokens], of `hidden` [num_tokens, size].
-
-    `weight` is [vocabulary, size]. What is kept for the backward pass is `hidden` and two numbers per token.
-    """
-    logprobs, entropy = _recomputing_head(hidden, weight, bias, rule)
-    return logprobs, entropy
 
 
 class _RecomputingHead(torch.autograd.Function):
@@ -190,7 +171,13 @@ class _RecomputingHead(torch.autograd.Function):
 class _PointwiseHead(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, derivative: _Derivative
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rule: LogitRule,
+        loss: PointwiseLoss,
+        tokens: LossTokens,
     ) -> tuple[Tensor, ...]:
         head = _Head(hidden, weight, bias, rule)
         found = _HeadGradients(head, ctx.needs_input_grad)
@@ -200,8 +187,9 @@ class _PointwiseHead(torch.autograd.Function):
             logits, scales, bend = head.logits(where)
             targets = rule.targets[where, None]
             logprobs[where], entropy[where], _, probabilities = _normalise(logits, targets)
-            losses[where], kept[where], derivatives = derivative(logprobs[where], where)
-            slope = derivatives[:, None] * scales
+            each, derivatives, keeps = loss.with_derivative(logprobs[where], tokens.part(where))
+            losses[where], kept[where] = each.where(keeps, 0.0), keeps
+            slope = derivatives.where(keeps, 0.0)[:, None] * scales
             found.add(where, probabilities.mul_(-slope).scatter_add_(1, targets, slope), bend)
         ctx.save_for_backward(*found.of(hidden, weight, bias))
         ctx.mark_non_differentiable(losses, kept, logprobs, entropy)
@@ -210,20 +198,7 @@ class _PointwiseHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nobody else holds these, and a second backward pass is refused because they changed.
-        return *(None if grad is None else grad.mul_(grads[0]) for grad in ctx.saved_tensors), None, None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Derivative:
-    """A pointwise loss over all tokens of a row, asked slice by slice."""
-
-    loss: PointwiseLoss
-    tokens: LossTokens
-
-    def __call__(self, logprobs: Tensor, where: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses, kept, derivatives, all [chunk]."""
-        losses, derivatives, kept = self.loss.with_derivative(logprobs, self.tokens.part(where))
-        return losses.where(kept, 0.0), kept, derivatives.where(kept, 0.0)
+        return *(None if grad is None else grad.mul_(grads[0]) for grad in ctx.saved_tensors), None, None, None
 
 
 class _Head:
@@ -303,5 +278,12 @@ def _normalise(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return chosen - normaliser, entropy, normaliser, probabilities
 
 
-_recomputing_head: Callable[..., tuple[Tensor, Tensor]] = _RecomputingHead.apply
+logprobs_and_entropy: Callable[[Tensor, Tensor, Tensor | None, LogitRule], tuple[Tensor, Tensor]] = (
+    _RecomputingHead.apply
+)
+"""Differentiable log-probabilities of the targets and entropies, both [num_tokens].
+
+Of hidden states [num_tokens, size], the head's weight [vocabulary, size] and bias. Kept for the backward pass are the
+hidden states and two numbers per token.
+"""
 _pointwise_head: Callable[..., tuple[Tensor, ...]] = _PointwiseHead.apply

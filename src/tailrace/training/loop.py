@@ -4,11 +4,8 @@
                                 └─ skipped: StepSkipped        every n steps, and at the end: CheckpointWritten
 
 A snapshot that a GPU made is published and reported while the next batch computes; no step is reported before it.
-
-What it waits for: a batch (woken by the scheduler), or a `StopRequested` on the event log (from any role). Steps,
-copies and files run in one thread of their own, so the event loop is never blocked, and a step that runs is always
-finished. `TrainerEnded` is appended exactly once, on every way out: max_steps reached, a stop answered, a failure, a
-cancellation.
+Steps, copies and files run in one thread of their own, and a step that runs is always finished. `TrainerEnded` is
+appended exactly once, on every way out: max_steps reached, a stop answered, a failure, a cancellation.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """What a run tells its trainer's loop."""
+    """Settings of the trainer's loop."""
 
     epoch: str
     """Of this start of the run; every event carries it."""
@@ -62,7 +59,7 @@ class TrainerPlan:
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of published weights: what the generators compute in."""
     phases: PhaseRecorder | None = None
-    """Of this process, told with each step; None where the trainer shares a process whose recorder others read."""
+    """Of this process, reported with each step; None where another role of the process reports them."""
 
 
 async def run_trainer(
@@ -72,10 +69,10 @@ async def run_trainer(
     events: EventLog,
     plan: TrainerPlan,
 ) -> TrainerEnded:
-    """Train until max_steps, or until somebody asks to stop; returns the terminal event, already appended.
+    """Train until max_steps or a `StopRequested`; returns the terminal event, already appended.
 
-    `make_trainer` is called in the thread that all compute runs in. Raises what ended training early, after the
-    terminal event says so: `ModelError`, `CheckpointError`, `TrainingError`, `TransportError`, or the cancellation.
+    `make_trainer` is called in the thread that all compute runs in. Raises what ended training early, after appending
+    the terminal event: `ModelError`, `CheckpointError`, `TrainingError`, `TransportError`, or the cancellation.
     """
     loop = _TrainerLoop(batches, store, events, plan)
     try:
@@ -100,7 +97,7 @@ class _TrainerLoop:
         self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
         self._step = 0
         self._saved_step: int | None = None
-        self._checkpoint_s: float | None = None
+        self._checkpoint_metrics: dict[str, float] = {}
         self._ended = False
 
     async def run(self, make_trainer: Callable[[], Trainer]) -> TrainerEnded:
@@ -142,7 +139,7 @@ class _TrainerLoop:
             await self._in_thread(lambda: trainer.restore(checkpoint))
             self._saved_step = trainer.step
         self._step = trainer.step
-        self._phase_metrics()  # the first step is not charged for the start
+        self._phase_metrics()  # leaves the start out of the first step
         await self._events.append(TrainerStarted(epoch=self._plan.epoch, step=trainer.step, version=trainer.version))
         if trainer.version > 0:  # generators start from the initial model, which is version 0
             await self._publish(await self._in_thread(lambda: trainer.snapshot(self._plan.publish_dtype)))
@@ -173,23 +170,21 @@ class _TrainerLoop:
     async def _report(self, result: StepResult, snapshot: Snapshot) -> None:
         """From a step's end to the acknowledgement of its batch."""
         metrics = result.metrics | {"training/publish_s": await self._publish(snapshot)}
-        if self._checkpoint_s is not None:
-            metrics["training/checkpoint_s"] = self._checkpoint_s
-            self._checkpoint_s = None
-        metrics |= self._phase_metrics()
+        metrics |= self._checkpoint_metrics | self._phase_metrics()
+        self._checkpoint_metrics = {}
         await self._events.append(
             StepTrained(epoch=self._plan.epoch, step=result.step, version=result.version, metrics=metrics)
         )
         await self._batches.acknowledge(result.step)
 
     async def _reported(self) -> None:
-        """Wait for the report of the step before, where that goes on. Raises what failed in it."""
-        if self._reporting is not None:
-            reporting, self._reporting = self._reporting, None
+        """Wait for the report of the previous step, if one is running. Raises what failed in it."""
+        reporting, self._reporting = self._reporting, None
+        if reporting is not None:
             await reporting
 
     async def _publish(self, snapshot: Snapshot) -> float:
-        """Leave the weights in the store and say so; returns the seconds it took."""
+        """Put the weights into the store and announce them; returns seconds."""
         started_s = time.perf_counter()
         executor = self._publisher if snapshot.is_detached else self._executor
         with phase("publish", track="weights", about={"version": snapshot.version}) as publishing:
@@ -206,12 +201,12 @@ class _TrainerLoop:
         started_s = time.perf_counter()
         with phase("checkpoint", track="checkpoints", about={"step": trainer.step}):
             path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints))
-        self._checkpoint_s = time.perf_counter() - started_s
+        self._checkpoint_metrics = {"training/checkpoint_s": time.perf_counter() - started_s}
         self._saved_step = trainer.step
         await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=trainer.step, path=str(path)))
 
     async def _next_batch(self) -> Batch | StopRequested:
-        """The next batch, or the request to stop if there is one: that goes first."""
+        """The next batch, or the request to stop if there is one."""
         if self._stop.done():
             return self._stop.result()
         receiving = asyncio.create_task(self._batches.receive(), name="trainer: next batch")
@@ -235,10 +230,7 @@ class _TrainerLoop:
         raise PeerGone("the event log ended before training did")
 
     async def _in_thread(self, work: Callable[[], ResultT], executor: Executor | None = None) -> ResultT:
-        """Run `work` in the trainer's thread, or that of `executor`.
-
-        When cancelled, waits for it to finish first: nothing runs on unseen.
-        """
+        """Run `work` in the trainer's thread, or that of `executor`; a cancellation waits for it to finish."""
         context = contextvars.copy_context()  # phases inside are those of the phase around
         future = asyncio.get_running_loop().run_in_executor(executor or self._executor, context.run, work)
         try:

@@ -1,8 +1,6 @@
-"""Sums over the tokens of a batch, that become metrics. They stay on the device until the step reads them, once."""
+"""Sums over the tokens of a batch that become metrics; they stay on the device until the step reads them, once."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,38 +9,6 @@ from tailrace.training.head import LossOutput
 from tailrace.training.losses import Loss, MeasuredLoss
 from tailrace.training.losses.clipped_ratio import MAX_LOG_RATIO
 from tailrace.training.micro_batch import MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class LossTotals:
-    """Of one batch, on the host."""
-
-    tokens: int
-    """That bear loss."""
-    sums: dict[str, float]
-
-    @property
-    def loss(self) -> float:
-        """Of the kept tokens, not divided by anything."""
-        return self.sums.get("loss", 0.0)
-
-    @property
-    def rejected(self) -> int:
-        """Tokens that the loss did not keep."""
-        return int(self.sums.get("rejected", 0.0))
-
-    def metrics(self, denominator: float) -> dict[str, float]:
-        """Metrics of the batch, by their names in the table. Nothing fresh, mixed or rejected: no figure for it."""
-        sums, tokens = dict(self.sums), max(self.tokens, 1)
-        metrics = {"training/loss": sums.pop("loss", 0.0) / denominator}
-        metrics["training/ratio_max"] = sums.pop("ratio_max", 0.0)
-        for kind in ("fresh", "mixed"):
-            count, difference = (sums.pop(name, 0.0) for name in (f"{kind}_tokens", f"{kind}_difference"))
-            if count:
-                metrics[f"training/logprob_difference_{kind}"] = difference / count
-        if rejected := sums.pop("rejected", 0.0):
-            metrics["training/rejected_share"] = rejected / tokens
-        return metrics | {name: value / tokens for name, value in sums.items()}
 
 
 class LossSums:
@@ -83,9 +49,22 @@ class LossSums:
         self._sums = sums if self._sums is None else self._sums + sums
         self._ratio_max = ratio_max if self._ratio_max is None else torch.maximum(self._ratio_max, ratio_max)
 
-    def read(self) -> LossTotals:
-        """What was added; waits for the device."""
+    def read(self, loss_tokens: int) -> tuple[dict[str, float], int]:
+        """Metrics of a batch of `loss_tokens` by their names in the table, and how many the loss kept.
+
+        Waits for the device. Nothing fresh, mixed or rejected: no metric of it.
+        """
         if self._sums is None or self._ratio_max is None:
-            return LossTotals(0, {})
-        totals = torch.cat([self._sums, self._ratio_max[None].double()]).tolist()
-        return LossTotals(self._tokens, dict(zip((*self._names, "ratio_max"), totals, strict=True)))
+            return {"training/loss": 0.0}, loss_tokens
+        *totals, ratio_max = torch.cat([self._sums, self._ratio_max[None].double()]).tolist()
+        sums = dict(zip(self._names, totals, strict=True))
+        rejected = sums.pop("rejected")
+        kept = loss_tokens - int(rejected)
+        metrics = {"training/loss": sums.pop("loss") / max(kept, 1), "training/ratio_max": ratio_max}
+        for kind in ("fresh", "mixed"):
+            count, difference = sums.pop(f"{kind}_tokens"), sums.pop(f"{kind}_difference")
+            if count:
+                metrics[f"training/logprob_difference_{kind}"] = difference / count
+        if rejected:
+            metrics["training/rejected_share"] = rejected / self._tokens
+        return metrics | {name: value / self._tokens for name, value in sums.items()}, kept

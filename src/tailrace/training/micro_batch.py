@@ -1,4 +1,4 @@
-"""One row of a batch as tensors: what a forward pass needs, and what the loss needs of the tokens that bear it."""
+"""One row of a batch as tensors: input of the forward pass, and of the loss at the tokens that bear it."""
 
 from __future__ import annotations
 
@@ -46,12 +46,9 @@ class MicroBatch:
     ) -> MicroBatch:
         """Prepare a row for a trainer that holds policy `version`; to a GPU it goes in one copy.
 
-        `padded` groups of segments are for attention that needs them (`PolicyModel.pads_segments`).
-
-        On a CPU samples that begin alike share what they begin with, and `routed_experts` may stay where they are until
-        the row is trained on; where they are unknown, they may be filled in.
-
-        Raises `TrainingError` for a sample whose first token bears loss: nothing predicts it.
+        `padded` says whether attention needs padded segments (`PolicyModel.pads_segments`). On a CPU samples share
+        equal prefixes, and `routed_experts` are not copied; unknown ones may be filled in, in place. Raises
+        `TrainingError` for a sample whose first token bears loss: nothing predicts it.
         """
         lengths = row.sample_lengths.tolist()
         positions = _loss_positions(row)
@@ -68,7 +65,7 @@ class MicroBatch:
             input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
             segments=Segments.of(lengths, shared, padded=padded),
             predictors=torch.from_numpy(predictors),
-            tokens=_loss_tokens(row, positions),
+            tokens=_select_loss_tokens(row, positions),
             fresh=torch.from_numpy(own & ~mixed),
             mixed=torch.from_numpy(own & mixed),
             routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts),
@@ -84,7 +81,7 @@ def _loss_positions(row: BatchRow) -> NDArray[np.int64]:
     return np.flatnonzero(row.loss_mask)
 
 
-def _loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
+def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
     """Copies, since selected by index: batches lie in shared memory that is recycled, and may be read-only."""
     edges = np.concatenate([[0], np.cumsum(row.sample_lengths)])
     return LossTokens(
@@ -96,23 +93,3 @@ def _loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
         sample_offsets=torch.from_numpy(np.searchsorted(positions, edges)),
         columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
     )
-
-
-def split_samples(row: BatchRow) -> list[BatchRow]:
-    """The samples of a row, each as a row of its own: for models whose rows cannot be packed."""
-    ends = np.cumsum(row.sample_lengths)
-    return [
-        BatchRow(
-            token_ids=row.token_ids[end - length : end],
-            logprobs=row.logprobs[end - length : end],
-            policy_versions=row.policy_versions[end - length : end],
-            loss_mask=row.loss_mask[end - length : end],
-            mixed_cache=row.mixed_cache[end - length : end],
-            advantages=row.advantages[end - length : end],
-            temperatures=row.temperatures[index : index + 1],
-            sample_lengths=row.sample_lengths[index : index + 1],
-            payloads=row.payloads.between(end - length, end),
-            columns={name: column[end - length : end] for name, column in row.columns.items()},
-        )
-        for index, (end, length) in enumerate(zip(ends.tolist(), row.sample_lengths.tolist(), strict=True))
-    ]

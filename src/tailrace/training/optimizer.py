@@ -32,11 +32,9 @@ def learning_rate(step: int, settings: TrainerSettings, max_steps: int) -> float
 def make_optimizer(model: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
     """AdamW over every trainable weight; only matrices decay (norms and biases don't)."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in weights if parameter.dim() > 1]
-    vectors = [parameter for parameter in weights if parameter.dim() <= 1]
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -1,8 +1,8 @@
 """A transformers model as the trainer uses it: packed rows in, per-token losses out.
 
-Nothing here knows an architecture. What packing and the chunked head assume is tried out once, on the model itself,
-with a few tokens; where the model answers differently (a state that runs along the row, a head of several layers, ...)
-the general way is taken instead, which is slower and right.
+No architecture is known by name. What packing and the chunked head assume is tested once, on the model itself, with a
+few tokens; a model that answers otherwise (a state that runs along the row, a head of several layers, ...) is trained
+sample by sample or through whole logits, which is slower and right.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from typing_extensions import override
 from tailrace.errors import ModelError
 from tailrace.models.heads import OutputHead, find_head
 from tailrace.training.acceleration import accelerate
-from tailrace.training.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from tailrace.training.attention import PACKED_ATTENTION, Segments, packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
 from tailrace.training.checkpointed_layers import checkpoint_layers
 from tailrace.training.head import LogprobHead, LossOutput, apply_loss, score_logits
 from tailrace.training.losses import Loss
 from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.router_replay import ReplayCounts, RouterReplay
 from tailrace.training.transfer import to_device
 
 if TYPE_CHECKING:
@@ -44,11 +43,10 @@ _log = logging.getLogger(__name__)
 class PolicyModel(nn.Module):
     """Wraps a model whose weights are float32, for training.
 
-    Calling it trains on a micro-batch. Every weight is used inside its own module's forward, so that hooks on modules
-    (FSDP's, which gather and free weights) see every use. `packs` says whether rows of several samples may be given to
-    it, `pads_segments` whether its attention needs padded groups of them, `num_fused_layers` how many layers native
-    passes compute (on a CPU); `head` is None where logits are more than hidden states times one matrix. `replay` holds
-    the hooks on its routers. Raises `ModelError` where `gradient_checkpointing` is asked of a model that can't.
+    Every weight is used inside its own module's forward, so that hooks on modules (FSDP's, which gather and free
+    weights) see every use. `packs` says whether a row may hold several samples, `pads_segments` whether attention needs
+    padded groups of them; `head` is None where logits are more than hidden states times one matrix. Raises `ModelError`
+    for `gradient_checkpointing` of a model without layers that can be checkpointed.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class PolicyModel(nn.Module):
         head_dtype: Literal["float32", "bfloat16"] = "float32",
         native_kernels: bool = True,
         gradient_checkpointing: bool = False,
-        replay: RouterReplay | None = None,
     ) -> None:
         super().__init__()
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
@@ -74,19 +71,10 @@ class PolicyModel(nn.Module):
         self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else torch.float32)
         if gradient_checkpointing:
             checkpoint_layers(self.model)
-        self._replay = replay
-
-    def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Around `loss` and its backward: layers use the experts that generation recorded, if the model replays any."""
-        return nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts)
-
-    def take_replay_counts(self) -> ReplayCounts:
-        """What was replayed since the last call; see `RouterReplay.take_counts`."""
-        return ReplayCounts() if self._replay is None else self._replay.take_counts()
 
     @property
     def num_fused_layers(self) -> int:
-        """Layers that native passes compute."""
+        """Layers that native kernels compute (on a CPU)."""
         return 0 if self._acceleration is None else len(self._acceleration.fused_layers)
 
     @override
@@ -94,25 +82,15 @@ class PolicyModel(nn.Module):
         """Loss of a micro-batch. Raises `ModelError` for several samples in one when `packs` is False."""
         if len(micro_batch.segments.lengths) > 1 and not self.packs:
             raise ModelError(f"{type(self.model).__name__} cannot train on packed rows")
+        inputs, tokens = self._inputs(micro_batch.input_ids, micro_batch.segments), micro_batch.tokens
+        with self._precision():
+            if self.head is None:
+                logits = self.model(**inputs, logits_to_keep=micro_batch.predictors).logits[0]
+            else:
+                hidden = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, micro_batch.predictors)
         if self.head is None:
-            scores = score_logits(self._logits(micro_batch), micro_batch.tokens)
-            return apply_loss(loss, *scores, micro_batch.tokens)
-        hidden = self._hidden(micro_batch.input_ids, micro_batch.segments)[0].index_select(0, micro_batch.predictors)
-        return self.head(hidden, micro_batch.tokens, loss)
-
-    def _hidden(self, input_ids: Tensor, segments: Segments) -> Tensor:
-        """[1, num_tokens, hidden_size]: what the head gets."""
-        decoder: Any = self.model.base_model
-        with self._precision():
-            hidden: Tensor = decoder(**self._inputs(input_ids, segments)).last_hidden_state
-        return hidden
-
-    def _logits(self, micro_batch: MicroBatch) -> Tensor:
-        with self._precision():
-            logits: Tensor = self.model(
-                **self._inputs(micro_batch.input_ids, micro_batch.segments), logits_to_keep=micro_batch.predictors
-            ).logits
-        return logits[0]
+            return apply_loss(loss, *score_logits(logits, tokens), tokens)
+        return self.head(hidden, tokens, loss)
 
     def _inputs(self, input_ids: Tensor, segments: Segments) -> dict[str, Any]:
         inputs = {"input_ids": input_ids, "position_ids": segments.position_ids, "use_cache": False}
@@ -126,12 +104,13 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def _probe(self) -> tuple[bool, OutputHead | None]:
-        """Whether packing gives this model's own answers, and the head if it does too (see the module)."""
+        """Whether packing gives the model's own outputs, and the head if it does too (see the module)."""
         config: Any = self.model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
         row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self._device)
         pieces = torch.split(row, _PROBE_LENGTHS, dim=1)
-        with self._probe_precision():
+        # Kernels of 16 bits on a GPU are others than those of float32.
+        with self._precision() if self._device.type == "cuda" else nullcontext():
             own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
             expected = torch.cat(own, dim=1)
             self.packs = self._finds_packing(row, expected)
@@ -140,14 +119,12 @@ class PolicyModel(nn.Module):
                 self.packs = self._finds_packing(row, expected)
             return self.packs, self._find_head(pieces[-1])
 
-    def _probe_precision(self) -> AbstractContextManager[Any]:
-        """On a GPU that of training, whose kernels are others than those of float32."""
-        return self._precision() if self._device.type == "cuda" else nullcontext()
-
     def _finds_packing(self, row: Tensor, expected: Tensor) -> bool:
-        """Whether the model gives its own answers for a packed row, as it is or in padded groups."""
+        """Whether the model gives its own outputs for a packed row, as it is or in padded groups."""
+        from transformers import AttentionInterface
+
         own_attention = self.model.config._attn_implementation
-        register_packed_attention()
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         self.model.set_attn_implementation(PACKED_ATTENTION)
         refusal: Exception | None = None
         for padded in (False, True) if self._device.type == "cuda" else (True,):

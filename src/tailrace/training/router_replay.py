@@ -1,10 +1,10 @@
 """Router replay: the experts that generation chose, used again in training.
 
-A mixture-of-experts layer sends each token to the `top_k` experts that its router likes best. Generator and trainer
-compute the router's logits with different kernels, and a trainer may be versions ahead, so that some tokens meet other
-experts in training than when they were sampled: their log-probabilities jump, and the ratio of the loss with them.
-With replay the layer uses the experts that generation recorded, weighted by what the router says of them *now*: the
-weights follow the family's own rule, and gradients reach the router through them.
+A mixture-of-experts layer sends each token to the `top_k` experts with the highest router logits. Generator and trainer
+compute these with different kernels, and a trainer may be versions ahead, so that some tokens get other experts in
+training than when they were sampled: their log-probabilities jump, and the ratio of the loss with them. With replay the
+layer uses the experts that generation recorded, weighted by the router's present logits by the family's own rule;
+gradients reach the router through these weights.
 
     router(hidden) ──→ logits, own weights, own experts
                          │                    └─ where nothing was recorded ─┐
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tailrace.errors import ModelError, TrainingError
-from tailrace.models.routers import Router, as_routing, ask, find_routers
+from tailrace.models.routers import Router, as_routing, find_routers, probe_router
 
 RoutingRule: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """From a router, its logits [num_tokens, num_experts] and experts [num_tokens, top_k] (int64) to their weights."""
@@ -50,35 +49,14 @@ _RULES: dict[str, RoutingRule] = {"softmax": softmax_rule, "normalised softmax":
 
 
 def add_routing_rule(name: str, rule: RoutingRule) -> None:
-    """Teach replay another family. A router gets the first rule that gives its own weights for its own experts."""
+    """Add another family's rule. A router gets the first rule that gives its own weights for its own experts."""
     _RULES[name] = rule
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayCounts:
-    """Of a step, over tokens and layers."""
-
-    routed: float = 0.0
-    """Routings: tokens times layers."""
-    replayed: float = 0.0
-    """Those of them that followed the record."""
-    agreement: float = 0.0
-    """Sum over replayed routings of the share of experts that the trainer's own router would have chosen."""
-
-    def metrics(self) -> dict[str, float]:
-        """By their names in the table; nothing replayed, no agreement."""
-        if not self.routed:
-            return {}
-        metrics = {"training/replayed_share": self.replayed / self.routed}
-        if self.replayed:
-            metrics["training/router_agreement"] = self.agreement / self.replayed
-        return metrics
-
-
 class RouterReplay:
-    """The hooks on a model's routers. Idle, and without effect, outside of `using`.
+    """The hooks on a model's routers, without effect outside of `using`.
 
-    Raises `ModelError` for a model without routers, or with one whose weights follow no rule that is known.
+    Raises `ModelError` for a model without routers, or with one whose weights follow no known rule.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,12 +74,11 @@ class RouterReplay:
 
     @contextmanager
     def using(self, recorded: Tensor | None) -> Iterator[None]:
-        """Replay `recorded` [num_tokens, layers, top_k] in the forward passes inside, and in what their backward
-        computes again: so keep both inside. None replays nothing.
+        """Replay `recorded` [num_tokens, layers, top_k] in forward and backward passes inside; None replays nothing.
 
-        `recorded` is uint8 or uint16 on the model's device; of its layers either only those with experts are there, or
-        all of the model's. A token whose entries are all the type's greatest number routes itself. Raises
-        `TrainingError` for an array of another shape, and where a router was never asked.
+        `recorded` is uint8 or uint16 on the model's device, of all layers or of those with experts. A token whose
+        entries are all the type's greatest number routes itself. Raises `TrainingError` for an array of another shape,
+        and where a router was never asked.
         """
         if recorded is None:
             yield
@@ -114,18 +91,24 @@ class RouterReplay:
         finally:
             self._recorded, self._sums = None, []
 
-    def take_counts(self) -> ReplayCounts:
-        """What was replayed since the last call. Raises `TrainingError` where a record named an expert that is none."""
+    def take_metrics(self) -> dict[str, float]:
+        """Of what was replayed since the last call, by their names in the table; empty if nothing was.
+
+        Raises `TrainingError` where a record named an expert that the model lacks.
+        """
         totals, routed = self._totals, self._routed
         self._totals, self._routed = None, 0
         if totals is None:
-            return ReplayCounts()
+            return {}
         replayed, agreement, foreign = totals.tolist()
         if foreign:
             raise TrainingError(
                 f"{foreign:.0f} recorded routings name experts that the model lacks: they are another model's"
             )
-        return ReplayCounts(float(routed), replayed, agreement)
+        metrics = {"training/replayed_share": replayed / routed}
+        if replayed:
+            metrics["training/router_agreement"] = agreement / replayed
+        return metrics
 
     def _columns_of(self, recorded: Tensor) -> list[int]:
         """Where the layer of each router lies in the record."""
@@ -180,7 +163,7 @@ def _sums(own: Tensor, recorded: Tensor, replayed: Tensor, foreign: Tensor) -> T
 
 @torch.no_grad()
 def _rule_of(router: Router) -> RoutingRule:
-    routing = ask(router.module)
+    routing = probe_router(router.module)
     assert routing is not None  # else it would be no router
     for rule in _RULES.values():
         found = rule(router.module, routing.logits, routing.experts).to(routing.weights.dtype)

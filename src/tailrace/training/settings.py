@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tailrace.models.devices import DeviceIds
 
-DecayName: TypeAlias = Literal["constant", "linear", "cosine"]
 BUILT_IN_LOSSES = ("clipped_ratio",)
 """Here, and not in the registry, which imports torch: names are checked where settings are read."""
-
-CorrectionName: TypeAlias = Literal["truncated_is", "none"]
 
 
 class LossSettings(BaseModel):
@@ -25,7 +22,7 @@ class LossSettings(BaseModel):
         description="clipped_ratio: the clipped ratio against the generator's log-probabilities, its weight truncated."
         " Or module:function, a loss of your own (docs/losses.md).",
     )
-    correction: CorrectionName = Field(
+    correction: Literal["truncated_is", "none"] = Field(
         default="truncated_is",
         description="Weigh each token by its truncated probability ratio of trainer to generator (truncated_is), or not"
         " at all (none: biased as soon as generation is stale; warns).",
@@ -69,7 +66,9 @@ class TrainerSettings(BaseModel):
 
     learning_rate: float = Field(default=1e-5, gt=0, description="Learning rate of AdamW after warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
-    decay: DecayName = Field(default="constant", description="How the learning rate falls from warm-up to max_steps.")
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the learning rate falls from warm-up to max_steps."
+    )
     decay_end: float = Field(
         default=0.0, ge=0, le=1, description="Fraction of learning_rate that is left at max_steps (linear and cosine)."
     )

@@ -3,8 +3,8 @@
     on a GPU   parameters ── side stream, beside the next forward and backward ──→ pinned memory ──→ store
     on a CPU   parameters, as they are ──→ store; the next step waits for that
 
-Weights change in the optimizer's step alone. So the GPU needs no second set of them: the next update, and nothing
-else, waits for the copy to pinned memory, and the store is written by another thread than the trainer's.
+Weights change in the optimizer's step alone, so only the next step waits for the copy to pinned memory: the GPU needs
+no second set of weights. The store is written by another thread than the trainer's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The weights of one version. They are the next snapshot's memory, too: give them to the store before that."""
+    """The weights of one version. The next snapshot may reuse their memory."""
 
     weights: Mapping[str, Tensor]
     """On the CPU, complete after `wait`."""
@@ -32,14 +32,14 @@ class Snapshot:
         return self.copied is not None
 
     def wait(self) -> Mapping[str, Tensor]:
-        """The weights, once all of them are there. Blocks."""
+        """The weights, once complete. Blocks."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.weights
 
 
 class HostCopies:
-    """Copies a GPU model's weights to pinned memory, beside what the GPU computes. Allocates at the first copy."""
+    """Copies a GPU model's weights to pinned memory while it computes. Allocates at the first copy."""
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

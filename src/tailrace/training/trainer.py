@@ -1,4 +1,4 @@
-"""A batch in, a new policy version out: one process, one model.
+"""One optimizer step per batch: one process, one model.
 
     train_step:  checks ─► row by row: forward, loss, backward ─► rescale, clip ─► AdamW ─► version + 1
                               └─ nothing trainable, or not finite: no weight changes, the step is skipped
@@ -8,12 +8,15 @@ Pure compute: no event loop, no files but checkpoints. The loop that feeds it is
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailrace.errors import Diverged, ModelError, PayloadLost, TrainingError
+from tailrace.errors import Diverged, ModelError, TrainingError
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training import checkpoints
 from tailrace.training.acceleration import tune_process
-from tailrace.training.loss_sums import LossSums, LossTotals
+from tailrace.training.loss_sums import LossSums
 from tailrace.training.losses import load_loss
-from tailrace.training.micro_batch import MicroBatch, split_samples
+from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.router_replay import RouterReplay
@@ -57,9 +60,9 @@ class StepResult:
 class Trainer:
     """Holds the model, the optimizer and the numbers of step and version.
 
-    Build it in the thread that will call it: the number of CPU threads is a property of the calling thread. Raises
-    `ModelError` when the model cannot be loaded, or cannot replay routed experts and must (`router_replay = "on"`).
-    `open_payload` opens the routed experts that batches refer to; without it none are replayed.
+    Build it in the thread that will call it: torch's number of CPU threads is the calling thread's. `open_payload`
+    opens the routed experts that batches refer to; without it none are replayed. Raises `ModelError` when the model
+    cannot be loaded, or cannot replay routed experts and must (`router_replay = "on"`).
     """
 
     def __init__(
@@ -74,35 +77,32 @@ class Trainer:
     ) -> None:
         torch.set_num_threads(settings.threads)
         tune_process()
-        _seed_everything(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
         if settings.loss.name == "clipped_ratio" and settings.loss.correction == "none":
             _log.warning("trainer.loss.correction is none: gradients are biased as soon as generation is stale")
         self.settings = settings
         self.model_name = model_name
+        self.max_steps = max_steps
         self.step = 0
         self.version = 0
-        self._max_steps = max_steps
         self._max_staleness = max_staleness
         self._skipped_in_a_row = 0
         self._model = load_causal_lm(model_name, dtype="float32", device=settings.device)
         self._loss = load_loss(settings.loss)
         self._open_payload = None if settings.router_replay == "off" else open_payload
+        self._replay = self._make_replay()
         self._policy = PolicyModel(
             self._model,
             dtype=settings.dtype,
             head_dtype=settings.head_dtype,
             native_kernels=settings.native_kernels,
             gradient_checkpointing=settings.gradient_checkpointing,
-            replay=self._make_replay(),
         )
         self._experts: ExpertArray | None = None
         self._optimizer = make_optimizer(self._model, settings)
         self._host_copies: HostCopies | None = None
-
-    @property
-    def max_steps(self) -> int:
-        """Steps after which training is finished."""
-        return self._max_steps
 
     def train_step(self, batch: Batch) -> StepResult:
         """Take the optimizer step of `batch`.
@@ -117,13 +117,11 @@ class Trainer:
         if batch.summary.loss_tokens == 0:
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
-            totals = self._accumulate_gradients(batch)
-            kept = batch.summary.loss_tokens - totals.rejected
-            metrics = totals.metrics(max(kept, 1)) | self._policy.take_replay_counts().metrics()
+            metrics, kept = self._accumulate_gradients(batch).read(batch.summary.loss_tokens)
+            metrics |= {} if self._replay is None else self._replay.take_metrics()
             if kept == 0:
                 return self._skip(NOTHING_TRAINABLE, metrics)
-            self._rescale_gradients(batch.summary.loss_tokens / kept)
-            metrics["training/grad_norm"] = self._clip_gradients()
+            metrics["training/grad_norm"] = self._scale_gradients(batch.summary.loss_tokens / kept)
         if not all(math.isfinite(metrics[name]) for name in ("training/loss", "training/grad_norm")):
             return self._skip_not_finite(metrics)
         with phase("optimizer"):
@@ -133,20 +131,16 @@ class Trainer:
         metrics["training/tokens_per_s"] = batch.summary.num_tokens / step_s
         return StepResult(self.step, self.version, metrics)
 
-    def model_state_dict(self, dtype: Literal["float32", "bfloat16"] = "float32") -> dict[str, Tensor]:
-        """The weights by name, tied ones once, on the CPU. In float32 they may be the trainer's own: copy to keep.
+    def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
+        """The weights by name, tied ones once, valid until the next snapshot. On a GPU they are copied beside the next
+        step; on a CPU those in float32 are the trainer's own.
 
         With bfloat16, what autocast would not round stays float32: vectors (norms, biases), embeddings and the head.
         """
-        return {name: weight.to(device="cpu", dtype=to) for name, weight, to in self._weights_to_publish(dtype)}
-
-    def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
-        """The same weights, on a GPU copied beside the next step; give them to a store before the next snapshot."""
-        if self._model.device.type != "cuda":
-            return Snapshot(self.model_state_dict(dtype), self.version)
-        if self._host_copies is None:
-            self._host_copies = HostCopies(self._model.device, self._optimizer)
-        return self._host_copies.take(self._weights_to_publish(dtype), self.version)
+        if self._model.device.type == "cuda":
+            self._host_copies = self._host_copies or HostCopies(self._model.device, self._optimizer)
+            return self._host_copies.take(self._weights_to_publish(dtype), self.version)
+        return Snapshot({name: weight.to(to) for name, weight, to in self._weights_to_publish(dtype)}, self.version)
 
     def _weights_to_publish(self, dtype: Literal["float32", "bfloat16"]) -> Iterator[tuple[str, Tensor, torch.dtype]]:
         """Name, parameter, and the type that it is published in."""
@@ -185,9 +179,8 @@ class Trainer:
         if summary.step != self.step + 1:
             raise TrainingError(f"the trainer has done step {self.step} and was sent the batch of step {summary.step}")
         versions = batch.policy_versions[batch.loss_mask]
-        if not len(versions):
-            return
-        oldest, newest = int(versions.min()), int(versions.max())
+        oldest = int(versions.min(initial=self.version))
+        newest = int(versions.max(initial=self.version))
         if newest > self.version:
             raise TrainingError(f"step {summary.step}: tokens of version {newest} before the trainer reached it")
         if self.version - oldest > self._max_staleness:
@@ -196,21 +189,30 @@ class Trainer:
                 f"{self.version - oldest} versions old; max_staleness is {self._max_staleness}"
             )
 
-    def _accumulate_gradients(self, batch: Batch) -> LossTotals:
-        """Forward and backward of every row; the loss is normalised by the planned number of loss tokens."""
+    def _accumulate_gradients(self, batch: Batch) -> LossSums:
+        """Forward and backward of every row; the loss is divided by the planned number of loss tokens."""
         self._optimizer.zero_grad(set_to_none=True)
         sums = LossSums(self._loss)
-        denominator = float(batch.summary.loss_tokens)
-        for index in range(batch.num_rows):
-            row = batch.row(index)
-            for piece in [row] if self._policy.packs else split_samples(row):
-                if piece.loss_mask.any():
-                    experts = self._read_experts(piece)
-                    micro_batch = MicroBatch.of(
-                        piece, self.version, self.settings.device, experts, padded=self._policy.pads_segments
-                    )
-                    self._train_on(micro_batch, denominator, sums)
-        return sums.read()
+        for row in self._rows(batch):
+            micro_batch = MicroBatch.of(
+                row,
+                self.version,
+                self.settings.device,
+                self._read_experts(row),
+                padded=self._policy.pads_segments,
+            )
+            # The backward pass too: where activations are computed twice, it asks the routers again.
+            with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
+                output = self._policy(micro_batch, self._loss)
+                torch.autograd.backward(output.total / batch.summary.loss_tokens)
+            sums.add(output, micro_batch)
+        return sums
+
+    def _rows(self, batch: Batch) -> Iterator[BatchRow]:
+        """Those with tokens that bear loss; each sample is a row where the model does not pack."""
+        edges = batch.row_offsets.tolist() if self._policy.packs else range(len(batch.sample_offsets))
+        rows = (batch.samples(first, last) for first, last in itertools.pairwise(edges))
+        return (row for row in rows if row.loss_mask.any())
 
     def _make_replay(self) -> RouterReplay | None:
         if self.settings.router_replay == "on":
@@ -224,33 +226,28 @@ class Trainer:
             return None
 
     def _read_experts(self, row: BatchRow) -> ExpertArray | None:
-        """What generation recorded for a row, in memory that the next row's will take."""
+        """What generation recorded for a row, in memory that the next row reuses."""
         if self._open_payload is None:
             return None
-        experts = row.payloads.read(self._open_payload, out=self._experts, on_lost=_tell_of_lost_payload)
+        warn = partial(_log.warning, "tokens route themselves, since their recorded experts are gone: %s")
+        experts = row.payloads.read(self._open_payload, out=self._experts, on_lost=warn)
         if experts is not None and (self._experts is None or len(experts) > len(self._experts)):
             self._experts = experts
         return experts
 
-    def _train_on(self, micro_batch: MicroBatch, denominator: float, sums: LossSums) -> None:
-        with self._policy.replaying(micro_batch):
-            output = self._policy(micro_batch, self._loss)
-            torch.autograd.backward(output.total / denominator)
-        sums.add(output, micro_batch)
+    def _scale_gradients(self, factor: float) -> float:
+        """To the mean over kept tokens (`factor` is planned over kept), then down to `max_grad_norm`.
 
-    def _rescale_gradients(self, factor: float) -> None:
-        """To the mean over the tokens that the loss kept; `factor` is planned over kept tokens."""
+        Returns their norm between the two.
+        """
+        weights = [weight for weight in self._model.parameters() if weight.grad is not None]
         if factor != 1:
-            torch._foreach_mul_([weight.grad for weight in self._model.parameters() if weight.grad is not None], factor)
-
-    def _clip_gradients(self) -> float:
-        """Scale gradients down to `max_grad_norm`; returns their norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self.settings.max_grad_norm, foreach=True)
-        return float(norm)
+            torch._foreach_mul_([weight.grad for weight in weights], factor)
+        return float(torch.nn.utils.clip_grad_norm_(weights, self.settings.max_grad_norm, foreach=True))
 
     def _update(self) -> float:
         """One step of AdamW; returns its learning rate."""
-        rate = learning_rate(self.version + 1, self.settings, self._max_steps)
+        rate = learning_rate(self.version + 1, self.settings, self.max_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
@@ -273,14 +270,3 @@ class Trainer:
                 f"loss {loss}, gradient norm {norm}); lower trainer.learning_rate, or resume from an earlier checkpoint"
             )
         return self._skip(NOT_FINITE, metrics)
-
-
-def _tell_of_lost_payload(lost: PayloadLost) -> None:
-    _log.warning("tokens route themselves, since their recorded experts are gone: %s", lost)
-
-
-def _seed_everything(seed: int) -> None:
-    """Of this process: random, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

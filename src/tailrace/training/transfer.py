@@ -1,9 +1,9 @@
-"""Records of tensors from the host to the trainer's device: one buffer, one copy, nobody waits for it."""
+"""Records of tensors to the trainer's device: one buffer, one asynchronous copy."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,14 +16,15 @@ _ALIGNMENT = 16
 
 
 def to_device(record: RecordT, device: torch.device | str) -> RecordT:
-    """The dataclass `record`, its tensors (nested ones too) on `device`: views of one buffer that is on its way there.
+    """The dataclass `record` with its tensors, nested ones too, on `device`, as views of one buffer.
 
-    Kernels that are launched afterwards see the whole of it. On a CPU `record` itself.
+    Kernels launched afterwards see the whole of it. On a CPU `record` itself.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return record
-    tensors = list(_tensors(record))
+    tensors: list[Tensor] = []
+    _map_tensors(record, tensors.append)
     starts, num_bytes = [], 0
     for tensor in tensors:
         starts.append(num_bytes)
@@ -34,37 +35,26 @@ def to_device(record: RecordT, device: torch.device | str) -> RecordT:
         if tensor.nbytes:  # an empty one from NumPy has strides that no view takes
             packed[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
     packed = packed.to(device, non_blocking=True)
-    views = iter(
-        packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for tensor, start in zip(tensors, starts, strict=True)
-    )
-    return cast("RecordT", _replace(record, lambda: next(views)))
+    following = iter(starts)
+
+    def view(tensor: Tensor) -> Tensor:
+        start = next(following)
+        return packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    return cast("RecordT", _map_tensors(record, view))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """In the order in which `_replace` asks for their replacements."""
+def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """`value` with the results of `function` for tensors; dataclasses, tuples and mappings are searched, in order."""
     if isinstance(value, Tensor):
-        yield value
-    else:
-        for child in _children(value).values():
-            yield from _tensors(child)
-
-
-def _replace(value: Any, following: Callable[[], Tensor]) -> Any:
-    """`value` with every tensor in it replaced."""
-    if isinstance(value, Tensor):
-        return following()
-    replaced = {key: _replace(child, following) for key, child in _children(value).items()}
+        return function(value)
     if dataclasses.is_dataclass(value):
-        return dataclasses.replace(cast("Any", value), **replaced)
+        names = [field.name for field in dataclasses.fields(value)]
+        return dataclasses.replace(
+            cast("Any", value), **{name: _map_tensors(getattr(value, name), function) for name in names}
+        )
     if isinstance(value, tuple):
-        return tuple(replaced.values())
-    return replaced if isinstance(value, Mapping) else value
-
-
-def _children(value: Any) -> Mapping[Any, Any]:
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return dict(enumerate(value))
-    return value if isinstance(value, Mapping) else {}
+        return tuple(_map_tensors(child, function) for child in value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(child, function) for key, child in value.items()}
+    return value

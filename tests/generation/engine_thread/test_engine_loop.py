@@ -11,7 +11,6 @@ import pytest
 
 from tailrace.errors import RequestRefused
 from tailrace.generation.decisions import WeightPolicy
-from tailrace.generation.engine_thread.generator import ask
 from tailrace.generation.engine_thread.handover import Staged, Waiter
 from tailrace.generation.engine_thread.inbox import Interruption
 from tailrace.generation.engines.protocol import SampledTokens
@@ -29,7 +28,7 @@ async def occupancy(engine: SimulatedEngine, slots: int, sessions: int, turns: i
     async def session(name: str) -> Completion:
         for turn in range(turns):
             length = lengths.randint(40, 80)
-            done = await ask(world.inbox, request(f"{name}/{turn}", [1, 2], session=name, max_tokens=length))
+            done = await world.inbox.generate(request(f"{name}/{turn}", [1, 2], session=name, max_tokens=length))
         session_over.set()
         return done
 
@@ -47,7 +46,7 @@ class BurstEngine(SimulatedEngine):
     """Fills its slots only once in 16 steps."""
 
     def _place_waiting(self) -> None:
-        if self._steps % 16 == 0:
+        if self.statistics().steps_total % 16 == 0:
             super()._place_waiting()
 
 
@@ -80,9 +79,9 @@ async def test_several_requests_may_finish_in_one_step_and_each_learns_how_many_
 async def test_more_than_one_sequence_and_an_id_in_use_are_refused_and_cost_nobody_else() -> None:
     world = World(SimulatedEngine())
     good = world.ask("r")
-    many = asyncio.create_task(ask(world.inbox, request("many", [1], n=4)))
+    many = asyncio.create_task(world.inbox.generate(request("many", [1], n=4)))
     await world.iterate()
-    twin = asyncio.create_task(ask(world.inbox, request("r", [1])))
+    twin = asyncio.create_task(world.inbox.generate(request("r", [1])))
     await world.iterate()
     with pytest.raises(RequestRefused, match=r"request many: sampling.n is 4; a request samples one sequence"):
         await many
@@ -138,7 +137,7 @@ async def test_recomputing_mixes_no_cache_and_keeping_counts_the_tokens_that_do(
 async def test_a_completion_tells_which_of_its_tokens_were_sampled_over_older_caches() -> None:
     world = World(SimulatedEngine(chunk_tokens=2))
     asked = request("r", [1, 2], max_tokens=14)
-    task = world.start(ask(world.inbox, asked))
+    task = world.start(world.inbox.generate(asked))
     for version in (0, 1, 2):
         if version:
             world.inbox.put_staged(Staged({}, version))
@@ -148,7 +147,7 @@ async def test_a_completion_tells_which_of_its_tokens_were_sampled_over_older_ca
         if version == 1:  # what goes on after an interruption is computed anew, by the weights of then
             world.inbox.put_interruption(Interruption(Waiter.on_current_loop()))
             await world.iterate()
-            task = world.start(ask(world.inbox, replace(asked, prefix=task.result())))
+            task = world.start(world.inbox.generate(replace(asked, prefix=task.result())))
             await world.iterate()
     completion = (await world.finish())[-1]
     versions = completion.policy_versions.tolist()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tailrace.generation.decisions import WeightPolicy
-from tailrace.generation.engine_thread.generator import Generator, ask
+from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engine_thread.handover import Staged, Waiter
 from tailrace.generation.engine_thread.inbox import Interruption
 from tailrace.generation.engines.simulated import SimulatedEngine
@@ -53,7 +53,7 @@ async def interrupted(
 
     async def generate(asked: GenerationRequest) -> Completion:
         while True:
-            completion = await ask(next(turns).inbox, asked)
+            completion = await next(turns).inbox.generate(asked)
             if completion.finish_reason is not FinishReason.ABORTED:
                 return completion
             asked = replace(asked, prefix=completion)

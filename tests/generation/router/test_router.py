@@ -208,8 +208,8 @@ async def test_a_replica_starved_of_weights_takes_no_new_requests_and_is_given_u
         slow.may_load.clear()
         for version in (1, 2):
             here.publish(store.publish(model.state_dict(), version))
-        await until(lambda: here.router.figures()[1].policy_version == 2)
-        assert [replica.serving for replica in here.router.figures()] == [False, True]
+        await until(lambda: here.router.replicas[1].version == 2)
+        assert [replica.serving for replica in here.router.replicas] == [False, True]
         for number in range(6):
             assert (await here.ask(str(number), SamplingParams(max_tokens=2))).num_tokens == 2
         assert (len(slow.prefixes), len(quick.prefixes)) == (0, 6)
@@ -238,10 +238,10 @@ async def test_figures_tell_failovers_and_what_runs(model) -> None:
         (await here.join("a", Replica(model))).breaks_after = 4
         call = here.ask()
         await until(here.uses["a"].done)
-        assert here.router.figures()[0].failovers == 1
+        assert here.router.replicas[0].failovers == 1
         brake = Brake()
         await here.join("b", Replica(model, brake=brake))
-        await until(lambda: here.router.figures()[1].requests == 1)
+        await until(lambda: here.router.replicas[1].requests == 1)
         brake.let_go()
         assert (await call).num_tokens == 250
-        assert [replica.requests for replica in here.router.figures()] == [0, 0]
+        assert [replica.requests for replica in here.router.replicas] == [0, 0]

@@ -55,7 +55,7 @@ async def served(
     serving = asyncio.create_task(server.serve())
     client = GeneratorClient(address)
     try:
-        await client.statistics()
+        await client.hello()
         yield client
     finally:
         await GeneratorClient(address).close()
@@ -71,7 +71,7 @@ def ask(client: GeneratorClient, name: str, prompt: list[int], **sampling: objec
 
 async def running(client: GeneratorClient, count: int) -> None:
     """Wait until so many requests run."""
-    while (await client.statistics()).running != count:  # noqa: ASYNC110 - statistics have no event
+    while (await client.hello()).statistics.running != count:  # noqa: ASYNC110 - statistics have no event
         await asyncio.sleep(0.001)
 
 
@@ -85,7 +85,7 @@ async def test_completions_cross_the_socket_unchanged(model) -> None:
             assert completion.policy_versions.tolist() == [0] * 9
             assert completion.finish_reason is FinishReason.LENGTH
             assert completion.metrics["cached_prompt_tokens"] == 0
-        assert (await client.statistics()).sampled_tokens_total == 54
+        assert (await client.hello()).statistics.sampled_tokens_total == 54
 
 
 async def test_a_prefix_crosses_the_socket(model) -> None:
@@ -197,7 +197,7 @@ async def test_cancelling_the_caller_aborts_the_remote_request(model) -> None:
             call.cancel()
         assert (await ask(client, "next", [2], max_tokens=3)).num_tokens == 3
         await running(client, 0)
-        assert (await client.statistics()).sampled_tokens_total < 4 * 250
+        assert (await client.hello()).statistics.sampled_tokens_total < 4 * 250
 
 
 async def test_a_client_told_of_a_failure_fails_every_outstanding_and_later_call(model) -> None:

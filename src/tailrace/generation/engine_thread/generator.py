@@ -7,7 +7,7 @@
     futures  ←── one call_soon_threadsafe ──     engine.step()
 
 The engine is built, stepped and closed in that very thread (OpenMP settings are per thread, and some engines mind).
-What it does next is decided in `decisions`, and done in `engine_loop`.
+What it does next is decided in `decisions`, and done in `loop`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ import msgspec
 from tailrace.errors import EngineFailed, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.handover import Waiter
-from tailrace.generation.engine_thread.inbox import (
-    Call,
-    Inbox,
-    Interruption,
-    RecordedExperts,
-)
+from tailrace.generation.engine_thread.inbox import Inbox, Interruption, RecordedExperts
 from tailrace.generation.engine_thread.loop import EngineLoop, fail_inbox
 from tailrace.generation.engine_thread.payload_putter import PayloadPutter
 from tailrace.generation.engine_thread.staging import LoadCall, Stager, TensorsOpener
@@ -91,7 +86,7 @@ class Generator:
     async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         """Sample one completion. See `records.Generate`."""
         recorded: list[RecordedExperts] = []
-        completion = await ask(self._inbox, request, on_chunk, recorded)
+        completion = await self._inbox.generate(request, on_chunk, recorded)
         if not recorded:
             return completion
         return replace(completion, routed_experts=completion.routed_experts + await self._payloads.put(recorded))
@@ -144,26 +139,6 @@ class Generator:
         await asyncio.to_thread(self._thread.join, _STUCK_END_S if self._worker.is_broken else None)
         await asyncio.to_thread(self._stager.join, _STAGING_END_S)
         await self._payloads.close()
-
-
-async def ask(
-    inbox: Inbox,
-    request: GenerationRequest,
-    on_chunk: OnChunk | None = None,
-    recorded: list[RecordedExperts] | None = None,
-) -> Completion:
-    """Put a request into an inbox and wait for its completion; abort it when cancelled, or when `on_chunk` raises.
-
-    What the engine recorded beside the tokens is added to `recorded`.
-    """
-    loop = asyncio.get_running_loop()
-    call = Call(request, loop, loop.create_future(), on_chunk, experts=[] if recorded is None else recorded)
-    inbox.put_call(call)
-    try:
-        return await call.future
-    except BaseException:
-        inbox.put_abort(call)
-        raise
 
 
 class _Worker:

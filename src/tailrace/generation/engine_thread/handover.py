@@ -29,11 +29,11 @@ class Waiter(Generic[ResultT]):
 
     def resolve(self, result: ResultT) -> None:
         """Give the result, unless the caller went away."""
-        post(self.loop, set_result, self.future, result)
+        post(self.loop, _set_result, self.future, result)
 
     def fail(self, error: Exception) -> None:
         """Raise the error in the caller, unless it went away."""
-        post(self.loop, set_error, self.future, error)
+        post(self.loop, _set_error, self.future, error)
 
 
 class Staged:
@@ -63,13 +63,13 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *argume
             raise
 
 
-def set_result(future: asyncio.Future[ResultT], result: ResultT) -> None:
+def _set_result(future: asyncio.Future[ResultT], result: ResultT) -> None:
     """Set it, unless the future is done."""
     if not future.done():
         future.set_result(result)
 
 
-def set_error(future: asyncio.Future[ResultT], error: Exception) -> None:
+def _set_error(future: asyncio.Future[ResultT], error: Exception) -> None:
     """Set it, unless the future is done."""
     if not future.done():
         future.set_exception(error)

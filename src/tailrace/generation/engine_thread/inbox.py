@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -24,11 +23,10 @@ class RecordedExperts:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One `generate` in flight. All but the future, which is its event loop's, belongs to the engine's thread."""
+    """One `generate` in flight. All but the waiter belongs to the engine's thread."""
 
     request: GenerationRequest
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Completion]
+    waiter: Waiter[Completion]
     on_chunk: OnChunk | None = None
     chunks: list[SampledTokens] = field(default_factory=list)
     experts: list[RecordedExperts] = field(default_factory=list)
@@ -67,21 +65,26 @@ class Inbox:
         self._closing = False
         self._failure: Callable[[], Exception] | None = None
 
-    def put_call(self, call: Call) -> None:
-        """Hand over a request. Raises the failure once the thread is gone."""
+    async def generate(
+        self,
+        request: GenerationRequest,
+        on_chunk: OnChunk | None = None,
+        recorded: list[RecordedExperts] | None = None,
+    ) -> Completion:
+        """Hand over a request and wait for its completion; abort it when cancelled, or when `on_chunk` raises.
+
+        What the engine recorded beside the tokens is added to `recorded`. Raises the failure once the thread is gone.
+        """
+        call = Call(request, Waiter.on_current_loop(), on_chunk, experts=[] if recorded is None else recorded)
         with self._changed:
             self._require_open()
             self._calls.append(call)
             self._changed.notify()
-
-    def put_abort(self, call: Call) -> None:
-        """Ask for the end of a request that was handed over before."""
-        with self._changed:
-            if call in self._calls:
-                self._calls.remove(call)
-                return
-            self._aborted.append(call)
-            self._changed.notify()
+        try:
+            return await call.waiter.future
+        except BaseException:
+            self._abort(call)
+            raise
 
     def put_staged(self, staged: Staged) -> None:
         """Hand over a model state dict that lies ready. Raises the failure once the thread is gone."""
@@ -153,6 +156,14 @@ class Inbox:
             taken = Taken(self._calls, self._aborted, self._interruptions)
             self._calls, self._aborted, self._interruptions = [], [], []
             return taken
+
+    def _abort(self, call: Call) -> None:
+        with self._changed:
+            if call in self._calls:
+                self._calls.remove(call)
+                return
+            self._aborted.append(call)
+            self._changed.notify()
 
     def _state(self) -> InboxState:
         return InboxState(

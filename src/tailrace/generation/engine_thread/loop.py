@@ -29,7 +29,7 @@ from tailrace.generation.decisions import (
     Step,
     WeightPolicy,
 )
-from tailrace.generation.engine_thread.handover import post, set_error, set_result
+from tailrace.generation.engine_thread.handover import post
 from tailrace.generation.engine_thread.inbox import Call, Inbox, Interruption, RecordedExperts
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
 from tailrace.records import Completion, FinishReason
@@ -103,7 +103,7 @@ class EngineLoop:
         """Fail what is in flight, what waits, and all that will come. From any thread: the engine's may be stuck."""
         fail_inbox(self._inbox, failure)
         for call in [*self._calls.values()]:
-            post(call.loop, set_error, call.future, failure())
+            call.waiter.fail(failure())
         for interrupting in [*self._interrupting]:
             interrupting.interruption.done.fail(failure())
 
@@ -112,7 +112,16 @@ class EngineLoop:
     def _step(self, admit: bool) -> None:
         taken = self._inbox.take(admit=admit)
         for call in taken.calls:
-            self._admit(call)
+            call.waited_s = time.perf_counter() - call.arrived_s
+            try:
+                if (done := finished(call.request, self._engine.limits)) is not None:
+                    call.waiter.resolve(done)
+                    continue
+                self._engine.add(call.request)
+            except RequestRefused as error:
+                call.waiter.fail(error)
+            else:
+                self._calls[call.request.request_id] = call
         for call in taken.aborted:
             if self._calls.get(call.request.request_id) is call:
                 self._engine.abort(call.request.request_id)
@@ -123,22 +132,6 @@ class EngineLoop:
             self._resolve(self._engine.step())
         self._settle_interruptions()
 
-    def _admit(self, call: Call) -> None:
-        request = call.request
-        done = finished(request, self._engine.limits)
-        if done is not None:
-            post(call.loop, set_result, call.future, done)
-            return
-        call.waited_s = time.perf_counter() - call.arrived_s
-        try:
-            if request.request_id in self._calls:
-                raise RequestRefused(f"request {request.request_id} is running already; request ids must be unique")
-            self._engine.add(request)
-        except RequestRefused as error:
-            post(call.loop, set_error, call.future, error)
-        else:
-            self._calls[request.request_id] = call
-
     def _resolve(self, chunks: list[SampledTokens]) -> None:
         """Hand chunks and completions to their event loops: one wake-up per loop, however many there are."""
         deliveries: dict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
@@ -148,14 +141,14 @@ class EngineLoop:
             self._nonfinite += count_nonfinite(chunk.logprobs)
             if chunk.finish_reason is None:
                 if call.on_chunk is not None:
-                    deliveries[call.loop].append(_Delivery(call, chunk))
+                    deliveries[call.waiter.loop].append(_Delivery(call, chunk))
                 continue
             completion = assembled(call.request.prefix, call.chunks, chunk.finish_reason, waited_s=call.waited_s)
             if chunk.routed_experts is not None:
                 call.experts.append(RecordedExperts(chunk.routed_experts_start, chunk.routed_experts))
             completion.metrics["in_flight"] = float(len(self._calls))
             del self._calls[chunk.request_id]
-            deliveries[call.loop].append(_Delivery(call, chunk, completion))
+            deliveries[call.waiter.loop].append(_Delivery(call, chunk, completion))
         for loop, delivered in deliveries.items():
             self._notifications.append(partial(post, loop, _deliver, delivered))
 
@@ -169,7 +162,7 @@ class EngineLoop:
             self._engine.abort(name)
         waiting = self._inbox.take_calls(ids)
         for call in waiting:
-            post(call.loop, set_result, call.future, assembled(call.request.prefix, [], FinishReason.ABORTED))
+            call.waiter.resolve(assembled(call.request.prefix, [], FinishReason.ABORTED))
         self._interrupting.append(_Interrupting(interruption, wanted, len(wanted) + len(waiting)))
 
     def _settle_interruptions(self) -> None:
@@ -226,7 +219,7 @@ def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:
     """Fail what waits in it and all that will come."""
     taken = inbox.fail(failure)
     for call in taken.calls:
-        post(call.loop, set_error, call.future, failure())
+        call.waiter.fail(failure())
     for interruption in taken.interruptions:
         interruption.done.fail(failure())
 
@@ -234,7 +227,7 @@ def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:
 def _deliver(deliveries: list[_Delivery]) -> None:
     """On the callers' event loop. A listener that raises fails its own request alone."""
     for delivery in deliveries:
-        future, on_chunk = delivery.call.future, delivery.call.on_chunk
+        future, on_chunk = delivery.call.waiter.future, delivery.call.on_chunk
         if future.done():
             continue
         try:

@@ -164,7 +164,7 @@ class Engine(Protocol):
         """Tell at once when the engine ends by itself, idle or in a step: a process or a rank of it died."""
 
     def add(self, request: GenerationRequest) -> None:
-        """Accept a request. Raises `RequestRefused` for an impossible one; others go on."""
+        """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running; others go on."""
 
     def step(self) -> list[SampledTokens]:
         """Advance by one iteration: any number of requests may advance or finish."""

@@ -89,7 +89,8 @@ class SimulatedEngine(Engine):
 
     @override
     def add(self, request: GenerationRequest) -> None:
-        self._limits.require_acceptable(request)
+        running = {one.request.request_id for one in (*self._waiting, *self._running)}
+        self._limits.require_acceptable(request, running)
         sampled = request.prefix_tokens
         checksum = zlib.crc32(request.context_token_ids.astype(np.int32).tobytes())
         self._waiting.append(_Running(request, sampled, checksum, self._version, time.perf_counter()))

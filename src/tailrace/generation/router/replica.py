@@ -1,4 +1,4 @@
-"""One replica, as the router knows it: what it reported, what it was sent since, and which version it holds."""
+"""One replica as the router sees it: its last report, the requests sent since, the version it holds."""
 
 from __future__ import annotations
 
@@ -35,38 +35,9 @@ class ReplicaClient(Protocol):
         """Fail every outstanding and every later call."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaFigures:
-    """A replica, for metrics and people."""
-
-    name: str
-    serving: bool
-    """Whether it takes requests."""
-    requests: int
-    """In flight."""
-    running_tokens: int
-    """Of those, by its last report."""
-    policy_version: int
-    restarts: int
-    failovers: int
-    """Requests that went on elsewhere because this replica died or got stuck."""
-
-    def metrics(self) -> dict[str, float]:
-        """By the names of the metrics' table."""
-        values = {
-            "requests": self.requests,
-            "running_tokens": self.running_tokens,
-            "policy_version": self.policy_version,
-            "serving": self.serving,
-            "restarts": self.restarts,
-            "failovers": self.failovers,
-        }
-        return {f"generator/{self.name}/{name}": float(value) for name, value in values.items()}
-
-
 @dataclass(slots=True, eq=False)
 class Replica:
-    """State of one replica over all its restarts. Plain: whoever changes it tells the router's waiters."""
+    """State of one replica over all its restarts. Plain; the router that changes it wakes its own waiters."""
 
     name: str
     client: ReplicaClient | None = None
@@ -77,9 +48,12 @@ class Replica:
     """It trails the trainer by more than it may: no new requests."""
     statistics: EngineStatistics | None = None
     requests: int = 0
+    """In flight."""
     restarts: int = 0
     failovers: int = 0
+    """Requests that went on elsewhere because this replica died or got stuck."""
     completions: int = 0
+    """Since it last joined."""
     _sent: int = 0
     _promised: deque[tuple[int, int]] = field(default_factory=deque)
     """Number and tokens of each request that no report covers yet."""
@@ -92,32 +66,37 @@ class Replica:
             return UNAVAILABLE
         return load_of(self.statistics, self._promised_tokens)
 
-    def joined(self, client: ReplicaClient, statistics: EngineStatistics) -> None:
+    @property
+    def serving(self) -> bool:
+        """Whether it takes requests."""
+        return self.load != UNAVAILABLE
+
+    def join(self, client: ReplicaClient, statistics: EngineStatistics) -> None:
         """A fresh process, or a fresh connection."""
         self.client, self.statistics, self.version = client, statistics, -1
         self.starved, self._sent, self._promised_tokens, self.completions = False, 0, 0, 0
         self._promised.clear()
 
-    def sent(self, tokens: int) -> None:
-        """A request that may come to hold so many tokens is on its way."""
+    def promise(self, tokens: int) -> None:
+        """A request that may come to hold so many tokens was sent."""
         self._sent += 1
         self._promised.append((self._sent, tokens))
         self._promised_tokens += tokens
 
-    def reported(self, statistics: EngineStatistics, received: int) -> None:
-        """How busy it is; `received` of our requests had arrived, and are part of that."""
+    def report(self, statistics: EngineStatistics, received: int) -> None:
+        """Take its report, which covers the first `received` of our requests."""
         self.statistics = statistics
         while self._promised and self._promised[0][0] <= received:
             self._promised_tokens -= self._promised.popleft()[1]
 
-    def figures(self) -> ReplicaFigures:
-        """A snapshot."""
-        return ReplicaFigures(
-            name=self.name,
-            serving=self.load != UNAVAILABLE,
-            requests=self.requests,
-            running_tokens=self.statistics.running_tokens if self.client and self.statistics else 0,
-            policy_version=max(0, self.version),
-            restarts=self.restarts,
-            failovers=self.failovers,
-        )
+    def metrics(self) -> dict[str, float]:
+        """By the names of the metrics' table."""
+        values = {
+            "requests": self.requests,
+            "running_tokens": self.statistics.running_tokens if self.client and self.statistics else 0,
+            "policy_version": max(0, self.version),
+            "serving": self.serving,
+            "restarts": self.restarts,
+            "failovers": self.failovers,
+        }
+        return {f"generator/{self.name}/{name}": float(value) for name, value in values.items()}

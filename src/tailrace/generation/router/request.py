@@ -1,4 +1,4 @@
-"""One call of `generate`, over all the replicas that it meets: what it has so far, and what becomes of it."""
+"""The state of one call of `generate`, over all the replicas that serve parts of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tailrace.records import Completion, FinishReason, GenerationRequest, Reques
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """Plain state; the router asks and waits."""
+    """Plain state; the router does the I/O."""
 
     request: GenerationRequest
     """As it came, but with everything that was sampled before the present part as its prefix."""
     is_interrupted: bool = False
-    """Its caller is to have it back as it is."""
+    """It returns to its caller as it is."""
     client: ReplicaClient | None = None
     """Where its present part runs."""
     _parts: int = 0
@@ -31,12 +31,12 @@ class RoutedRequest:
             return self.request
         return replace(self.request, request_id=RequestId(f"{self.request.request_id}+{self._parts}"))
 
-    def goes_on(self, completion: Completion) -> None:
+    def continue_from(self, completion: Completion) -> None:
         """A replica handed it back before its end."""
         self.request = replace(self.request, prefix=completion)
         self._parts += 1
 
-    def lost(self, chunks: Sequence[Completion], error: EngineFailed, most: int) -> None:
+    def fail_over(self, chunks: Sequence[Completion], error: EngineFailed, most: int) -> None:
         """Its replica died; `chunks` had come by then. Raises `RequestRefused` after more than `most` deaths."""
         self._died += 1
         if self._died > most:
@@ -48,8 +48,8 @@ class RoutedRequest:
             self.request = replace(self.request, prefix=joined(self.request.prefix, chunks, FinishReason.ABORTED))
         self._parts += 1
 
-    def interrupted(self) -> Completion:
-        """As it is, for its caller."""
+    def as_aborted(self) -> Completion:
+        """What it has so far, for its caller."""
         if self.request.prefix is None:
             return joined(None, [], FinishReason.ABORTED)
         return replace(self.request.prefix, finish_reason=FinishReason.ABORTED)

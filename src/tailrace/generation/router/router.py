@@ -20,7 +20,7 @@ from tailrace.generation.completions import finished
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.router.policies import UNAVAILABLE, LeastLoaded, RoutingPolicy, Sticky
-from tailrace.generation.router.replica import Replica, ReplicaClient, ReplicaFigures
+from tailrace.generation.router.replica import Replica, ReplicaClient
 from tailrace.generation.router.request import RoutedRequest
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.generation.router.weights import WeightDistributor
@@ -44,7 +44,7 @@ class Router:
     ) -> None:
         self._settings = settings
         self._starved_at = max(1, max_staleness)
-        self._replicas = [Replica(name) for name in names]
+        self.replicas = [Replica(name) for name in names]
         self._policy: RoutingPolicy = (
             Sticky(ratio=settings.escape_ratio, slack=settings.escape_slack)
             if settings.policy == "sticky"
@@ -56,7 +56,7 @@ class Router:
         )
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
-        self._requests: set[RoutedRequest] = set()
+        self._requests: dict[RoutedRequest, None] = {}  # in order of arrival, which a set has not
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -66,17 +66,17 @@ class Router:
         Raises `EngineFailed` once no replica is left, and `RequestRefused` for a request under which too many died.
         """
         routed = RoutedRequest(request)
-        self._requests.add(routed)
+        self._requests[routed] = None
         try:
             while (completion := finished(routed.request)) is None:
                 index = await self._choose(routed)
                 if index is None:
-                    return routed.interrupted()
+                    return routed.as_aborted()
                 if (completion := await self._run_part(index, routed, on_chunk)) is not None:
                     return completion
             return completion
         finally:
-            self._requests.discard(routed)
+            self._requests.pop(routed, None)
 
     async def _choose(self, routed: RoutedRequest) -> int | None:
         """Wait for a replica that takes the request; None once it is interrupted."""
@@ -86,12 +86,13 @@ class Router:
             index = self._policy.choose(routed.request.session_id, routed.request.group_id, self._loads)
             if index is not None:
                 return index
-            await self._next_change()
+            self._changed.clear()
+            await self._changed.wait()
         return None
 
     async def _run_part(self, index: int, routed: RoutedRequest, on_chunk: OnChunk | None) -> Completion | None:
         """The completion; None when the request has to go on elsewhere."""
-        replica = self._replicas[index]
+        replica = self.replicas[index]
         client, part, chunks = replica.client, routed.part, list[Completion]()
         assert client is not None
 
@@ -102,7 +103,7 @@ class Router:
 
         routed.client = client
         replica.requests += 1
-        replica.sent(len(part.prompt_token_ids) + part.sampling.max_tokens)
+        replica.promise(len(part.prompt_token_ids) + part.sampling.max_tokens)
         self._loads[index] = replica.load
         try:
             completion = await client.generate(part, keep)
@@ -110,7 +111,7 @@ class Router:
             replica.failovers += 1
             client.fail(error)  # its engine is gone, whatever of it still answers
             self._update()
-            routed.lost(chunks, error, self._settings.max_failovers)
+            routed.fail_over(chunks, error, self._settings.max_failovers)
             return None
         finally:
             routed.client = None
@@ -118,7 +119,7 @@ class Router:
         replica.completions += 1
         if completion.finish_reason is not FinishReason.ABORTED:
             return completion
-        routed.goes_on(completion)
+        routed.continue_from(completion)
         return None
 
     # --- interruption --------------------------------------------------------------------------------------------
@@ -154,8 +155,8 @@ class Router:
         It takes requests once it holds the newest version. Raises `TailraceError` when that cannot be installed.
         """
         index = self._index(name)
-        replica = self._replicas[index]
-        replica.joined(client, statistics)
+        replica = self.replicas[index]
+        replica.join(client, statistics)
         self._policy.forget(index)
         replica.starved = self.weights.newest is not None
         ended = asyncio.ensure_future(client.failed())
@@ -179,31 +180,27 @@ class Router:
                 task.cancel()
             await asyncio.gather(ended, following, starving, return_exceptions=True)
 
-    def heard(self, name: str, statistics: EngineStatistics, received: int) -> None:
-        """A replica's report. See `GeneratorClient`."""
+    def report(self, name: str, statistics: EngineStatistics, received: int) -> None:
+        """Take a replica's report: a `ReportListener`."""
         index = self._index(name)
-        self._replicas[index].reported(statistics, received)
-        self._loads[index] = self._replicas[index].load
+        self.replicas[index].report(statistics, received)
+        self._loads[index] = self.replicas[index].load
 
     def restarted(self, name: str) -> None:
         """Count a restart."""
-        self._replicas[self._index(name)].restarts += 1
+        self.replicas[self._index(name)].restarts += 1
 
     def completions(self, name: str) -> int:
         """Of a replica since it last joined."""
-        return self._replicas[self._index(name)].completions
+        return self.replicas[self._index(name)].completions
 
     def fail(self, failure: Exception) -> None:
         """No replica is left and none will come: every waiting and every later call fails with `EngineFailed`."""
         self._failure = self._failure or failure
-        for replica in self._replicas:
+        for replica in self.replicas:
             if replica.client is not None:
                 replica.client.fail(self._failure)
         self._update()
-
-    def figures(self) -> list[ReplicaFigures]:
-        """A snapshot of every replica."""
-        return [replica.figures() for replica in self._replicas]
 
     async def serving(self) -> None:
         """Wait until some replica takes requests. Raises `EngineFailed` when none will."""
@@ -223,7 +220,7 @@ class Router:
     def _weights_changed(self) -> None:
         """Whether replicas hold weights that are new enough for new requests."""
         if (newest := self.weights.newest) is not None:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 # One that came back must first reach the newest version; later it may trail as far as tokens may be
                 # stale.
                 replica.starved = newest.version - replica.version >= (1 if replica.starved else self._starved_at)
@@ -248,10 +245,6 @@ class Router:
 
     # --- waiting -------------------------------------------------------------------------------------------------
 
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for the condition, or raise what ended the router."""
         await wait_until(self._changed, lambda: self._failure is not None or condition())
@@ -260,8 +253,8 @@ class Router:
 
     def _update(self) -> None:
         """Something may take requests that did not, or the other way round."""
-        self._loads[:] = [replica.load for replica in self._replicas]
+        self._loads[:] = [replica.load for replica in self.replicas]
         self._changed.set()
 
     def _index(self, name: str) -> int:
-        return next(index for index, replica in enumerate(self._replicas) if replica.name == name)
+        return next(index for index, replica in enumerate(self.replicas) if replica.name == name)

@@ -27,36 +27,9 @@ import zmq.asyncio
 from tailrace.errors import CorruptData, EngineFailed, SettingsError
 from tailrace.generation.completions import tail
 from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.keys import CurveKeys, keep_alive
-from tailrace.generation.rpc.messages import (
-    PROTOCOL,
-    TO_ALL,
-    AbortCall,
-    AnyCall,
-    AnyReply,
-    ChunkReply,
-    CloseCall,
-    ClosedReply,
-    CompletionReply,
-    ErrorReply,
-    Frames,
-    GenerateCall,
-    HelloCall,
-    InterruptCall,
-    InterruptedReply,
-    LeaveCall,
-    LoadCall,
-    LoadedReply,
-    ReportReply,
-    StatisticsCall,
-    StatisticsReply,
-    UploadCall,
-    UploadedReply,
-    WelcomeReply,
-    unpack_error,
-    unpack_payloads,
-    unpack_reply,
-)
+from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
 from tailrace.generation.rpc.progress import ProgressDeadline
 from tailrace.generation.rpc.uploads import PIECE_BYTES, PIECES_IN_FLIGHT
 from tailrace.records import (
@@ -154,14 +127,14 @@ class GeneratorClient:
         """Wait until the server is there; a client that failed is waited for no longer, and `hello` tells why."""
         await self._connected.wait()
 
-    async def hello(self, epoch: str = "") -> WelcomeReply:
+    async def hello(self, epoch: str = "") -> messages.WelcomeReply:
         """Introduce this client, and wait for the engine to be built. From then on the server reports.
 
         Raises what building the engine raised, and `SettingsError` for a server that is none, or not for us.
         """
-        call = HelloCall(call_id=next(self._ids), protocol=PROTOCOL, epoch=epoch)
+        call = messages.HelloCall(call_id=next(self._ids), protocol=messages.PROTOCOL, epoch=epoch)
         try:
-            welcome, _ = await self._call(call, WelcomeReply)
+            welcome, _ = await self._call(call, messages.WelcomeReply)
         except CorruptData as error:
             raise SettingsError(
                 f"generator.connect: what listens at {self._address} is no generator: {error}"
@@ -182,7 +155,7 @@ class GeneratorClient:
 
         call = GenerateCall(call_id=next(self._ids), request=request, wants_chunks=on_chunk is not None)
         with self._watched():
-            reply, frames = await self._call(call, CompletionReply, on_chunk=deliver)
+            reply, frames = await self._call(call, messages.CompletionReply, on_chunk=deliver)
         completion = reply.completion
         if completion.num_tokens > streamed:  # the last tokens come with the completion alone
             deliver(tail(completion, streamed))
@@ -191,10 +164,12 @@ class GeneratorClient:
         known = () if request.prefix is None else request.prefix.routed_experts
         return replace(completion, routed_experts=known + await self._keep(reply, frames, request.owner))
 
-    async def _keep(self, reply: CompletionReply, frames: Frames, owner: RolloutId | None) -> tuple[PayloadChunk, ...]:
+    async def _keep(
+        self, reply: messages.CompletionReply, frames: Frames, owner: RolloutId | None
+    ) -> tuple[PayloadChunk, ...]:
         """Payloads that came along go into this side's store, or nowhere; references of the other side mean nothing."""
         kept = []
-        for chunk, array in unpack_payloads(reply, frames):
+        for chunk, array in messages.unpack_payloads(reply, frames):
             ref = await self._payloads.put(owner, array) if self._payloads is not None else None
             if ref is not None:
                 kept.append(msgspec.structs.replace(chunk, ref=ref))
@@ -204,9 +179,9 @@ class GeneratorClient:
         """Install a published model state dict; the version installed. See `Generator.load_model_state_dict`."""
         if self._lend_file is not None:
             ref = await self._send_file(ref, self._lend_file)
-        call = LoadCall(call_id=next(self._ids), ref=ref)
+        call = messages.LoadCall(call_id=next(self._ids), ref=ref)
         with self._watched():
-            reply, _ = await self._call(call, LoadedReply)
+            reply, _ = await self._call(call, messages.LoadedReply)
         return reply.version
 
     async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
@@ -219,21 +194,18 @@ class GeneratorClient:
             return ModelStateDictRef(version=lent.version, uri=uri, num_bytes=len(content))
 
     async def _send_piece(self, ref: ModelStateDictRef, content: memoryview, offset: int) -> str:
-        call = UploadCall(call_id=next(self._ids), version=ref.version, num_bytes=len(content), offset=offset)
-        reply, _ = await self._call(call, UploadedReply, [bytes(content[offset : offset + PIECE_BYTES])])
+        call = messages.UploadCall(call_id=next(self._ids), version=ref.version, num_bytes=len(content), offset=offset)
+        reply, _ = await self._call(call, messages.UploadedReply, [bytes(content[offset : offset + PIECE_BYTES])])
         return reply.uri
 
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; see `Generator.interrupt`."""
         ids = None if request_ids is None else frozenset(request_ids)
         with self._watched():
-            reply, _ = await self._call(InterruptCall(call_id=next(self._ids), request_ids=ids), InterruptedReply)
+            reply, _ = await self._call(
+                messages.InterruptCall(call_id=next(self._ids), request_ids=ids), messages.InterruptedReply
+            )
         return reply.requests
-
-    async def statistics(self) -> EngineStatistics:
-        """The engine's statistics, once it is built: also the way to wait for that. Raises what building it raised."""
-        reply, _ = await self._call(StatisticsCall(call_id=next(self._ids)), StatisticsReply)
-        return reply.statistics
 
     @property
     def failure(self) -> Exception | None:
@@ -260,7 +232,7 @@ class GeneratorClient:
         """End the server, for as long as that takes, and this client; when cancelled, this client alone."""
         try:
             with contextlib.suppress(EngineFailed):
-                await self._call(CloseCall(call_id=next(self._ids)), ClosedReply)
+                await self._call(messages.CloseCall(call_id=next(self._ids)), messages.ClosedReply)
         finally:
             await self.leave()
 
@@ -269,7 +241,7 @@ class GeneratorClient:
         if self._socket.closed:
             return
         if self._failure is None:
-            self._socket.send_multipart([encode(LeaveCall(call_id=next(self._ids)))])
+            self._socket.send_multipart([encode(messages.LeaveCall(call_id=next(self._ids)))])
         self.fail(EngineFailed("the client is closed"))
         self._progress.close()
         for task in self._tasks:
@@ -279,7 +251,11 @@ class GeneratorClient:
         self._socket.close(linger=CLOSE_LINGER_MS)
 
     async def _call(
-        self, call: AnyCall, expected: type[ReplyT], frames: Frames = (), on_chunk: OnChunk | None = None
+        self,
+        call: AnyCall,
+        expected: type[ReplyT],
+        frames: Frames = (),
+        on_chunk: OnChunk | None = None,
     ) -> tuple[ReplyT, Frames]:
         """Send a call and wait for its reply; an error that came back is raised."""
         if self._failure is not None:
@@ -291,12 +267,12 @@ class GeneratorClient:
             reply, arrays = await future
         except BaseException:  # cancelled, or `on_chunk` raised: the server need not go on
             if self._failure is None:
-                self._socket.send_multipart([encode(AbortCall(call_id=call.call_id))])
+                self._socket.send_multipart([encode(messages.AbortCall(call_id=call.call_id))])
             raise
         finally:
             del self._calls[call.call_id]
-        if isinstance(reply, ErrorReply):
-            raise unpack_error(reply)
+        if isinstance(reply, messages.ErrorReply):
+            raise messages.unpack_error(reply)
         if not isinstance(reply, expected):
             raise CorruptData(f"{self._name} answered a {type(call).__name__} with a {type(reply).__name__}")
         return reply, arrays
@@ -315,7 +291,7 @@ class GeneratorClient:
         try:
             while True:
                 header, frames = await self._next_message()
-                self._handle(unpack_reply(header), frames)
+                self._handle(messages.unpack_reply(header), frames)
         except (CorruptData, EngineFailed) as error:
             self.fail(error)
 
@@ -328,25 +304,25 @@ class GeneratorClient:
         return first.bytes, [frame.bytes if len(frame) < _COPIED_BYTES else frame.buffer for frame in rest]
 
     def _handle(self, reply: AnyReply, frames: Frames) -> None:
-        if isinstance(reply, ReportReply):
+        if isinstance(reply, messages.ReportReply):
             self._take_report(reply)
             return
         self._progress.progress()
-        if isinstance(reply, ErrorReply) and reply.call_id == TO_ALL:
-            raise unpack_error(reply)
+        if isinstance(reply, messages.ErrorReply) and reply.call_id == messages.TO_ALL:
+            raise messages.unpack_error(reply)
         call = self._calls.get(reply.call_id)
         if call is not None and call.future.done():
             call = None
-        if isinstance(reply, ChunkReply):
+        if isinstance(reply, messages.ChunkReply):
             if call is not None:
                 call.deliver(reply.chunk)
             return
-        if self._payloads is not None and isinstance(reply, CompletionReply) and not self._by_value:
+        if self._payloads is not None and isinstance(reply, messages.CompletionReply) and not self._by_value:
             self._payloads.record(call.owner if call else None, reply.completion.routed_experts)
         if call is not None:
             call.future.set_result((reply, frames))
 
-    def _take_report(self, report: ReportReply) -> None:
+    def _take_report(self, report: messages.ReportReply) -> None:
         """An engine that stepped or took weights makes progress, whether or not a chunk was full."""
         seen = (report.statistics.steps_total, report.statistics.policy_version)
         if seen != self._last_seen:

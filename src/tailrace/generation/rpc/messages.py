@@ -82,24 +82,12 @@ class InterruptCall(_Call, frozen=True, kw_only=True):
     """All where None."""
 
 
-class StatisticsCall(_Call, frozen=True, kw_only=True):
-    """Ask for the engine's statistics; answered once the engine is built."""
-
-
 class CloseCall(_Call, frozen=True, kw_only=True):
     """End the generator and the server; answered when the engine is closed."""
 
 
 AnyCall: TypeAlias = (
-    HelloCall
-    | LeaveCall
-    | GenerateCall
-    | AbortCall
-    | LoadCall
-    | UploadCall
-    | InterruptCall
-    | StatisticsCall
-    | CloseCall
+    HelloCall | LeaveCall | GenerateCall | AbortCall | LoadCall | UploadCall | InterruptCall | CloseCall
 )
 
 
@@ -155,12 +143,6 @@ class InterruptedReply(_Call, frozen=True, kw_only=True):
     """How many."""
 
 
-class StatisticsReply(_Call, frozen=True, kw_only=True):
-    """The engine's statistics."""
-
-    statistics: EngineStatistics
-
-
 class ClosedReply(_Call, frozen=True, kw_only=True):
     """The engine is closed."""
 
@@ -180,7 +162,6 @@ AnyReply: TypeAlias = (
     | LoadedReply
     | UploadedReply
     | InterruptedReply
-    | StatisticsReply
     | ClosedReply
     | ErrorReply
 )

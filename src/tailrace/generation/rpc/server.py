@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -21,34 +20,9 @@ import zmq.asyncio
 
 from tailrace.errors import CorruptData, EngineFailed, SettingsError
 from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.keys import CurveKeys, guard, keep_alive
-from tailrace.generation.rpc.messages import (
-    PROTOCOL,
-    TO_ALL,
-    AbortCall,
-    AnyCall,
-    AnyReply,
-    ChunkReply,
-    CloseCall,
-    ClosedReply,
-    CompletionReply,
-    Frames,
-    GenerateCall,
-    HelloCall,
-    InterruptCall,
-    InterruptedReply,
-    LeaveCall,
-    LoadCall,
-    LoadedReply,
-    ReportReply,
-    StatisticsReply,
-    UploadCall,
-    UploadedReply,
-    WelcomeReply,
-    call_id_of,
-    pack_error,
-    unpack_call,
-)
+from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.records import Completion, FinishReason, ModelStateDictRef
 from tailrace.tracing.phases import phase
@@ -154,90 +128,81 @@ class GeneratorServer:
         """Wait for one message; false when it ends the server."""
         client, header, *frames = await self._socket.recv_multipart()
         try:
-            call = unpack_call(header)
+            call = messages.unpack_call(header)
         except CorruptData as error:
             _logger.warning("a client spoke nonsense: %s", error)
-            await self._send(client, pack_error(call_id_of(header), error))
+            await self._send(client, messages.pack_error(messages.call_id_of(header), error))
             return True
-        if isinstance(call, AbortCall):
-            self._abort((client, call.call_id))
+        if isinstance(call, messages.AbortCall):
+            if (aborted := self._tasks.get((client, call.call_id))) is not None:
+                aborted.cancel()
             return True
-        if isinstance(call, LeaveCall):
+        if isinstance(call, messages.LeaveCall):
             self._drop(client)
             return True
         if isinstance(call, GenerateCall) and client in self._clients:
             self._clients[client].received += 1
         task = group.create_task(self._answer(client, call, frames))
         self._tasks[client, call.call_id] = task
-        task.add_done_callback(partial(self._forget, (client, call.call_id)))
-        return not isinstance(call, CloseCall) or self._stand_alone is not None
-
-    def _abort(self, key: tuple[bytes, int]) -> None:
-        task = self._tasks.get(key)
-        if task is not None:
-            task.cancel()
-
-    def _forget(self, key: tuple[bytes, int], _: asyncio.Task[None]) -> None:
-        self._tasks.pop(key, None)
+        task.add_done_callback(lambda _: self._tasks.pop((client, call.call_id), None))
+        return not isinstance(call, messages.CloseCall) or self._stand_alone is not None
 
     def _drop(self, client: bytes) -> None:
         """The client is gone: nobody waits for what it asked for."""
         self._clients.pop(client, None)
-        for key in [key for key in self._tasks if key[0] == client]:
-            self._abort(key)
+        for (asked_by, _), task in self._tasks.items():
+            if asked_by == client:
+                task.cancel()
 
     async def _answer(self, client: bytes, call: AnyCall, frames: Frames) -> None:
+        reply: AnyReply
+        call_id, arrays = call.call_id, list[memoryview]()
         try:
-            reply, arrays = await self._result(client, call, frames)
+            match call:
+                case messages.HelloCall():
+                    reply = await self._welcome(client, call)
+                case GenerateCall():
+                    reply, arrays = await self._generate(client, call)
+                case messages.LoadCall(ref=ref):
+                    version = await self._generator.load_model_state_dict(lambda: self._open(ref), ref.version)
+                    reply = messages.LoadedReply(call_id=call_id, version=version)
+                case messages.UploadCall():
+                    reply = await self._upload(call, frames)
+                case messages.InterruptCall():
+                    count = await self._generator.interrupt(call.request_ids)
+                    reply = messages.InterruptedReply(call_id=call_id, requests=count)
+                case _ if self._stand_alone is None:
+                    await self._generator.close()
+                    reply = messages.ClosedReply(call_id=call_id)
+                case _:
+                    raise SettingsError("a generator that no run started is not ended by one (generator.connect)")
         except Exception as error:  # noqa: BLE001 - raised to the caller, with its type
-            reply, arrays = pack_error(call.call_id, error), []
+            reply = messages.pack_error(call_id, error)
         await self._send(client, reply, arrays)
 
     async def _send(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
         try:
-            has_payloads = isinstance(reply, CompletionReply) and reply.payload_frames > 0
+            has_payloads = isinstance(reply, messages.CompletionReply) and reply.payload_frames > 0
             await self._socket.send_multipart([client, encode(reply), *arrays], copy=not has_payloads)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._drop(client)
 
-    async def _result(self, client: bytes, call: AnyCall, frames: Frames) -> tuple[AnyReply, Frames]:
-        match call:
-            case HelloCall():
-                return await self._welcome(client, call), []
-            case GenerateCall():
-                return await self._generate(client, call)
-            case LoadCall():
-                ref = call.ref
-                version = await self._generator.load_model_state_dict(lambda: self._open(ref), ref.version)
-                return LoadedReply(call_id=call.call_id, version=version), []
-            case UploadCall():
-                return await self._upload(call, frames), []
-            case InterruptCall():
-                count = await self._generator.interrupt(call.request_ids)
-                return InterruptedReply(call_id=call.call_id, requests=count), []
-            case CloseCall() if self._stand_alone is None:
-                await self._generator.close()
-                return ClosedReply(call_id=call.call_id), []
-            case CloseCall():
-                raise SettingsError("a generator that no run started is not ended by one (generator.connect)")
-            case _:
-                await self._generator.ready()
-                return StatisticsReply(call_id=call.call_id, statistics=self._generator.statistics()), []
-
-    async def _welcome(self, client: bytes, call: HelloCall) -> WelcomeReply:
-        if call.protocol != PROTOCOL:
+    async def _welcome(self, client: bytes, call: messages.HelloCall) -> messages.WelcomeReply:
+        if call.protocol != messages.PROTOCOL:
             raise SettingsError(
-                f"generator.connect: the generator speaks version {PROTOCOL} of the protocol, this run version "
-                f"{call.protocol}: install the same version of Tailrace on both sides"
+                f"generator.connect: the generator speaks version {messages.PROTOCOL} of the protocol, this run "
+                f"version {call.protocol}: install the same version of Tailrace on both sides"
             )
         if self._stand_alone:
             await self._begin_run(call.epoch, self._stand_alone)
         await self._generator.ready()
         self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
         statistics = self._generator.statistics()
-        return WelcomeReply(call_id=call.call_id, protocol=PROTOCOL, model=self._model, statistics=statistics)
+        return messages.WelcomeReply(
+            call_id=call.call_id, protocol=messages.PROTOCOL, model=self._model, statistics=statistics
+        )
 
     async def _begin_run(self, epoch: str, stand_alone: StandAlone) -> None:
         """Another run than the last one begins with the engine's first weights. Raises while that one is connected."""
@@ -262,16 +227,18 @@ class GeneratorServer:
                 self._watching = self._group.create_task(self._watch(self._generator))
             self._epoch = epoch
 
-    async def _generate(self, client: bytes, call: GenerateCall) -> tuple[CompletionReply, Frames]:
+    async def _generate(self, client: bytes, call: GenerateCall) -> tuple[messages.CompletionReply, list[memoryview]]:
         def stream(chunk: Completion) -> None:
             assert self._group is not None
             if chunk.finish_reason is FinishReason.RUNNING:  # the last one's tokens go with the completion
-                self._group.create_task(self._send(client, ChunkReply(call_id=call.call_id, chunk=chunk)))
+                self._group.create_task(self._send(client, messages.ChunkReply(call_id=call.call_id, chunk=chunk)))
 
         with phase("request", track="requests", about={"request": call.request.request_id}):
             completion = await self._generator.generate(call.request, stream if call.wants_chunks else None)
         payloads = self._take_payloads(completion)
-        return CompletionReply(call_id=call.call_id, completion=completion, payload_frames=len(payloads)), payloads
+        return messages.CompletionReply(
+            call_id=call.call_id, completion=completion, payload_frames=len(payloads)
+        ), payloads
 
     def _take_payloads(self, completion: Completion) -> list[memoryview]:
         """Out of a store that the client does not see, what the generator has just put: the memory itself."""
@@ -282,20 +249,20 @@ class GeneratorServer:
         store.release(own)
         return payloads
 
-    async def _upload(self, call: UploadCall, frames: Frames) -> UploadedReply:
+    async def _upload(self, call: messages.UploadCall, frames: Frames) -> messages.UploadedReply:
         if self._stand_alone is None:
             raise SettingsError("this generator shares memory with its trainer and takes no weights over its socket")
         async with self._uploading:  # in the order in which the pieces came
             uri = await asyncio.to_thread(
                 self._stand_alone.uploads.write, call.num_bytes, call.offset, bytes(frames[0])
             )
-        return UploadedReply(call_id=call.call_id, uri=uri)
+        return messages.UploadedReply(call_id=call.call_id, uri=uri)
 
     async def _watch(self, generator: Generator) -> None:
         """Waits for the engine to fail, which may be idle, and ends the server with that."""
         self._failure = await generator.failed()
         for client in [*self._clients]:
-            await self._send(client, pack_error(TO_ALL, self._failure))
+            await self._send(client, messages.pack_error(messages.TO_ALL, self._failure))
         raise self._failure
 
     async def _report(self) -> None:
@@ -307,7 +274,7 @@ class GeneratorServer:
                     statistics = self._generator.statistics()
                 except EngineFailed:
                     continue
-                report = ReportReply(call_id=TO_ALL, statistics=statistics, received=state.received)
+                report = messages.ReportReply(call_id=messages.TO_ALL, statistics=statistics, received=state.received)
                 await self._send(client, report)
 
     def close(self) -> None:

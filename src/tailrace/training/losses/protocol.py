@@ -28,7 +28,7 @@ class LossTokens:
     sample_offsets: Tensor
     """[num_samples + 1], int64: tokens of sample i are `sample_offsets[i]` to `sample_offsets[i + 1]`, perhaps none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """More that a batch knows of its tokens, by name: [num_loss_tokens] or [num_loss_tokens, k]."""
+    """More about the tokens by name, [num_loss_tokens] or [num_loss_tokens, k]; empty, since batches carry none yet."""
 
     def part(self, where: slice) -> LossTokens:
         """The tokens of a slice, as views; samples are cut at its ends."""

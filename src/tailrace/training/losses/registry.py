@@ -16,11 +16,9 @@ LOSSES: dict[str, Callable[[LossSettings], Loss]] = {"clipped_ratio": ClippedRat
 
 
 def load_loss(settings: LossSettings) -> Loss:
-    """The loss that `settings` name. Raises `SettingsError` for one's own where it is not to be found."""
-    return LOSSES[settings.name](settings) if settings.name in LOSSES else _import_loss(settings.name)
-
-
-def _import_loss(name: str) -> Loss:
+    """The loss that `settings` name. Raises `SettingsError` for a module or function that does not exist."""
+    if (name := settings.name) in LOSSES:
+        return LOSSES[name](settings)
     module, _, attribute = name.partition(":")
     try:
         loss = getattr(importlib.import_module(module), attribute, None)

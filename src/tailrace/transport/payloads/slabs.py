@@ -154,12 +154,6 @@ class MappedSlab:
         if _HEADER.unpack_from(self._mapping, 0)[0] != MAGIC:
             raise CorruptData(f"{path} holds no payloads")
 
-    @property
-    def generation(self) -> int:
-        """As of now."""
-        _, generation = _HEADER.unpack_from(self._mapping, 0)
-        return int(generation)
-
     def array(self, ref: PayloadRef, address: PayloadAddress) -> NDArray[np.generic]:
         """The payload, read-only. Raises `PayloadLost` for one of another generation, `CorruptData` for none at all."""
         num_bytes = checked_bytes(ref)
@@ -167,7 +161,7 @@ class MappedSlab:
         if address.offset < ALIGNMENT_BYTES or address.offset % ALIGNMENT_BYTES or start + num_bytes > self.size:
             raise CorruptData(f"{ref.uri} lies outside of its file of {self.size:,} bytes")
         generation, size, kind = _ENTRY.unpack_from(self._mapping, address.offset)
-        if self.generation != address.generation:
+        if _HEADER.unpack_from(self._mapping, 0)[1] != address.generation:
             raise PayloadLost(f"{ref.uri} was released: its file was written anew")
         if (generation, size, kind) != (address.generation, num_bytes, kind_of(ref.dtype, ref.shape)):
             raise CorruptData(f"{ref.uri} is not {ref.dtype}{list(ref.shape)}, or nothing begins there")

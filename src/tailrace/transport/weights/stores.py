@@ -1,7 +1,7 @@
 """Model state dicts on their way from the trainer to the generators.
 
-The trainer publishes, a reference travels in the event log, a generator opens it and copies what it needs before it
-lets go. A reader never sees half a state dict: what it has open is not overwritten.
+The trainer publishes, a reference travels in the event log, a generator opens it and copies what it needs. A reader
+never sees half a state dict: what it has open is not overwritten.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModelStateDictStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of everything that this end holds. Closing twice does nothing."""
+        """Release this end's files and memory. Closing twice does nothing."""
         ...
 
 
@@ -184,21 +184,17 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
         return slot
 
 
+_DTYPE_NAMES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
+}
+"""torch's names of types, by the format's."""
+
+
 def _torch_dtypes() -> dict[str, torch.dtype]:
     import torch
 
-    return {
-        "F32": torch.float32,
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "F64": torch.float64,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
+    return {code: getattr(torch, name) for code, name in _DTYPE_NAMES.items()}
 
 
 def _buffers(name: str, tensor: torch.Tensor) -> TensorBuffers:
