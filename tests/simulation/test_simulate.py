@@ -19,14 +19,15 @@ JOURNAL = """
 import hashlib
 from tailrace.simulation import simulate
 from tests.simulation.plans import small_plan
-print(hashlib.sha256("\\n".join(simulate(small_plan(seed={seed}), keep_journal=True).journal).encode()).hexdigest())
+print(hashlib.sha256("\\n".join(simulate(small_plan(**{changes}), keep_journal=True).journal).encode()).hexdigest())
 """
 
 
-def test_the_same_seed_gives_the_same_run_event_for_event_in_every_process() -> None:
-    here = simulate(small_plan(seed=3), keep_journal=True)
+@pytest.mark.parametrize("scheduling", [{}, {"over_sampling": 1.5, "on_straggler": "resume_next_step"}])
+def test_the_same_seed_gives_the_same_run_event_for_event_in_every_process(scheduling: dict[str, object]) -> None:
+    here = simulate(small_plan(seed=3, scheduling=scheduling), keep_journal=True)
     elsewhere = subprocess.run(
-        [sys.executable, "-c", JOURNAL.format(seed=3)],
+        [sys.executable, "-c", JOURNAL.format(changes={"seed": 3, "scheduling": scheduling})],
         check=True,
         capture_output=True,
         text=True,
@@ -34,7 +35,7 @@ def test_the_same_seed_gives_the_same_run_event_for_event_in_every_process() -> 
     )
     assert len(here.journal) > 300
     assert hashlib.sha256("\n".join(here.journal).encode()).hexdigest() == elsewhere.stdout.strip()
-    assert simulate(small_plan(seed=4), keep_journal=True).journal != here.journal
+    assert simulate(small_plan(seed=4, scheduling=scheduling), keep_journal=True).journal != here.journal
 
 
 def test_a_stream_trains_on_nothing_older_than_the_bound_and_beats_sync() -> None:

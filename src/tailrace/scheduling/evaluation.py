@@ -1,10 +1,10 @@
-"""Measure a policy on held-out tasks, each run once: by itself, or beside training.
+"""Measure a policy on held-out tasks, each run once: alone, or beside training.
 
     every n steps ─► the newest step that is due ─► its weights are installed ─► tasks, so many at once ─► result
 
-Beside training an evaluation has slots of its own, which admission leaves free while it goes on; nothing is paused.
-Weights move on meanwhile, so a result says which versions made it. One evaluation runs at a time; of those that fall
-due meanwhile only the newest is made. Nothing of it enters the ledger or the staleness budget.
+Beside training an evaluation has slots of its own, which admission leaves free; nothing is paused. New weights arrive
+meanwhile, so a result says which versions sampled it. One evaluation runs at a time; of those that fall due meanwhile
+only the newest is made. Nothing of it enters the ledger or the staleness budget.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """What was measured beside training."""
+    """The result of one evaluation beside training."""
 
     step: int
-    """The step that it was due at; no token is of older weights than that step left."""
+    """The step that it was due at; no token is of older weights than that step's."""
     results: dict[str, EvaluationResult]
     """By environment."""
     duration_s: float
     coalesced: int = 0
-    """Evaluations not made since the run began, as a newer one fell due before they could begin."""
+    """Evaluations skipped since the run began, as a newer one fell due before they could begin."""
 
 
 @dataclass(slots=True)
 class _Tally:
-    """Of one environment, while it goes on."""
+    """One environment's rollouts, so far."""
 
     finished: dict[int, Rollout] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
@@ -84,7 +84,7 @@ class _Tally:
 
 
 class _Walk:
-    """Every task once, at most so many at a time."""
+    """One evaluation: every task once, at most so many at a time."""
 
     def __init__(self, tasks: Iterable[Task], runner: GroupRunner, name: str) -> None:
         self._numbered = enumerate(tasks)
@@ -101,7 +101,7 @@ class _Walk:
         return {environment: tally.result() for environment, tally in self._tallies.items()}
 
     def widen(self, concurrency: int) -> None:
-        """Run so many at a time from now on, if that is more."""
+        """Run so many at a time from now on, where that is more."""
         if self._workers is not None:
             for _ in range(concurrency - self._concurrency):
                 self._workers.create_task(self._work(self._numbered))
@@ -143,19 +143,20 @@ class Evaluator:
         max_running: int,
         lend: Callable[[int], None],
     ) -> None:
-        """`lend` is told how many slots to leave free."""
+        """`lend` is called with the number of slots that admission leaves free."""
         self._tasks, self._runner, self._on_result = tasks, runner, on_result
         self._settings, self._max_running, self._slots = settings, max_running, settings.slots(max_running)
         self._lend = lend
         self._due: tuple[int, int] | None = None
-        self._step: int | None = None
+        self.step: int | None = None
+        """Of the evaluation that runs, or waits for its weights; None while there is none."""
         self._walk: _Walk | None = None
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._coalesced = 0
 
     def step_ended(self, step: int, version: int) -> None:
-        """The weights that this step left are of this version: an evaluation of them, or newer ones, may fall due."""
+        """A step ended, with weights of this version: an evaluation may fall due."""
         if self._settings.every_steps is None or step % self._settings.every_steps:
             return
         self._coalesced += self._due is not None
@@ -164,43 +165,38 @@ class Evaluator:
         self._wake.set()
 
     @property
-    def step(self) -> int | None:
-        """Of the evaluation that goes on, or waits for its weights; None while there is none."""
-        return self._step
-
-    @property
     def is_idle(self) -> bool:
-        """Whether none is due and none goes on."""
+        """Whether none is due and none runs."""
         return self._idle.is_set()
 
     def describe(self) -> str:
-        """What goes on or is due, for people."""
-        steps = [step for step in (self._step, self._due[0] if self._due else None) if step is not None]
+        """What runs or is due, for people."""
+        steps = [step for step in (self.step, self._due[0] if self._due else None) if step is not None]
         return ", ".join(f"step {step}" for step in steps)
 
     @property
     def ended(self) -> int:
-        """Rollouts of the evaluation that goes on that are finished or lost."""
+        """Rollouts of the running evaluation that finished or were lost."""
         return self._walk.ended if self._walk else 0
 
     async def run(self, installed: Callable[[int], Awaitable[None]]) -> None:
-        """Evaluate what falls due, for ever; `installed` waits until weights of a version, or newer ones, serve.
+        """Evaluate what falls due until cancelled; `installed` waits until weights of a version, or newer ones, serve.
 
-        Raises what an engine's failure raises.
+        Raises the error of an engine that failed.
         """
         while True:
             while self._due is None:
                 self._wake.clear()
                 await self._wake.wait()
-            (self._step, version), self._due = self._due, None
+            (self.step, version), self._due = self._due, None
             await installed(version)
-            await self._evaluate(self._step)
-            self._step = None
+            await self._evaluate(self.step)
+            self.step = None
             if self._due is None:
                 self._idle.set()
 
     async def finish(self) -> None:
-        """Training is over: wait, for `finish_s` at most, for what is due and goes on, in all the slots there are."""
+        """Training is over: wait up to `finish_s` for what is due or runs, now in all slots."""
         self._slots = self._max_running
         if self._walk is not None:
             self._walk.widen(self._slots)

@@ -1,11 +1,10 @@
-"""One group from its first rollout to its advantages: members, attempts, retries, scoring, and how it is stopped.
+"""One group from its first rollout to its advantages: members, attempts, retries, scoring, early end.
 
     task ─► members run, each over its attempts ─► scored together ─► advantages ─► filtered, or ready for a batch
                         └─ early release: each finished rollout is ready once enough siblings have finished
 
-A failed attempt is followed by the next one, up to `max_retries` more. A group that is stopped has its running attempts
-cancelled, which reaches whatever they wait for (agents, tools, rewards, requests), and ends only when all of them have
-ended.
+A failed attempt is followed by up to `max_retries` more. Stopping a group cancels its running attempts and what they
+wait for (agents, tools, rewards, requests); the group ends once all of them have ended.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from tailrace.batching import ZERO_SPREAD, compute_advantages, filter_reason
@@ -45,7 +43,7 @@ class GroupRunner(Protocol):
 
 
 class GroupPlayer:
-    """Plays groups; every rollout that is not trained on ends here, with its reason, unless its batch is formed."""
+    """Runs groups. Rollouts that are put in no batch end here, each with its reason."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class GroupPlayer:
         self._untrainable = UntrainableStreak(settings.max_barren_batches * settings.batch_size, accounts.ledger)
 
     async def play(self, group: OpenGroup) -> None:
-        """Waits for the group's task, its own rollouts and its own scoring, no more.
+        """Waits for the group's task, rollouts and scoring, and nothing else.
 
         Raises `TrainingError` when nothing trainable comes for too long, and what an engine's failure raises.
         """
@@ -85,21 +83,17 @@ class GroupPlayer:
         self._outstanding.wake()
 
     def expire(self, group: OpenGroup) -> None:
-        """Under early release: the next batch is the last that takes the group's oldest tokens.
-
-        What has finished of it goes along.
-        """
+        """Under early release: the next batch is the last for the oldest tokens, so release what has finished."""
         if group.release is not None and group.stop is None and (released := group.release.expire()):
             self._release(group, released)
 
     # --- rollouts ------------------------------------------------------------------------------------------------
 
     async def _run_members(self, group: OpenGroup, task: Task) -> None:
-        ended = partial(_tell_end, self._outstanding, group)
         async with asyncio.TaskGroup() as running:
             for number, member in enumerate(group.members):
                 member.task = running.create_task(self._run_member(task, group, member, number))
-                member.task.add_done_callback(ended)
+                member.task.add_done_callback(lambda _: self._outstanding.member_ended(group))
 
     async def _run_member(self, task: Task, group: OpenGroup, member: Member, number: int) -> None:
         """The first attempt that succeeds, or none after `max_retries` more."""
@@ -127,7 +121,7 @@ class GroupPlayer:
         return None
 
     def _end_stopped(self, group: OpenGroup, reason: str) -> None:
-        """What ran was cancelled; what had finished is filtered."""
+        """Members that ran were cancelled; those that had finished are filtered."""
         for member in group.members:
             if member.rollout is None and member.rollout_id is not None:
                 self._accounts.lose(member.rollout_id, Outcome.cancelled(reason))
@@ -137,7 +131,7 @@ class GroupPlayer:
     # --- scores and advantages -----------------------------------------------------------------------------------
 
     async def _score(self, group: OpenGroup, complete: Group) -> None:
-        """Waits for the group's own scoring and nothing else; what is worth training on becomes ready."""
+        """Waits for the group's scoring; what is trainable becomes ready."""
         scored = [one for one in await self._scored(complete, group.size) if self._is_trainable(one)]
         sizes = apportion(group.size, [len(one.rollouts) for one in scored])
         for one, size in zip(scored, sizes, strict=True):
@@ -148,7 +142,7 @@ class GroupPlayer:
         if reason is not None:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
             return []
-        members = list(group.rollouts)  # what scores it may change the list
+        members = list(group.rollouts)  # scoring may change the list
         try:
             scored = sort_scored(members, await self._runner.score(group))
         except RolloutError as error:
@@ -159,7 +153,7 @@ class GroupPlayer:
         return scored.groups
 
     def _reason_not_to_score(self, group: Group, full_size: int) -> str | None:
-        """Of a group that lost members."""
+        """Why a group that lost members is filtered; None where it is scored."""
         size = len(group.rollouts)
         if size < min(self._settings.min_group_size, full_size):
             return GROUP_TOO_SMALL
@@ -176,7 +170,7 @@ class GroupPlayer:
         return reason is None
 
     def _end_untrainable(self, group: OpenGroup) -> None:
-        """Nothing of it will be trained on; its slots are free already."""
+        """Nothing of the group will be trained on."""
         if group.stop is None or group.stop.reason not in (REQUEUED, STRAGGLER):
             self._untrainable.extend(group.size)
         if group.stop is not None and group.stop.restarts_task:
@@ -187,13 +181,13 @@ class GroupPlayer:
     # --- early release -------------------------------------------------------------------------------------------
 
     def _learn(self, group: OpenGroup, rollout: Rollout) -> None:
-        """A rollout has finished: it, and what waited for it, may be trained on before the group is complete."""
+        """A rollout has finished: release what may now be trained on before the group is complete."""
         if group.release is not None and group.stop is None:
             reward = Group(group.group_id, rollout.task, [rollout]).rewards[0]
             self._release(group, group.release.learn(reward))
 
     def _close_parts(self, group: OpenGroup, complete: Group) -> None:
-        """Every member has come back: what was not released is now, unless there is nothing to compare it with."""
+        """Every member has ended: release the rest, unless there is nothing to compare it with."""
         assert group.release is not None
         if not group.released and len(complete.rollouts) < min(self._settings.min_group_size, group.size):
             self._accounts.end(group.unreleased, Outcome.filtered(GROUP_TOO_SMALL))
@@ -207,7 +201,7 @@ class GroupPlayer:
         self._observer.group_scored(complete, reason)
 
     def _release(self, group: OpenGroup, released: Sequence[tuple[int, float]]) -> None:
-        """(number among those that have finished, advantage) of rollouts that go on to be trained."""
+        """Make ready for training: (number among those that have finished, advantage)."""
         if not released:
             return
         members = [group.finished[number] for number, _ in released]
@@ -221,24 +215,20 @@ class GroupPlayer:
             self._outstanding.push(group, Group(group.group_id, rollout.task, [rollout], [advantage]), 1)
 
 
-def _tell_end(outstanding: Outstanding, group: OpenGroup, task: asyncio.Task[None]) -> None:
-    outstanding.member_ended(group)
-
-
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The members of one group after its scoring; each is in exactly one of these."""
+    """The members of one scored group; each is in exactly one of these."""
 
     groups: list[Group]
     """Only of rollouts with a reward, none empty."""
     unscored: list[Rollout]
-    """Came back without a reward: their scoring failed and `on_error = keep_unscored` keeps them to be read."""
+    """Without a reward: their scoring failed and `on_error = keep_unscored` keeps them to be read."""
     dropped: list[Rollout]
-    """Did not come back."""
+    """In none of the returned groups."""
 
 
 def sort_scored(members: Sequence[Rollout], groups: Sequence[Group]) -> Scored:
-    """Tell apart what may be trained on. `members` are those that were scored, `groups` what came of them."""
+    """Sort the `members` that were scored by what scoring returned, the `groups`."""
     unscored = [rollout for group in groups for rollout in group.rollouts if rollout.reward is None]
     kept = {rollout.rollout_id for group in groups for rollout in group.rollouts}
     for group in groups if unscored else ():

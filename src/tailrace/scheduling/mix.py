@@ -4,14 +4,13 @@ An environment's credit is what it had trained, and what its tasks in flight are
 
     credit = trained + in flight x expected        expected: the share of its newest tasks that were trained
 
-Whichever environment's credit, over its weight, is lowest is drawn next. So a slow environment is not drawn again and
-again for what is on its way, one that is filtered or fails more often is drawn more often, and neither vanishes.
+The environment with the lowest credit over weight is drawn next. So one that is slow is not drawn again for what is in
+flight, and one whose tasks fail or are filtered is drawn more often.
 
-Over-sampling of untrainable environments is bounded. Beside others, an environment is never drawn more than
-`MAX_TASKS_PER_TRAINED` times as often as its weight says; one that trains less than one task in so many is charged for
-each as if it trained one in so many, falls behind its weight, and owes nothing for it. Of one whose last
-`UNTRAINABLE_AFTER` tasks all came to nothing, every task is charged in full, as if it had been trained, so that it gets
-its weight's share of the tasks handed out and no more, until one of them is trained.
+Over-sampling of untrainable environments is bounded: an environment is never drawn more than `MAX_TASKS_PER_TRAINED`
+times as often as its weight says, and one that trains fewer tasks is charged as if it trained one in so many. While the
+last `UNTRAINABLE_AFTER` tasks of one were all untrainable, each is charged in full, as if trained: it gets its weight's
+share of the tasks handed out and no more, until one is trained.
 """
 
 from __future__ import annotations
@@ -24,34 +23,32 @@ from dataclasses import dataclass
 import msgspec
 
 MAX_TASKS_PER_TRAINED = 8
-"""How much more often than its weight says an environment is drawn at most, for what it does not train."""
+"""Factor over its weight by which an environment is drawn at most."""
 UNTRAINABLE_AFTER = 32
 """Tasks in a row of which none was trained."""
 _WINDOW = 32
-"""Newest tasks that the expectation is averaged over, exponentially."""
+"""Newest tasks that the expected share is averaged over, exponentially."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFigures:
-    """Where one environment of the mix is. Counts are tasks."""
+    """Figures of one environment of the mix. Counts are tasks."""
 
-    weight_share: float
-    """What its weight asks for."""
     trained: int
     trained_share: float
-    """Of all tasks trained since the run began; the share that its weight asks for while there is none."""
+    """Of all tasks trained since the run began; its weight's share while there is none."""
     in_flight: int
     """Handed out, and neither trained nor otherwise ended."""
     expected: float
     """Share of its newest tasks that were trained on."""
     untrainable_tasks: int
-    """Tasks charged in full although nothing of them was trained, since the run began."""
+    """Tasks charged in full although not trained, since the run began."""
 
 
 class EnvironmentState(msgspec.Struct):
-    """One environment's history, as a checkpoint keeps it. What is in flight is not part of it: that starts over."""
+    """One environment's history, as a checkpoint keeps it: without what is in flight, which starts over."""
 
     credit: float = 0.0
     trained: int = 0
@@ -63,12 +60,12 @@ class EnvironmentState(msgspec.Struct):
 
     @property
     def is_untrainable(self) -> bool:
-        """Whether nothing was trained for so long that its tasks count in full."""
+        """Whether its tasks are charged in full, as none was trained for long."""
         return self.untrainable_streak >= UNTRAINABLE_AFTER
 
     @property
     def credit_in_flight(self) -> float:
-        """Credit of one task on its way."""
+        """Credit of one task in flight."""
         return 1.0 if self.is_untrainable else max(self.expected, 1 / MAX_TASKS_PER_TRAINED)
 
     def end(self, *, trained: bool) -> None:
@@ -92,7 +89,7 @@ class MixState(msgspec.Struct):
     newest: str = ""
     """The environment drawn last."""
     in_a_row: int = 0
-    """How often it was drawn since another one was."""
+    """Draws of it since another one was drawn."""
 
 
 class EnvironmentMix:
@@ -115,7 +112,7 @@ class EnvironmentMix:
         self._in_flight = dict.fromkeys(weights, 0)
 
     def draw(self, names: Collection[str]) -> str:
-        """Which of these environments lags its weight most; of equal ones the first."""
+        """The environment that lags its weight most; of equal ones the first."""
         state = self._state
         if len(names) > 1 and state.newest and state.in_a_row >= self._most_in_a_row[state.newest]:
             names = [name for name in names if name != state.newest]
@@ -124,11 +121,11 @@ class EnvironmentMix:
         return name
 
     def hand_out(self, name: str) -> None:
-        """A task of this environment is on its way."""
+        """A task of this environment is in flight."""
         self._in_flight[name] += 1
 
     def end(self, name: str, *, trained: bool) -> None:
-        """A task on its way was put into a batch, or will never be."""
+        """A task in flight was put into a batch, or never will be."""
         self._in_flight[name] -= 1
         state = self._state.environments[name]
         was_untrainable = state.is_untrainable
@@ -154,12 +151,11 @@ class EnvironmentMix:
 
     @property
     def figures(self) -> dict[str, EnvironmentFigures]:
-        """Where every environment is."""
+        """Of every environment, by name."""
         states = self._state.environments
         trained = sum(state.trained for state in states.values())
         return {
             name: EnvironmentFigures(
-                weight_share=self._shares[name],
                 trained=state.trained,
                 trained_share=state.trained / trained if trained else self._shares[name],
                 in_flight=self._in_flight[name],
@@ -175,5 +171,5 @@ class EnvironmentMix:
 
 
 def _most_in_a_row(share: float) -> int:
-    """Draws after which another environment has its turn, for a weight of this share of all."""
+    """Draws in a row after which another environment is drawn, for a weight of this share."""
     return math.ceil(MAX_TASKS_PER_TRAINED * share / (1.0 - share)) if share < 1.0 else 1

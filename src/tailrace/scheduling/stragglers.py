@@ -1,4 +1,4 @@
-"""What happens at the edge of a step, under over-sampling, to groups that still run (`on_straggler`)."""
+"""`on_straggler`: what over-sampling does at the edge of a step to groups that still run."""
 
 from __future__ import annotations
 
@@ -8,45 +8,38 @@ from typing import Protocol
 
 from tailrace.errors import SettingsError
 from tailrace.scheduling.outstanding import OpenGroup, Outstanding
-from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.settings import OnStraggler, SchedulingSettings
 from tailrace.scheduling.staleness import Stop
 
 REQUEUED = "requeued"
 STRAGGLER = "straggler"
 
+_STOPS: dict[OnStraggler, Stop] = {
+    "requeue": Stop(REQUEUED, restarts_task=True),
+    "drop": Stop(STRAGGLER, restarts_task=False),
+}
+"""Of the choices that stop a group."""
+
 HELD_AT_ONCE = 64
-"""Groups that engines are asked for before the event loop may turn to others."""
+"""Groups that are set aside in one turn of the event loop."""
 
 
 class HoldsGroups(Protocol):
-    """Sets the requests of whole groups aside, tokens kept: see `generation.holding.HoldingGenerate`."""
+    """Sets the requests of whole groups aside with their tokens: `generation.holding.HoldingGenerate`."""
 
     async def hold(self, group_id: str) -> None:
         """Free the group's slots and start none of its requests; returns once none of them runs."""
         ...
 
     def release(self, group_id: str) -> None:
-        """Let them go on."""
+        """Let its requests go on."""
         ...
-
-
-def straggler_action(settings: SchedulingSettings) -> Stop | None:
-    """Action for a group that runs at the edge of a step; None: it goes on, now or in the next step."""
-    if settings.over_sampling == 1:
-        return None
-    match settings.on_straggler:
-        case "requeue":
-            return Stop(REQUEUED, restarts_task=True)
-        case "drop":
-            return Stop(STRAGGLER, restarts_task=False)
-        case _:
-            return None
 
 
 class Stragglers:
     """Stops groups at the edge of a step, or sets them aside together and resumes them together.
 
-    Raises `SettingsError` where they are to be set aside and nobody can hold them.
+    Raises `SettingsError` where they are to be set aside and there is no `holder`.
     """
 
     def __init__(self, outstanding: Outstanding, holder: HoldsGroups | None, settings: SchedulingSettings) -> None:
@@ -55,16 +48,16 @@ class Stragglers:
         if self.are_held and holder is None:
             raise SettingsError("scheduling.on_straggler = 'resume_next_step' needs generators that set requests aside")
         self._outstanding, self._holder = outstanding, holder
-        self._stop = straggler_action(settings)
+        self._stop = _STOPS.get(settings.on_straggler) if settings.over_sampling > 1 else None
         self._groups: list[OpenGroup] = []
 
     @property
     def rollouts(self) -> int:
-        """That are set aside."""
+        """Rollouts that are set aside."""
         return sum(group.unfinished for group in self._groups)
 
     async def pass_edge(self) -> None:
-        """A batch was sent. Waits until what is set aside holds no slot of the engines."""
+        """A batch was sent. Waits until no group that is set aside holds a slot of the engines."""
         if self._stop is not None:
             for group in self._outstanding.groups:
                 group.stop_running(self._stop)
@@ -77,7 +70,7 @@ class Stragglers:
             await self._hold(stopped)
 
     def resume(self) -> None:
-        """All of them go on."""
+        """Every group that was set aside goes on."""
         self._outstanding.running += self.rollouts
         for group in self._groups:
             group.is_held = False

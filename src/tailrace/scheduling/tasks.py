@@ -1,6 +1,6 @@
 """Which task comes next: every data set shuffled once per epoch, several mixed by weight, the position resumable.
 
-A task that was handed out comes back by `end`: trained, or never to be. That is what the mix goes by (see `mix`).
+`end` says of each task that was handed out whether it was trained; the mix of environments follows that (see `mix`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class TaskKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How far a data set was walked."""
+    """Position in a data set."""
 
     epoch: int
     drawn: int
 
 
 class TaskStreamState(msgspec.Struct, frozen=True):
-    """Where to go on: positions, the tasks that were drawn and in no batch, and what became of the others."""
+    """Where a resumed run goes on: positions, the tasks drawn and in no batch, and the mix."""
 
     positions: dict[str, Position]
     outstanding: list[TaskKey]
     mix: MixState = msgspec.field(default_factory=lambda: MixState({}))
     lost_rollouts: int = 0
-    """Of groups that were trained in part, and are not started over."""
+    """Of groups that were trained in part and are not started over."""
 
 
 @dataclass(slots=True)
@@ -72,10 +72,10 @@ class TaskSource:
 
     def draw(self, seed: int) -> TaskKey:
         """The next task, in an order shuffled anew each epoch."""
-        if self.drawn == len(self.spec.train_tasks):
+        rows = len(self.spec.train_tasks)
+        if self.drawn == rows:
             self.epoch, self.drawn, self._order = self.epoch + 1, 0, []
         if not self._order:
-            rows = len(self.spec.train_tasks)
             self._order = _generator(seed, self.environment, self.epoch).permutation(rows).tolist()
         self.drawn += 1
         return TaskKey(self.environment, self.epoch, self._order[self.drawn - 1])
@@ -87,10 +87,8 @@ class TaskSource:
 
     def is_exhausted(self, max_epochs: int | None) -> bool:
         """Whether every task was handed out `max_epochs` times."""
-        if max_epochs is None:
-            return False
-        done = self.drawn == len(self.spec.train_tasks)
-        return self.epoch >= max_epochs or (self.epoch == max_epochs - 1 and done)
+        rows = len(self.spec.train_tasks)
+        return max_epochs is not None and self.epoch * rows + self.drawn >= max_epochs * rows
 
 
 class TaskStream:
@@ -106,17 +104,17 @@ class TaskStream:
         self._seed = seed
         self._max_epochs = max_epochs
         self._again: deque[TaskKey] = deque()
-        """Interrupted and restarted: the next ones."""
+        """Interrupted or restarted: drawn next."""
         self._mix = EnvironmentMix({source.environment: source.weight for source in sources})
         self._outstanding: dict[TaskKey, int] = {}
         """Handed out and not ended, in that order; how often each was restarted."""
         self._lost_rollouts = 0
         self._making = asyncio.Lock()
         self.restarted = 0
-        """Tasks started again since the run began, each time counted."""
+        """Restarts of tasks since the run began."""
 
     def draw(self) -> TaskKey | None:
-        """Hand out the next task, or None when every data set was walked `max_epochs` times."""
+        """Hand out the next task; None once every data set was handed out `max_epochs` times."""
         if self._again:
             key = self._again.popleft()
         elif open_sources := self._open_sources():
@@ -144,20 +142,20 @@ class TaskStream:
         return self._outstanding.get(key, 0)
 
     def end(self, key: TaskKey, *, trained: bool) -> None:
-        """A task handed out has a group in a batch, or never will; the first word counts where it had several."""
+        """A task handed out has a group in a batch, or never will; only the first call for a task counts."""
         if self._outstanding.pop(key, None) is not None:
             self._mix.end(key.environment, trained=trained)
 
     @property
     def environments(self) -> dict[str, EnvironmentFigures]:
-        """Where every environment of the mix is, by name."""
+        """Figures of every environment, by name."""
         return self._mix.figures
 
     async def make(self, key: TaskKey) -> Task:
         """The task handed out as `key`, of its row alone: the same whenever it is made.
 
-        Off the event loop unless its row is in memory: generating one may take a second. One at a time, since rows
-        are sequences that need to know no threads. Raises `DataError` when its row lacks a required column.
+        Off the event loop unless its row is in memory, since generating one may take a second; one at a time, since
+        rows need not be thread-safe. Raises `DataError` when its row lacks a required column.
         """
         source = self._sources[key.environment]
         if is_in_memory(source.spec.train_tasks):
@@ -166,11 +164,11 @@ class TaskStream:
             return await asyncio.to_thread(source.task, key, self._seed)
 
     def task_id(self, key: TaskKey) -> TaskId:
-        """What the task of `key` is called."""
+        """The id of the task of `key`."""
         return self._sources[key.environment].spec.train_task_id(key.index)
 
     def take_lost_rollouts(self) -> int:
-        """Rollouts of groups that were trained in part before this run was resumed; told once."""
+        """Rollouts of groups that were trained in part before this run was resumed; 0 from the second call on."""
         lost, self._lost_rollouts = self._lost_rollouts, 0
         return lost
 

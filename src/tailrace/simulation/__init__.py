@@ -1,9 +1,8 @@
 """The real scheduler in virtual time, over modelled engines and a modelled trainer.
 
-A plan of the hardware and the load flows in, figures flow out: throughput, staleness, bias, and who waited for whom.
-Scheduler, rollouter, scoring, batching, ledger and bias meter are those of a run; only what takes hardware is modelled.
-Nothing here may read a wall clock or draw from an unseeded generator: the same seed gives the same run, event for
-event.
+In: a plan of the hardware and the load. Out: throughput, staleness, bias, and what waited for what. Scheduler,
+rollouter, router, batching and ledger are those of a run; only what takes hardware is modelled. Nothing here may read
+a wall clock or draw from an unseeded generator: the same seed gives the same run, event for event.
 """
 
 from tailrace.simulation.run import SimulatedRun, Simulation, simulate

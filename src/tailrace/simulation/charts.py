@@ -1,4 +1,4 @@
-"""Timelines of simulated runs, as a picture: who was busy when."""
+"""Timelines of simulated runs, as a picture: which slots were busy, and when the trainer had a batch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tailrace.simulation.run import Moment, SimulatedRun
+from tailrace.simulation.run import SimulatedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _MUTED, _GRID = "#1c2a33", "#64748b", "#e3e9ee"
 _ENGINES, _TRAINER = "#0e8a87", "#5a7fb8"
+_BOTTOM, _BATCH_TOP, _TOP = -0.2, -0.04, 1.05
+"""Of the y axis, in shares of the slots: below 0 is the trainer's band."""
 
 
-def timeline_png(runs: Sequence[SimulatedRun], *, most_s: float | None = None) -> bytes:
+def timeline_png(runs: Sequence[SimulatedRun]) -> bytes:
     """One band per run: the share of slots taken, and under it when the trainer had a batch.
 
-    All on one scale, up to `most_s` or the end of the shortest run.
+    All on one scale, up to the end of the shortest run.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     end_s = min(run.duration_s for run in runs)
-    end_s = min(end_s, most_s) if most_s is not None else end_s
     with mpl.rc_context({"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 8}):
         figure = Figure(figsize=(9.0, 0.5 + 1.15 * len(runs)), layout="constrained")
         bands = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
@@ -41,12 +42,11 @@ def _draw(axes: Axes, run: SimulatedRun, end_s: float) -> None:
     shown = [moment for moment in run.timeline if moment.time_s <= end_s]
     minutes = [moment.time_s / 60 for moment in shown]
     slots = run.plan.engines.replicas * run.plan.engines.slots
-    axes.fill_between(
-        minutes, [moment.running / slots for moment in shown], step="post", color=_ENGINES, alpha=0.75, linewidth=0
-    )
-    for start, end in _training(shown):
-        axes.axvspan(start / 60, end / 60, ymin=0.0, ymax=0.13, color=_TRAINER, linewidth=0)
-    axes.set_ylim(-0.2, 1.05)
+    taken = [moment.running / slots for moment in shown]
+    training = [_BATCH_TOP if moment.is_training else _BOTTOM for moment in shown]
+    axes.fill_between(minutes, taken, step="post", color=_ENGINES, alpha=0.75, linewidth=0)
+    axes.fill_between(minutes, _BOTTOM, training, step="post", color=_TRAINER, linewidth=0)
+    axes.set_ylim(_BOTTOM, _TOP)
     axes.set_yticks([0, 0.5, 1], ["0", "", "all slots"])
     title = f"{run.plan.name}: {run.groups_per_s * 60:.0f} groups/min, staleness {run.staleness_mean:.1f} on average"
     axes.set_title(title, loc="left", color=_INK, fontsize=9, parse_math=False)
@@ -55,18 +55,3 @@ def _draw(axes: Axes, run: SimulatedRun, end_s: float) -> None:
     axes.tick_params(length=0, colors=_MUTED)
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
-
-
-def _training(moments: Sequence[Moment]) -> list[tuple[float, float]]:
-    """From when to when the trainer had a batch, as far as the timeline tells."""
-    spans: list[tuple[float, float]] = []
-    since_s: float | None = None
-    for moment in moments:
-        if moment.is_training and since_s is None:
-            since_s = moment.time_s
-        elif not moment.is_training and since_s is not None:
-            spans.append((since_s, moment.time_s))
-            since_s = None
-    if since_s is not None:
-        spans.append((since_s, moments[-1].time_s))
-    return spans

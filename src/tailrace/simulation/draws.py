@@ -1,7 +1,6 @@
-"""Random numbers by name: the same name gives the same number, in whatever order they are asked for.
+"""Random numbers by name: the same name gives the same number, in whatever order they are drawn.
 
-So two policies that are compared on one seed meet the same tasks with the same lengths, and a fault that was found
-happens again.
+So two policies compared on one seed get the same tasks with the same lengths, and a fault that was found repeats.
 """
 
 from __future__ import annotations

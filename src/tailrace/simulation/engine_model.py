@@ -4,11 +4,10 @@
                         ↑
                    begin_load
 
-A step takes `step_base_s + step_per_running_s * running`. Requests run in the order in which they came, while a slot
-and the cache have room; whoever starts or goes on after losing its place pays for the prefill of all that it holds, and
-everybody waits for that. Steps are counted in integers, so that a request of n tokens takes n steps whatever happens
-around it, and the cost of an event does not depend on how many tokens lie between two of them. Pure: times come in as
-arguments.
+A step takes `step_base_s + step_per_running_s * running`. Requests run in the order of arrival, while a slot and the
+cache have room; one that starts, or starts again after it was preempted, prefills all that it holds, and the others
+wait for that. Steps are counted in integers, so a request of n tokens takes n steps whatever happens around it, and the
+cost of an event does not depend on the tokens between two of them. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from tailrace.records import Int32Array
 from tailrace.simulation.settings import EngineSettings
 
 _ROUNDING = 1e-9
-"""Of a step: how far below a whole number the quotient of two times may fall."""
+"""How far below a whole number of steps the quotient of two times may fall."""
 _SPARE_SHARE = 0.02
-"""Of the cache that admission leaves free, so that what starts is not thrown out at once."""
+"""Of the cache that admission leaves free, so that what starts is not preempted at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +40,9 @@ class Sequence:
     length: int
     """Tokens that it will sample here."""
     sampled: int = 0
-    """Tokens sampled in runs that ended: it was preempted since."""
+    """Tokens sampled before it was preempted."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """First step (exclusive) and last step (inclusive) of each time that it held a slot."""
+    """First step (exclusive) and last step (inclusive) of each time in a slot."""
     number: int = 0
     """In order of admission."""
     started_step: int = 0
@@ -63,11 +62,11 @@ class EngineModel:
         self._capacity = settings.kv_capacity_tokens
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
-        self._finishing: list[tuple[int, int, Sequence]] = []  # a heap; may hold some that run no more
+        self._finishing: list[tuple[int, int, Sequence]] = []  # a heap; its entries may be outdated
         self._admitted = 0
         self._step = 0
         self._step_ended_s = 0.0
-        """When step `_step` ended, and what came after it (prefill, a load) too."""
+        """When step `_step` ended, and the prefill or load after it."""
         self._step_s = 0.0
         self._held_tokens = 0
         """Of running requests at step 0, extrapolated: at step n they hold `_held_tokens + n * running`."""
@@ -79,9 +78,9 @@ class EngineModel:
         self.prefilled_tokens = 0
         self.preemptions = 0
         self.loaded_s = 0.0
-        """When the last weights were in and the stall for them over."""
+        """When the stall for the last weights ended."""
 
-    # --- what is asked of it -------------------------------------------------------------------------------------
+    # --- requests and weights ------------------------------------------------------------------------------------
 
     def add(self, request_id: str, *, context_tokens: int, length: int, now_s: float) -> None:
         """Accept a request that will sample `length` tokens, at least one."""
@@ -89,7 +88,7 @@ class EngineModel:
         self._waiting.append(Sequence(request_id, context_tokens, length))
 
     def abort(self, request_id: str, now_s: float) -> Sequence | None:
-        """Take a request off, with what it sampled; None where it is unknown (it may just have finished)."""
+        """Remove a request, with what it sampled; None where it is unknown (it may just have finished)."""
         self._catch_up(now_s)
         if (sequence := self._running.get(request_id)) is not None:
             self._stop(sequence)
@@ -102,14 +101,14 @@ class EngineModel:
         return None
 
     def begin_load(self, version: int, stall_s: float, now_s: float) -> None:
-        """Install weights after the step in progress; for `stall_s` from then on nothing runs."""
+        """Install weights after the step in progress; then nothing runs for `stall_s`."""
         self._catch_up(now_s)
         self._load = (version, stall_s)
 
     # --- time ----------------------------------------------------------------------------------------------------
 
     def next_event_s(self) -> float:
-        """When `advance` has something to do; infinite where it never has."""
+        """When `advance` has something to do; infinite for never."""
         step = self._next_event_step()
         if step is None:
             return math.inf
@@ -130,12 +129,12 @@ class EngineModel:
         return finished
 
     def _next_event_step(self) -> int | None:
-        """The step after which something changes: the one that ended last means now."""
+        """The step after which something changes; the one that ended last means now."""
         if not self._running:
             return self._step if self._load is not None or self._may_admit() else None
         if self._load is not None or self._may_admit():
             return self._step + 1
-        while self._finishing[0][2].request_id not in self._running or self._is_outdated(self._finishing[0]):
+        while self._is_outdated(self._finishing[0]):
             heapq.heappop(self._finishing)
         step = self._finishing[0][0]
         if len(self._running) > 1:
@@ -144,10 +143,11 @@ class EngineModel:
         return step
 
     def _is_outdated(self, entry: tuple[int, int, Sequence]) -> bool:
-        return self._running[entry[2].request_id].number != entry[1]
+        running = self._running.get(entry[2].request_id)
+        return running is None or running.number != entry[1]
 
     def _catch_up(self, now_s: float) -> None:
-        """Count the whole steps until now; an engine that had nothing to do starts afresh."""
+        """Count the whole steps until now; the steps of an idle engine begin now."""
         if self._running:
             steps = self._whole_steps(now_s)
             self._step += steps
@@ -169,7 +169,7 @@ class EngineModel:
         finished = []
         while self._finishing and self._finishing[0][0] <= self._step:
             entry = heapq.heappop(self._finishing)
-            if entry[2].request_id in self._running and not self._is_outdated(entry):
+            if not self._is_outdated(entry):
                 self._stop(entry[2])
                 finished.append(entry[2])
         return finished
@@ -184,7 +184,7 @@ class EngineModel:
         self.loaded_s = self._step_ended_s
 
     def _preempt(self) -> None:
-        """Whoever came last gives its place up while the cache is too full, and comes back first."""
+        """While the cache is too full, the newest request loses its slot; it starts again first."""
         while len(self._running) > 1 and self.running_tokens > self._capacity:
             last = next(reversed(self._running.values()))
             self._stop(last)
@@ -222,10 +222,10 @@ class EngineModel:
         if sampled:
             sequence.runs.append((sequence.started_step, self._step))
 
-    # --- what it can tell ----------------------------------------------------------------------------------------
+    # --- figures -------------------------------------------------------------------------------------------------
 
     def versions_of(self, sequence: Sequence) -> Int32Array:
-        """The policy version of each token that a request sampled: [sampled], the one installed at its step."""
+        """The policy version of each token that a request sampled, installed at its step: [sampled]."""
         values: list[int] = []
         counts: list[int] = []
         for first, last in sequence.runs:
@@ -238,7 +238,7 @@ class EngineModel:
 
     @property
     def version(self) -> int:
-        """Of the weights that the next step uses."""
+        """Version of the weights that the next step uses."""
         return self._versions[-1]
 
     @property
@@ -258,7 +258,7 @@ class EngineModel:
 
     @property
     def steps(self) -> int:
-        """Steps that ended, as far as was counted."""
+        """Steps that ended, as last counted."""
         return self._step
 
     @property
@@ -267,12 +267,12 @@ class EngineModel:
         return self._held_tokens + self._step * len(self._running)
 
     def sampled_tokens(self, now_s: float) -> int:
-        """Sampled since the start, by requests that run as well."""
+        """Sampled since the start, by running requests too."""
         step = self._step + self._whole_steps(now_s)
         return self._sampled_before + step * len(self._running) - self._started_steps
 
     def open_tokens(self, now_s: float) -> int:
-        """Of those, the ones of requests that did not finish."""
+        """Those of requests that did not finish."""
         step = self._step + self._whole_steps(now_s)
         running = sum(sequence.sampled + step - sequence.started_step for sequence in self._running.values())
         return running + sum(sequence.sampled for sequence in self._waiting)

@@ -1,4 +1,4 @@
-"""What is trained on, modelled: tasks without content, an agent that only takes time, rewards that are drawn."""
+"""The environment, modelled: tasks without content, an agent that only takes time, rewards that are drawn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Disturbance(Protocol):
     """What may go wrong in an environment."""
 
     async def playing(self, rollout_id: RolloutId) -> None:
-        """Between an agent's last turn and its reward; may raise, or take for ever."""
+        """Between an agent's last turn and its reward; may raise, or never return."""
         ...
 
     async def scoring(self, group: Group) -> Group | list[Group] | None:
@@ -33,7 +33,7 @@ class Disturbance(Protocol):
 def modelled_environment(
     load: LoadSettings, *, seed: int, tasks: int, disturbance: Disturbance | None = None
 ) -> EnvironmentSpec:
-    """An environment that behaves as the load says. Rewards are drawn by the rollout's name."""
+    """An environment that behaves as the load says. Rewards are drawn by rollout id."""
 
     async def agent(task: Task, policy: Policy) -> float:
         assert isinstance(policy, RolloutPolicy)
@@ -47,8 +47,6 @@ def modelled_environment(
                 await asyncio.sleep(-load.environment_s * math.log(share))
         if disturbance is not None:
             await disturbance.playing(rollout_id)
-        if load.score_s:
-            await asyncio.sleep(load.score_s)
         return _reward(load, seed, task, rollout_id)
 
     return EnvironmentSpec(

@@ -1,11 +1,11 @@
-"""Fault search: small clusters in which everything fails that may, each drawn from a seed and checked when it ended.
+"""Fault search: small clusters in which everything that may fail does, each drawn from a seed and checked at its end.
 
-    seed ─► Scenario ─► a simulated run ─► the laws that must hold whatever happened ─► None, or what was broken
+    seed ─► Scenario ─► a simulated run ─► the laws that must hold ─► None, or what was broken
 
 The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; no
-interruption cost a rollout; no task and no request is left; nothing deadlocked; where a run came to the end of its
-data, every slot of the staleness budget was given back; and of a whole run that was killed and resumed, no task of a
-step that survived is trained on again, and no rollout's name is given again. A seed that breaks one replays exactly.
+interruption cost a rollout; no task and no request is left; nothing deadlocked; at the end of the data every slot of
+the staleness budget is free; and after a run was killed and resumed, no task of a step that survived is trained on
+again, and rollout ids are unique. A seed that breaks one replays exactly.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from random import Random
 from typing import Any, get_args
 
 from pydantic import ValidationError
+from typing_extensions import override
 
 from tailrace.errors import RolloutError, TrainingError
 from tailrace.records import Group, GroupId, RolloutId, TaskId, TerminalState
 from tailrace.scheduling import SchedulingSettings
 from tailrace.simulation.draws import uniform
+from tailrace.simulation.environment import Disturbance
 from tailrace.simulation.run import Simulation
 from tailrace.simulation.settings import SimulationPlan
 from tailrace.simulation.trainer import Checkpoint
 from tailrace.simulation.virtual_time import run_in_virtual_time
 
 _LONGEST_S = 30 * 86_400.0
-"""Virtual time after which a run that still moves counts as stuck."""
+"""Virtual time after which a run counts as stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How often things go wrong, as shares of the occasions."""
+    """How often things fail, as shares of the occasions."""
 
     environment_fails: float
     environment_hangs: float
@@ -56,12 +58,12 @@ class Scenario:
     deaths_s: tuple[tuple[float, int], ...]
     """When which replica dies."""
     interruptions_s: tuple[float, ...]
-    """When every replica hands back what it runs, unasked."""
+    """When every replica interrupts all of its requests."""
     restart_s: float
     tasks: int | None
-    """The data's; None where the steps end the run."""
+    """In the data set; None where the steps end the run."""
     killed_after_step: int | None
-    """The whole run is killed after this step, and started again from the checkpoint of the one before."""
+    """The run is killed after this step, and resumed from the checkpoint of the one before."""
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -137,32 +139,28 @@ def _draw_plan(random: Random, seed: int) -> dict[str, Any]:
     }
 
 
-_POLICIES = ("on_stale", "on_straggler", "partial_groups", "group_release")
-
-
 def _draw_policies(random: Random) -> dict[str, Any]:
     """One of the values of each setting that is a choice of policies."""
-    fields = SchedulingSettings.model_fields
-    drawn = {name: random.choice(get_args(fields[name].annotation)) for name in _POLICIES if name in fields}
+    names = ("on_stale", "on_straggler", "partial_groups", "group_release")
+    drawn = {name: random.choice(get_args(SchedulingSettings.model_fields[name].annotation)) for name in names}
     return {**drawn, "over_sampling": random.choice((1.0, 1.0, 1.5, 2.0))}
 
 
-# --- what happens ------------------------------------------------------------------------------------------------
+# --- faults ------------------------------------------------------------------------------------------------------
 
 
-class FaultyEnvironment:
-    """Implements `Disturbance`: fails, hangs and dawdles by name."""
+class FaultyEnvironment(Disturbance):
+    """Fails, hangs and is slow at the scenario's rates, drawn by name."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._seed, self._rates = scenario.seed, scenario.rates
         self._slow_s = 2 * scenario.plan.load.timeout_s / 3
 
+    @override
     async def playing(self, rollout_id: RolloutId) -> None:
-        """See `Disturbance`."""
         rates = self._rates
-        match self._fate(
-            "playing", rollout_id, rates.environment_fails, rates.environment_hangs, rates.environment_is_slow
-        ):
+        faults = (rates.environment_fails, rates.environment_hangs, rates.environment_is_slow)
+        match self._fault("playing", rollout_id, *faults):
             case 0:
                 raise ConnectionError("the tool's server went away")
             case 1:
@@ -170,12 +168,11 @@ class FaultyEnvironment:
             case 2:
                 await asyncio.sleep(self._slow_s)
 
+    @override
     async def scoring(self, group: Group) -> Group | list[Group] | None:
-        """See `Disturbance`."""
         rates = self._rates
-        match self._fate(
-            "scoring", group.group_id, rates.judge_fails, rates.judge_hangs, rates.judge_discards, rates.judge_splits
-        ):
+        faults = (rates.judge_fails, rates.judge_hangs, rates.judge_discards, rates.judge_splits)
+        match self._fault("scoring", group.group_id, *faults):
             case 0:
                 raise ConnectionError("the judge went away")
             case 1:
@@ -186,8 +183,8 @@ class FaultyEnvironment:
                 return _halves(group)
         return group
 
-    def _fate(self, what: str, name: str, *rates: float) -> int | None:
-        """The index of what befalls it; None for nothing."""
+    def _fault(self, what: str, name: str, *rates: float) -> int | None:
+        """The index of the fault that happens; None for none."""
         left = uniform(self._seed, what, name)
         for index, rate in enumerate(rates):
             left -= rate
@@ -207,7 +204,7 @@ def _halves(group: Group) -> list[Group]:
 
 
 def make_simulation(scenario: Scenario, *, steps: int, start: Checkpoint, keep_journal: bool = False) -> Simulation:
-    """The scenario's run, or a part of it; make it on a loop in virtual time."""
+    """The scenario's run, or a part of it. Call it on a loop in virtual time."""
     rates, seed = scenario.rates, scenario.seed
     return Simulation(
         scenario.plan.model_copy(update={"steps": steps}),
@@ -223,7 +220,7 @@ def make_simulation(scenario: Scenario, *, steps: int, start: Checkpoint, keep_j
 
 
 async def _disturb(scenario: Scenario, simulation: Simulation) -> None:
-    """Kill and interrupt what the scenario says, when it says."""
+    """Kill and interrupt replicas at the scenario's times."""
 
     async def kill(at_s: float, replica: int) -> None:
         await asyncio.sleep(at_s)
@@ -240,7 +237,7 @@ async def _disturb(scenario: Scenario, simulation: Simulation) -> None:
             planned.create_task(interrupt(at_s), name="interruption")
 
 
-# --- what must hold ----------------------------------------------------------------------------------------------
+# --- laws --------------------------------------------------------------------------------------------------------
 
 
 def run_scenario(scenario: Scenario, *, keep_journal: bool = False) -> tuple[list[str], list[str]]:
@@ -258,7 +255,7 @@ def run_scenario(scenario: Scenario, *, keep_journal: bool = False) -> tuple[lis
         second, more = await _run_part(scenario, start, steps, keep_journal)
         broken += [*more, *_trained_again(scenario, first, second, start.step)]
         if shared := first.observer.ended.keys() & second.observer.ended.keys():
-            broken.append(f"{len(shared)} rollouts of the resumed run have names that were given before")
+            broken.append(f"{len(shared)} rollouts of the resumed run have ids that were used before")
         return broken, [*first.observer.journal, *second.observer.journal]
 
     return run_in_virtual_time(main())
@@ -267,7 +264,7 @@ def run_scenario(scenario: Scenario, *, keep_journal: bool = False) -> tuple[lis
 async def _run_part(
     scenario: Scenario, start: Checkpoint, steps: int, keep_journal: bool
 ) -> tuple[Simulation, list[str]]:
-    """Up to `steps`, and what was broken then."""
+    """Run up to `steps`; what was broken then."""
     simulation = make_simulation(scenario, steps=steps, start=start, keep_journal=keep_journal)
     disturbing = asyncio.create_task(_disturb(scenario, simulation), name="disturbance")
     ended_by_data = False
@@ -285,10 +282,8 @@ async def _run_part(
 
 
 def _trained_again(scenario: Scenario, first: Simulation, second: Simulation, survived: int) -> list[str]:
-    """Tasks of the steps that survived the kill that were trained on once more.
-
-    Only of groups that are trained whole: those that are trained in parts are started over if a part was not.
-    """
+    """Tasks of the steps that survived the kill that were trained on once more."""
+    # groups that are trained in parts may be started again for a part that was not trained
     if scenario.plan.scheduling.group_release == "early" or scenario.rates.judge_splits or scenario.tasks is None:
         return []
     before = {task for step, tasks in first.observer.trained_tasks.items() if step <= survived for task in tasks}
@@ -303,17 +298,16 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
     broken = []
     if ledger.in_flight or ledger.admitted != sum(ledger.total(state) for state in TerminalState):
         broken.append(f"the ledger does not balance: {ledger}")
-    told = Counter(observer.ended.values())
+    observed = Counter(observer.ended.values())
     broken += [
-        f"the ledger knows of {ledger.total(state)} {state}, {told[state]} were told"
+        f"the ledger has {ledger.total(state)} {state}, the observer {observed[state]}"
         for state in (TerminalState.TRAINED, TerminalState.FILTERED, TerminalState.FAILED)
-        if ledger.total(state) != told[state]
+        if ledger.total(state) != observed[state]
     ]
     if observer.ended_twice:
         broken.append(f"these ended twice: {observer.ended_twice[:3]}")
-    if (
-        oldest := max((age for age, tokens in observer.staleness.items() if tokens), default=0)
-    ) > simulation.plan.max_staleness:
+    oldest = max((age for age, tokens in observer.staleness.items() if tokens), default=0)
+    if oldest > simulation.plan.max_staleness:
         broken.append(f"a token of staleness {oldest} was trained on")
     if ledger.reasons(TerminalState.FAILED).get(RolloutError.reason):
         broken.append("an interruption cost a rollout")  # nothing else here fails for that reason
@@ -332,6 +326,6 @@ def check_seed(seed: int) -> str | None:
     """What is broken under a seed; None where every law holds."""
     try:
         broken, _ = run_scenario(draw_scenario(seed))
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is what was searched for)
+    except Exception as error:  # noqa: BLE001  (any error is a finding)
         return f"{type(error).__name__}: {error}"
     return "; ".join(broken) or None

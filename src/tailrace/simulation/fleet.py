@@ -1,4 +1,4 @@
-"""The modelled engines behind the real router: each lives, may die, and comes back."""
+"""The modelled replicas behind the real router; one that dies is started again."""
 
 from __future__ import annotations
 
@@ -31,35 +31,33 @@ class ModelledFleet:
         self.router = Router(self._names, engines.router, max_staleness=max_staleness)
         self._alive: dict[str, ModelledReplica] = {}
         self._sampled_by_dead = 0
-        self._preempted_by_dead = 0
 
     async def run(self) -> None:
-        """Keep every replica, for ever."""
+        """Run every replica, again whenever it died, until cancelled."""
         async with asyncio.TaskGroup() as lives:
             for name in self._names:
-                lives.create_task(self._keep(name), name=f"life of {name}")
+                lives.create_task(self._keep(name), name=name)
 
     async def load(self, version: int) -> int:
-        """Bring weights to every replica that is there; the lowest version that they then hold."""
+        """Load weights into every live replica; the lowest version that they then hold."""
         return await self.router.load_model_state_dict(ModelStateDictRef(version=version, uri="modelled", num_bytes=0))
 
     def kill(self, index: int) -> bool:
-        """Let a replica die with everything that it holds; whether it was there."""
-        replica = self._alive.get(self._names[index])
-        if replica is None:
-            return False
-        replica.fail(EngineFailed(f"{self._names[index]} died"))
-        return True
+        """Let a replica die with everything that it holds; whether it was alive."""
+        name = self._names[index]
+        if name in self._alive:
+            self._alive[name].fail(EngineFailed(f"{name} died"))
+        return name in self._alive
 
     async def interrupt(self) -> None:
-        """Let every replica hand back what it runs, unasked."""
+        """Let every replica interrupt all of its requests, unasked."""
         for replica in [*self._alive.values()]:
             await replica.interrupt()
 
     @property
-    def running(self) -> list[int]:
-        """Requests that hold a slot, by replica; 0 for one that is not there."""
-        return [self._alive[name].engine.running if name in self._alive else 0 for name in self._names]
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return sum(replica.engine.running for replica in self._alive.values())
 
     @property
     def waiting(self) -> int:
@@ -68,7 +66,7 @@ class ModelledFleet:
 
     @property
     def sampled_tokens(self) -> int:
-        """Since the start, what died with a replica included."""
+        """Since the start, with what was lost with a replica."""
         now_s = asyncio.get_running_loop().time()
         return self._sampled_by_dead + sum(replica.engine.sampled_tokens(now_s) for replica in self._alive.values())
 
@@ -76,11 +74,6 @@ class ModelledFleet:
     def open_tokens(self) -> int:
         """Sampled of completions that are not finished."""
         return sum(replica.open_tokens for replica in self._alive.values())
-
-    @property
-    def preemptions(self) -> int:
-        """Requests that lost their place because a cache was full."""
-        return self._preempted_by_dead + sum(replica.engine.preemptions for replica in self._alive.values())
 
     async def _keep(self, name: str) -> None:
         clock = asyncio.get_running_loop().time
@@ -98,6 +91,5 @@ class ModelledFleet:
             finally:
                 del self._alive[name]
                 self._sampled_by_dead += replica.engine.sampled_tokens(clock())
-                self._preempted_by_dead += replica.engine.preemptions
             self.router.restarted(name)
             await asyncio.sleep(self._restart_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
@@ -12,7 +13,7 @@ from tailrace.simulation.settings import EmpiricalLengths, LengthSettings, Logno
 
 _NORMAL = NormalDist()
 _REMEMBERED = 8192
-"""Lengths kept, since each is asked for again soon; drawing one again would give the same."""
+"""Lengths cached, since each is soon drawn again, with the same result."""
 
 
 class LengthSource:
@@ -28,19 +29,14 @@ class LengthSource:
         self._settings = settings
         self._observed = _read(settings.file) if isinstance(settings, EmpiricalLengths) else []
         self._weights: list[float] = []
-        self._drawn: dict[tuple[str, str], int] = {}
+        self._cached_draw = lru_cache(_REMEMBERED)(self._draw)
         if isinstance(settings, MixtureLengths):
             total = math.fsum(part.weight for part in settings.parts)
             self._weights = [part.weight / total for part in settings.parts]
 
     def draw(self, task: str, completion: str) -> int:
         """The length of a completion of a task, by their names."""
-        length = self._drawn.get((task, completion))
-        if length is None:
-            if len(self._drawn) >= _REMEMBERED:
-                self._drawn.clear()
-            length = self._drawn[task, completion] = self._draw(task, completion)
-        return length
+        return self._cached_draw(task, completion)
 
     def _draw(self, task: str, completion: str) -> int:
         match self._settings:

@@ -1,29 +1,32 @@
-"""Chat rendering without a tokenizer: every message is so many tokens, and every reply says nothing."""
+"""Chat rendering without a tokenizer: every message has the same number of tokens, and every reply is empty."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from tailrace.records import Completion, Int32Array, Message, ToolSpec
-from tailrace.rollouts import ParsedReply
+from tailrace.rollouts.chat import ParsedReply, Renderer
 
-_SILENCE = ParsedReply(content="")
+_EMPTY = ParsedReply(content="")
 
 
-class ModelledRenderer:
-    """Implements `rollouts.Renderer`."""
+class ModelledRenderer(Renderer):
+    """Messages of `tokens_per_message` tokens each."""
 
     stop_token_ids = (1,)
 
     def __init__(self, tokens_per_message: int) -> None:
         self._message = np.zeros(tokens_per_message, np.int32)
 
+    @override
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
-        """[len(messages) * tokens_per_message]."""
         return np.tile(self._message, len(messages))
 
+    @override
     def bridge(
         self,
         token_ids: Int32Array,
@@ -32,15 +35,12 @@ class ModelledRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec] | None = None,
     ) -> Int32Array:
-        """What the new messages add."""
         return self.render(new_messages)
 
-    def parse(
-        self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
-    ) -> ParsedReply:
-        """Nothing."""
-        return _SILENCE
+    @override
+    def parse(self, completion: Completion, **_: Any) -> ParsedReply:
+        return _EMPTY
 
+    @override
     def drifts(self, completion: Completion) -> bool:
-        """There is no text that could be tokenized otherwise."""
         return False

@@ -1,4 +1,4 @@
-"""A generator of the fleet, modelled: the router's client on one side, an `EngineModel` on the other, one timer."""
+"""A replica, modelled: the router's client over an `EngineModel` and one timer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.settings import EngineSettings
 
 CHUNK_TOKENS = 32
-"""Tokens are streamed in such pieces; what a replica sampled since the last one is lost when it dies."""
+"""Tokens are streamed in chunks; what a replica sampled since the last one is lost when it dies."""
 
 _LOGPROB = -1.0
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One request here."""
+    """One request on the replica."""
 
     request: GenerationRequest
     future: asyncio.Future[Completion]
@@ -47,13 +47,12 @@ class ModelledReplica(ReplicaClient):
         *,
         load_s: float,
         load_holds: bool,
-        version: int = 0,
     ) -> None:
-        """`load_s` is what new weights take to come in; the engine stands still meanwhile if `load_holds`."""
+        """Loading weights takes `load_s` seconds, during which the engine stands still if `load_holds`."""
         self._loop = asyncio.get_running_loop()
         self._settings, self._lengths, self._on_report = settings, lengths, on_report
         self._load_s, self._load_holds = load_s, load_holds
-        self.engine = EngineModel(settings, version=version)
+        self.engine = EngineModel(settings)
         self._calls: dict[str, _Call] = {}
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -157,12 +156,12 @@ class ModelledReplica(ReplicaClient):
 
     @property
     def open_tokens(self) -> int:
-        """Sampled of completions that are not finished, here and before they came here."""
+        """Sampled of completions that are not finished, prefixes included."""
         before = sum(call.request.prefix_tokens for call in self._calls.values())
         return before + self.engine.open_tokens(self._now())
 
     def _changed(self) -> None:
-        """Something was asked of the engine, or it finished something: report, and wake up when it will again."""
+        """After every change of the engine: report, and set the timer to its next event."""
         self._on_report(self.statistics(), self._received)
         due_s = self.engine.next_event_s()
         if self._timer is not None:
@@ -187,17 +186,17 @@ class ModelledReplica(ReplicaClient):
         return sequence
 
     def _resolve(self, call: _Call, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Tell what was sampled, all at once, unless the caller went away."""
+        """Return what was sampled, all at once, unless the caller was cancelled."""
         if call.future.done():
             return
-        request = call.request
+        prefix = call.request.prefix
         if reason is None:
-            is_full = request.prefix_tokens + sequence.sampled >= call.limit
+            is_full = call.request.prefix_tokens + sequence.sampled >= call.limit
             reason = FinishReason.LENGTH if is_full else FinishReason.STOP
         sampled = self._sampled(sequence, reason, sequence.sampled)
         if call.on_chunk is not None and sequence.sampled:
             call.on_chunk(as_chunk(sampled))
-        call.future.set_result(assembled(request.prefix, [sampled], reason))
+        call.future.set_result(assembled(prefix, [sampled], reason))
 
     def _sampled(self, sequence: Sequence, reason: FinishReason | None, tokens: int) -> SampledTokens:
         return SampledTokens(
@@ -218,6 +217,6 @@ class ModelledReplica(ReplicaClient):
             raise EngineFailed(str(self._failure))
 
     async def _unless_failed(self, seconds: float) -> None:
-        """Wait so long. Raises `EngineFailed` when the replica fails meanwhile."""
+        """Sleep. Raises `EngineFailed` when the replica fails meanwhile."""
         await asyncio.wait([self._failed], timeout=max(0.0, seconds))
         self._require_alive()

@@ -9,23 +9,7 @@ from rich.table import Table
 from tailrace.scheduling import Verdict
 from tailrace.simulation.run import SimulatedRun
 
-_FIGURES = (
-    "steps per hour",
-    "loss tokens per second",
-    "of what is possible",
-    "engines used",
-    "trainer used",
-    "staleness, mean",
-    "staleness, most",
-    "length ratio",
-    "length ratio, with loss",
-    "masked",
-    "wasted",
-    "of it masked entirely",
-    "admission held by",
-)
-
-LEGEND = """\
+_LEGEND = """\
 of what is possible: groups per second over the lesser of what engines and trainer can do
 engines used: tokens over those of full slots; trainer used: share of the time
 length ratio: mean length of trained rollouts over that of all begun
@@ -33,13 +17,14 @@ masked, wasted: shares of the tokens of rollouts that ended"""
 
 
 def comparison(runs: Sequence[SimulatedRun]) -> Table:
-    """One column per run."""
-    table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
+    """One column per run; at least one run."""
+    table = Table(box=None, pad_edge=False, caption=_LEGEND, caption_justify="left")
     table.add_column("")
     for run in runs:
         table.add_column(run.plan.name, justify="right", max_width=16)
-    for name, *cells in zip(_FIGURES, *(_cells(run) for run in runs), strict=True):
-        table.add_row(name, *cells)
+    columns = [_figures(run) for run in runs]
+    for name in columns[0]:
+        table.add_row(name, *(figures[name] for figures in columns))
     return table
 
 
@@ -67,23 +52,23 @@ def record(run: SimulatedRun) -> dict[str, object]:
     }
 
 
-def _cells(run: SimulatedRun) -> tuple[str, ...]:
-    batches = run.plan.scheduling.batch_size / run.plan.load.group_size
-    return (
-        f"{run.groups_per_s / batches * 3600:,.0f}",
-        f"{run.loss_tokens_per_s:,.0f}",
-        f"{run.bound_ratio:.2f}",
-        f"{run.engine_utilization:.0%}",
-        f"{run.trainer_utilization:.0%}",
-        f"{run.staleness_mean:.2f}",
-        str(run.staleness_max),
-        f"{run.length_ratio:.2f}",
-        f"{run.loss_length_ratio:.2f}",
-        f"{run.masked_share:.1%}",
-        f"{run.wasted_share:.1%}",
-        f"{run.wholly_stale_share:.1%}",
-        _held_by(run),
-    )
+def _figures(run: SimulatedRun) -> dict[str, str]:
+    groups_per_batch = run.plan.scheduling.batch_size / run.plan.load.group_size
+    return {
+        "steps per hour": f"{run.groups_per_s / groups_per_batch * 3600:,.0f}",
+        "loss tokens per second": f"{run.loss_tokens_per_s:,.0f}",
+        "of what is possible": f"{run.bound_ratio:.2f}",
+        "engines used": f"{run.engine_utilization:.0%}",
+        "trainer used": f"{run.trainer_utilization:.0%}",
+        "staleness, mean": f"{run.staleness_mean:.2f}",
+        "staleness, most": str(run.staleness_max),
+        "length ratio": f"{run.length_ratio:.2f}",
+        "length ratio, with loss": f"{run.loss_length_ratio:.2f}",
+        "masked": f"{run.masked_share:.1%}",
+        "wasted": f"{run.wasted_share:.1%}",
+        "of it masked entirely": f"{run.wholly_stale_share:.1%}",
+        "admission held by": _held_by(run),
+    }
 
 
 def _held_by(run: SimulatedRun) -> str:

@@ -7,9 +7,8 @@ StreamScheduler ─► Rollouter ─► agent ─► Router ─► ModelledRepli
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tailrace.generation.holding import HoldingGenerate
@@ -39,36 +38,30 @@ class Moment:
     time_s: float
     running: int
     """Requests that hold a slot."""
-    waiting_groups: int
-    """Scored, and in no batch yet."""
     is_training: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What a simulated run came to. Figures are of the time after warm-up, unless they say otherwise."""
+    """The result of a simulated run. Figures are of the time after warm-up, unless they say otherwise."""
 
     plan: SimulationPlan
     duration_s: float
     """Of the whole run, in virtual time."""
     measured: Totals
     length_mean: float
-    """Of the load, known."""
+    """Of a completion, as the load has it."""
     length_ratio: float
     """Mean full length of trained rollouts over that of all that were begun."""
     loss_length_ratio: float
-    """Mean tokens that bear loss of trained rollouts over the same."""
-    finished_length_ratio: float
-    """As a run's bias meter has it: over all that finished."""
+    """Mean tokens with loss of trained rollouts over the same."""
     staleness: Mapping[int, int]
     """Tokens that bore loss, by their staleness."""
     waited_s: Mapping[Verdict, float]
-    """That admission was held, by what held it; whole run."""
+    """Seconds that admission was held, by what held it; whole run."""
     outcomes: Mapping[str, int]
     """Rollouts by terminal state and reason; whole run."""
-    ledger: str
     timeline: list[Moment] = field(repr=False)
-    steps_ended_s: list[float] = field(repr=False)
     journal: list[str] = field(repr=False)
 
     @property
@@ -86,7 +79,7 @@ class SimulatedRun:
 
     @property
     def bound_ratio(self) -> float:
-        """Groups per second over what the slower of engines and trainer can do."""
+        """Groups per second over `capacity_groups_per_s`."""
         return self.groups_per_s / capacity_groups_per_s(self.plan, self.length_mean)
 
     @property
@@ -106,20 +99,14 @@ class SimulatedRun:
 
     @property
     def wholly_stale_share(self) -> float:
-        """The part of `wasted_share` that was too old by the time its group was trained on.
-
-        0 under a policy that drops such rollouts, which is to throw them away.
-        """
+        """The part of `wasted_share` that was too old when its group was trained on; 0 under `on_stale = drop`."""
         if self.plan.scheduling.on_stale == "drop":
             return 0.0
         return self.measured.wholly_stale_tokens / self.measured.ended_tokens
 
     @property
     def masked_share(self) -> float:
-        """Tokens that bear no loss because they are stale, those of rollouts masked entirely included, over the same.
-
-        Every sampled token whose rollout ended is in one of three shares: it bore loss, was stale, or was thrown away.
-        """
+        """Tokens without loss because they are stale, those of rollouts masked entirely included, over the same."""
         return self.measured.masked_tokens / self.measured.ended_tokens + self.wholly_stale_share
 
     @property
@@ -173,10 +160,10 @@ class Simulation:
         watch: bool = True,
         keep_journal: bool = False,
     ) -> None:
-        """`tasks` are handed out once each, and end the run where its steps don't; unset: more than enough.
+        """`tasks` are handed out once each, and end the run where its steps don't; None: more than enough.
 
-        `start` is where an earlier run left off; `plan.steps` counts from its beginning.
-        `watch` draws the timeline: a timer that always runs, so that no `Deadlock` shows.
+        `start` is where an earlier run stopped; `plan.steps` counts from its beginning.
+        `watch` draws the timeline: with its timer a deadlock is not detected.
         """
         self.plan = plan
         self._clock = asyncio.get_running_loop().time
@@ -187,8 +174,9 @@ class Simulation:
         )
         self._generate = MeteredGenerate(self.fleet.router.generate, lengths)
         holding = HoldingGenerate(self._generate, self.fleet.router.interrupt)
-        self.observer = SimulationObserver(self._generate, warmup_steps=plan.warmup_steps, on_step=self._step_retired)
-        self.observer.keeps_journal = keep_journal
+        self.observer = SimulationObserver(
+            self._generate, warmup_steps=plan.warmup_steps, on_step=self._step_ended, keep_journal=keep_journal
+        )
         self.trainer = ModelledTrainer(
             plan.trainer,
             max_staleness=plan.max_staleness,
@@ -234,14 +222,13 @@ class Simulation:
         self.checkpoints = {start.step: start}
         """After each step."""
         self.requests_left = 0
-        """That engines still held once every rollout had ended."""
+        """Requests that engines still held once every rollout had ended."""
         self._publishing: asyncio.TaskGroup | None = None
         self._scheduling: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._warm: Totals | None = Totals() if plan.warmup_steps == 0 else None
         self._watches = watch
         self._timeline: list[Moment] = []
-        self._steps_ended_s: list[float] = []
 
     async def run(self) -> SimulatedRun:
         """Until the last step ended or the last task was trained. Raises what ends the run earlier.
@@ -258,13 +245,13 @@ class Simulation:
         finally:
             await _cancelled(ended)
             await _cancelled(self._scheduling)
-            self.requests_left = sum(self.fleet.running) + self.fleet.waiting
+            self.requests_left = self.fleet.running + self.fleet.waiting
             await _cancelled(work)
             self.scheduler.finish(RUN_ENDED)
         return self._result(totals)
 
     async def _work(self) -> None:
-        """Waits until it is cancelled, and tells when the scheduler is through; any failure ends all of it."""
+        """Run every part until cancelled; sets `_ended` when the scheduler is through, and any failure ends all."""
         async with asyncio.TaskGroup() as tasks:
             self._publishing = tasks
             tasks.create_task(self.fleet.run(), name="fleet")
@@ -293,40 +280,31 @@ class Simulation:
         self.checkpoints[event.step] = Checkpoint(event.step, event.version, self._states.pop(event.step))
         self.scheduler.handle(event)
 
-    def _step_retired(self, event: StepEnded) -> None:
+    def _step_ended(self, event: StepEnded) -> None:
         """A step ended, and so has every rollout in it."""
-        self._steps_ended_s.append(self._clock())
         if event.step == self.plan.warmup_steps:
             self._warm = self._totals()
         if event.step >= self.plan.steps:
             self._ended.set()
 
     async def _watch(self) -> None:
-        """Look at the cluster from time to time, ever more seldom."""
+        """Draw the timeline, at intervals that double as it grows."""
         every_s = 1.0
         while True:
-            self._timeline.append(
-                Moment(
-                    time_s=self._clock(),
-                    running=sum(self.fleet.running),
-                    waiting_groups=self.scheduler.statistics.waiting_groups,
-                    is_training=self.trainer.training_since_s is not None,
-                )
-            )
+            self._timeline.append(Moment(self._clock(), self.fleet.running, self.trainer.is_training))
             if len(self._timeline) >= 2 * _SAMPLES:
                 del self._timeline[1::2]
                 every_s *= 2
             await asyncio.sleep(every_s)
 
     def _totals(self) -> Totals:
-        observed = self.observer.totals
-        observed.time_s = self._clock()
-        observed.sampled_tokens = self.fleet.sampled_tokens
-        observed.on_the_way_tokens = self._generate.open_tokens.total() + self.fleet.open_tokens
-        observed.asked_completions = self._generate.asked_completions
-        observed.asked_tokens = self._generate.asked_tokens
-        observed.trainer_idle_s = self.trainer.idle_s
-        return observed.since(Totals())
+        return replace(
+            self._generate.totals,
+            time_s=self._clock(),
+            sampled_tokens=self.fleet.sampled_tokens,
+            open_tokens=self._generate.open_tokens.total() + self.fleet.open_tokens,
+            trainer_idle_s=self.trainer.idle_s,
+        )
 
     def _result(self, totals: Totals) -> SimulatedRun:
         assert self._warm is not None
@@ -342,26 +320,23 @@ class Simulation:
             length_mean=self._length_mean,
             length_ratio=measured.trained_tokens / trained / per_rollout,
             loss_length_ratio=measured.loss_tokens / trained / per_rollout,
-            finished_length_ratio=self.observer.bias.length_ratio or math.nan,
             staleness=dict(sorted(self.observer.staleness.items())),
             waited_s=self.scheduler.statistics.waited_s,
             outcomes=dict(sorted(self.observer.outcomes.items())),
-            ledger=str(self.scheduler.ledger),
             timeline=self._timeline,
-            steps_ended_s=self._steps_ended_s,
             journal=self.observer.journal,
         )
 
 
 async def _cancelled(task: asyncio.Task[Any] | None) -> None:
-    """Cancel, and wait until it has ended, however it does."""
+    """Cancel a task, and wait until it has ended."""
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
 def _first_leaf(error: BaseException | None) -> BaseException:
-    """What went wrong, out of the groups that task groups put it in."""
+    """The first exception inside nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert error is not None

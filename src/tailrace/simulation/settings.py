@@ -1,4 +1,4 @@
-"""Settings of a simulation: the plan of a cluster and of what it is to train on."""
+"""Settings of a simulation: the cluster, the load and the schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineSettings(_Section):
 
     @property
     def tokens_per_s(self) -> float:
-        """All of them together with every slot taken."""
+        """Of all replicas together with every slot taken."""
         return self.replicas * self.slots / (self.step_base_s + self.step_per_running_s * self.slots)
 
 
@@ -61,7 +61,7 @@ class LognormalLengths(_Section):
 
     @property
     def own_sigma(self) -> float:
-        """The part that is each rollout's own."""
+        """Deviation that rollouts of one task do not share."""
         return math.sqrt(self.sigma**2 - self.task_sigma**2)
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class LognormalLengths(_Section):
 
 
 class MixturePart(_Section):
-    """One kind of completion among others."""
+    """One kind of completion."""
 
     weight: float = Field(gt=0, description="Its share, up to a common factor.")
     lengths: LognormalLengths = Field(description="Of its completions.")
@@ -96,7 +96,6 @@ class EmpiricalLengths(_Section):
 
 
 def _kind(given: object) -> object:
-    """Lognormal lengths need not say so."""
     return given.get("kind", "lognormal") if isinstance(given, dict) else getattr(given, "kind", None)
 
 
@@ -116,7 +115,6 @@ class LoadSettings(_Section):
     max_tokens: int = Field(16_384, ge=1, description="Of one completion at most.")
     turns: int = Field(1, ge=1, description="Completions of a rollout.")
     environment_s: float = Field(0.0, ge=0, description="Mean seconds of the environment after each turn, exponential.")
-    score_s: float = Field(0.0, ge=0, description="Seconds to score a finished rollout.")
     timeout_s: float = Field(86_400.0, gt=0, description="Seconds that one rollout may take.")
     pass_share: float | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""The trainer as a clock: batches in, versions out, each step as long as the plan says."""
+"""The trainer, modelled: batches in, versions out, each step as long as the plan says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tailrace.simulation.settings import ModelledTrainerSettings
 
 StepEnded: TypeAlias = StepTrained | StepSkipped
 Hiccup: TypeAlias = Callable[[int], float]
-"""Seconds by which something delays a step, by its number: a restart, and the replay of what was not yet saved."""
+"""Seconds by which a step is delayed, by its number: a restart, and the replay of what was not yet saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,12 @@ class ModelledTrainer:
         skips: Callable[[int], bool] = lambda step: False,
         hiccup: Hiccup = lambda step: 0.0,
     ) -> None:
-        """`publish` is given each new version and returns once its weights are away; `step` and `version` are done."""
-        self.version = version
-        self.step = step
+        """`publish` sends each new version; `step` and `version` are those that an earlier run ended with."""
+        self.step, self.version = step, version
         self.idle_s = 0.0
         """Waited for a batch."""
-        self.training_since_s: float | None = None
-        """None while it waits."""
+        self.is_training = False
+        """Whether it has a batch."""
         self._settings, self._max_staleness = settings, max_staleness
         self._publish, self._on_step, self._skips, self._hiccup = publish, on_step, skips, hiccup
         self._batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
@@ -56,27 +55,27 @@ class ModelledTrainer:
         self._batches.put_nowait(batch)
 
     async def run(self) -> None:
-        """Train on what comes, for ever."""
+        """Train on batches until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             since_s = clock()
             batch = await self._batches.get()
             self.idle_s += clock() - since_s
-            self.training_since_s = clock()
+            self.is_training = True
             await self._train(batch)
-            self.training_since_s = None
+            self.is_training = False
 
     async def _train(self, batch: PlannedBatch) -> None:
-        """One step. The weights are on their way before anybody hears that it ended."""
+        """One step; its weights are sent before its end is reported."""
         self._require_trainable(batch)
         settings, step = self._settings, batch.summary.step
         tokens = batch.summary.num_tokens
         await asyncio.sleep(settings.train_s + settings.train_s_per_token * tokens + self._hiccup(step))
         self.step = step
-        self.version += not self._skips(step)
         if self._skips(step):
             self._on_step(StepSkipped(epoch="", step=step, version=self.version, reason="not_finite"))
             return
+        self.version += 1
         await self._publish(self.version)
         self._on_step(StepTrained(epoch="", step=step, version=self.version, metrics={}))
         if settings.sync_holds_trainer:

@@ -1,10 +1,9 @@
-"""An event loop whose clock jumps: when nothing is ready, to the next timer; when there is none, to an error.
+"""An event loop whose clock jumps to the next timer when nothing is ready, and raises when there is no timer.
 
     ready callbacks → run them;   none, but a timer → time() is the timer's;   neither → Deadlock
 
-Hours pass in the time that their events take to compute, and the same program runs the same way each time: tasks hash
-by the order in which they were made, so that even a set of them is walked alike. There are no sockets, no processes
-and no threads; what is sent to an executor runs at once, in no virtual time.
+The same program runs the same way each time: tasks hash by the order in which they were made, so that even a set of
+them is walked alike. There are no sockets, processes or threads; an executor's calls run at once, in no virtual time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MOST_NAMED = 20
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end on a loop of its own whose clock starts at 0; `asyncio.run` in virtual time.
 
-    Tasks that are left are cancelled. Raises `Deadlock`, naming the waiting tasks, when nothing can happen any more.
+    Tasks that are left are cancelled. Raises `Deadlock`, naming the waiting tasks, when every task waits.
 
     >>> async def nap() -> float:
     ...     await asyncio.sleep(3600)
@@ -57,18 +56,18 @@ class VirtualTimeLoop(BaseEventLoop):
     def run_in_executor(  # type: ignore[override]  # the base class returns a future as well, by another name
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Call `func` here and now; its result is there at the next turn of the loop."""
+        """Call `func` at once; its result arrives in the next turn of the loop."""
         future: asyncio.Future[T] = self.create_future()
         try:
             result = func(*args)
-        except Exception as error:  # noqa: BLE001  (whoever awaits the future gets it)
+        except Exception as error:  # noqa: BLE001  (the future's owner gets it)
             self.call_soon(_settle, future, future.set_exception, error)
         else:
             self.call_soon(_settle, future, future.set_result, result)
         return future
 
     def select(self, timeout: float | None) -> list[Any]:
-        """What the base class calls to wait: nothing waits, the clock moves."""
+        """The base class calls this to wait: the clock moves instead."""
         if timeout is None:
             self._deadlock()
         if timeout > 0:
@@ -101,7 +100,7 @@ class VirtualTimeLoop(BaseEventLoop):
         """There are no sockets, hence no events."""
 
     def _write_to_self(self) -> None:
-        """Nothing sleeps that would have to be woken."""
+        """Nothing sleeps, so nothing has to be woken."""
 
 
 class _NumberedTask(asyncio.Task[T]):
@@ -128,7 +127,7 @@ def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: obj
 
 
 def _where(coroutine: Any) -> str:
-    """The innermost coroutine that a suspended one waits in."""
+    """Name and line of the innermost coroutine that a suspended one waits in."""
     while getattr(getattr(coroutine, "cr_await", None), "cr_frame", None) is not None:
         coroutine = coroutine.cr_await
     frame = getattr(coroutine, "cr_frame", None)

@@ -56,7 +56,7 @@ class Router:
         )
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
-        self._requests: set[RoutedRequest] = set()
+        self._requests: dict[RoutedRequest, None] = {}  # in order of arrival, which a set has not
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Router:
         Raises `EngineFailed` once no replica is left, and `RequestRefused` for a request under which too many died.
         """
         routed = RoutedRequest(request)
-        self._requests.add(routed)
+        self._requests[routed] = None
         try:
             while (completion := finished(routed.request)) is None:
                 index = await self._choose(routed)
@@ -76,7 +76,7 @@ class Router:
                     return completion
             return completion
         finally:
-            self._requests.discard(routed)
+            self._requests.pop(routed, None)
 
     async def _choose(self, routed: RoutedRequest) -> int | None:
         """Wait for a replica that takes the request; None once it is interrupted."""
