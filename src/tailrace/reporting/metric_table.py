@@ -50,12 +50,7 @@ _ROWS = (
     ("group/zero_spread_share", "1", _MEAN, "Share of scored groups whose rewards are all equal: they teach nothing."),
     ("group/size", "rollouts", _MEAN, "Rollouts that came back per scored group."),
     ("group/score_s", "s", _MEAN, "Time of a group in its `score_group` or judge, waiting for a place left out."),
-    (
-        "judge/calls",
-        "calls",
-        _SUM,
-        "Calls of the judges since the last step, failed ones and those of evaluations too.",
-    ),
+    ("judge/calls", "calls", _SUM, "Calls of the judges since the last step, failed ones and evaluations included."),
     ("judge/retries", "calls", _SUM, "Those of them that repeat one that failed or was not valid."),
     ("judge/failed_groups", "groups", _SUM, "Groups that no call brought valid scores for."),
     ("judge/prompt_tokens", "tokens", _SUM, "Prompt tokens of the calls that were answered."),

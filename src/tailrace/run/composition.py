@@ -157,13 +157,8 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         )
         waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids)
         observer.add_gauges(
-            *(
-                waits,
-                processes,
-                lambda: ground.lag.flush().metrics(),
-                phase_gauge(ground.phases),
-                _trimmer(settings, writer).step_ended,
-            ),
+            *(waits, processes, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
             judge_gauge(lambda: rollouter.judge_usage),
