@@ -56,7 +56,9 @@ class LiveView:
         self._lines = QuietLines(log_every_s)
         self._watchdog = Watchdog(no_progress_s)
         self._console = console or Console()
-        self._live = self._drawing() if terminal else None
+        live = Live(console=self._console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S)
+        live.vertical_overflow = "crop"
+        self._live = live if terminal else None
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> LiveView:
@@ -88,14 +90,6 @@ class LiveView:
             self._live.stop()
         except OSError as lost:
             _logger.info("the terminal went away: %s", lost)
-
-    def _drawing(self) -> Live:
-        return Live(
-            console=self._console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_S,
-            vertical_overflow="crop",
-        )
 
     async def _refresh(self) -> None:
         while True:

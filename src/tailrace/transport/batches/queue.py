@@ -35,7 +35,7 @@ class BatchSender(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the queue: whoever waits on it is woken by `PeerGone`. Closing twice does nothing."""
+        """End the queue: all waits on it raise `PeerGone`. Closing twice does nothing."""
         ...
 
 
@@ -57,7 +57,7 @@ class BatchReceiver(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the queue: whoever waits on it is woken by `PeerGone`. Closing twice does nothing."""
+        """End the queue: all waits on it raise `PeerGone`. Closing twice does nothing."""
         ...
 
 
