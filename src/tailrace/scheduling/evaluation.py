@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,16 +40,13 @@ class EvaluationResult:
     @property
     def mean_reward(self) -> float:
         """Mean reward; a lost rollout is left out, never counted as 0. NaN when all were lost."""
-        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else math.nan
+        return statistics.fmean(self.rewards) if self.rewards else math.nan
 
     @property
     def standard_error(self) -> float:
         """Of the mean reward; NaN below two rollouts."""
-        if len(self.rewards) < 2:
-            return math.nan
-        mean = self.mean_reward
-        variance = math.fsum((reward - mean) ** 2 for reward in self.rewards) / (len(self.rewards) - 1)
-        return math.sqrt(variance / len(self.rewards))
+        rewards = self.rewards
+        return statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else math.nan
 
     @property
     def policy_versions(self) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What the scheduler tells whoever counts, writes and shows."""
+"""What the scheduler reports: events, and a snapshot of its state."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class SchedulerObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Where everything is now. Counts are rollouts unless named otherwise."""
+    """A snapshot. Counts are rollouts unless named otherwise."""
 
     running: int
-    """Whose agents run."""
+    """Rollouts whose agents run."""
     waiting_groups: int
     batches_ahead: int
     in_flight: int
@@ -59,13 +59,13 @@ class SchedulerStatistics:
     waited_s: Mapping[Verdict, float]
     """Seconds that admission was held, by what held it."""
     trainer_waited_s: float
-    """Seconds in which no batch was on its way: the trainer waited for data."""
+    """Seconds without a batch on its way: the trainer waited for data."""
     held_s: float
     """Seconds in which a full batch was held for a group that would have become too old (`on_stale = wait`)."""
     restarted_groups: int
     """Groups stopped and started again."""
     set_aside: int
-    """Rollouts that stopped at the edge of a step and go on in the next one."""
+    """Rollouts that were set aside at the edge of a step and go on in the next one."""
 
 
 class Stopwatch:
