@@ -271,7 +271,7 @@ class StreamScheduler:
             is_held = self._stale.holds_batch(outstanding.floors.oldest, progress.trainer_version)
             self._held.set(is_held)
             return not is_held
-        if outstanding.floors or progress.sent:
+        if outstanding.floors.oldest is not None or progress.sent:
             return False
         return self._tasks.is_exhausted or self._verdict() not in (Verdict.ADMIT, Verdict.WEIGHTS_OLD)
 
@@ -284,7 +284,7 @@ class StreamScheduler:
             return await in_turns(self._former.form(step=step, trainer_version=trainer_version))
 
     def _release_expiring(self, oldest: int) -> None:
-        """Under early release a group's finished rollouts go into the last batch that takes `oldest`, its first tokens."""
+        """Under early release finished rollouts go into the last batch that takes their group's tokens of `oldest`."""
         if self._settings.group_release == "early":
             for group in self._outstanding.floors.below(oldest + 1):
                 self._player.expire(group)
