@@ -339,9 +339,11 @@ async def measure_run(case: Case) -> Row:
                 run.observer.step_ended = counted(run.observer.step_ended, marks)  # type: ignore[method-assign]
                 async with running(beat.run()), asyncio.TaskGroup() as tasks:
                     ending = tasks.create_task(run.orchestrator.run())
-                    await case.until_measured(marks)
+                    measuring = tasks.create_task(case.until_measured(marks))
+                    await asyncio.wait({ending, measuring}, return_when=asyncio.FIRST_COMPLETED)
+                    if ending.done():
+                        raise RuntimeError(f"the run ended before it was measured: {ending.result()}")
                     await run.orchestrator.request_stop(RunStatus.FINISHED, "measured")
-                    await ending
                 await asyncio.to_thread(run.writer.close)
     return case.row(marks, beat, TARGET_RUN_S, turn_max_s=None)
 

@@ -127,19 +127,19 @@ class PeersLauncher(LocalLauncher):
 
 async def generator(role: Role) -> None:
     """Serves an engine that does no work, as a run's generator serves its own."""
-    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
-    engine = Generator(lambda: InstantEngine(told.run.max_running))
-    with told.transports().generator(told.run, role) as ends:
+    role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    engine = Generator(lambda: InstantEngine(role_settings.run.max_running))
+    with role_settings.transports().generator(role) as ends:
         await ends.serve(engine)
     await engine.close()
 
 
 async def trainer(role: Role) -> None:
     """Reads each batch, and says that it was trained."""
-    told = msgspec.json.decode(role.spec.settings, type=RoleSettings)
-    async with told.transports().trainer(told.run) as ends:
+    role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    async with role_settings.transports().trainer() as ends:
         role.ready()
-        await ends.log.append(TrainerStarted(epoch=told.epoch, step=0, version=0))
+        await ends.log.append(TrainerStarted(epoch=role_settings.epoch, step=0, version=0))
         stopping = asyncio.create_task(_stop_request(ends.log))
         for step in count(1):
             receiving = asyncio.create_task(ends.batches.receive())
@@ -147,9 +147,11 @@ async def trainer(role: Role) -> None:
             if stopping.done():
                 receiving.cancel()
                 break
-            await ends.log.append(StepTrained(epoch=told.epoch, step=step, version=0, metrics={}))
+            await ends.log.append(StepTrained(epoch=role_settings.epoch, step=step, version=0, metrics={}))
             await ends.batches.acknowledge(step)
-        await ends.log.append(TrainerEnded(epoch=told.epoch, status=RunStatus.FINISHED, step=step - 1, reason=""))
+        await ends.log.append(
+            TrainerEnded(epoch=role_settings.epoch, status=RunStatus.FINISHED, step=step - 1, reason="")
+        )
         async for _ in ends.log.follow():
             pass
 

@@ -2,8 +2,8 @@
 
     close  before  reset, load  before  step  before  wait
 
-New weights wait for running requests only under `drain`. Whatever has to be forgotten is forgotten right before the
-load that makes it stale: a reset that the engine refuses then leaves the old weights serving over their own cache.
+Only under `drain` do new weights wait for running requests. A reset comes right before the load that calls for it: if
+the engine refuses, the old weights keep serving over their own cache.
 """
 
 from __future__ import annotations

@@ -114,7 +114,10 @@ class MetricsAccumulator:
             raise ValueError(f"metric {name!r} was added with weight {weight}; weights are 0 or above")
         metric_spec(name)
         if weight > 0:
-            self._running.setdefault(name, _Running()).add(float(value), weight)
+            running = self._running.get(name)
+            if running is None:
+                running = self._running[name] = _Running()
+            running.add(float(value), weight)
 
     def add_values(self, name: str, values: Iterable[float]) -> None:
         """Record many values of one metric, each of weight 1."""

@@ -16,6 +16,7 @@ from typing_extensions import override
 from tailrace.batching import FormedBatch
 from tailrace.records import (
     Completion,
+    Float32Array,
     GenerationRequest,
     Group,
     Outcome,
@@ -155,12 +156,12 @@ class RunObserver(SchedulerObserver):
         self._recorder.group_scored(group)
         self._capture.write(group)
         for rollout, advantage in zip(group.rollouts, group.advantages or (), strict=False):
-            self._advantages[rollout.rollout_id] = float(np.mean(advantage))
+            self._advantages[rollout.rollout_id] = _mean_advantage(advantage)
 
     @override
     def part_released(self, part: Group) -> None:
         for rollout, advantage in zip(part.rollouts, part.advantages or (), strict=True):
-            self._advantages[rollout.rollout_id] = float(np.mean(advantage))
+            self._advantages[rollout.rollout_id] = _mean_advantage(advantage)
 
     @override
     def batch_sent(self, formed: FormedBatch) -> None:
@@ -225,6 +226,11 @@ class RunObserver(SchedulerObserver):
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""
         self._rollouts.write(step + 1, self._entries)
         self._entries = []
+
+
+def _mean_advantage(advantage: float | Float32Array) -> float:
+    """Over its tokens, where it has one for each."""
+    return float(advantage.mean()) if isinstance(advantage, np.ndarray) else float(advantage)
 
 
 def with_figures(

@@ -147,6 +147,6 @@ class PhaseTotals:
     def _end_turn(self) -> None:
         if self._turn < 0:
             return
-        bucket = duration_bucket(self._turn_ns)
+        bucket = 0 if self._turn_ns < _UNNOTICED_NS else duration_bucket(self._turn_ns)
         self._holds[bucket] = self._holds.get(bucket, 0) + 1
         self._longest_ns = max(self._longest_ns, self._turn_ns)

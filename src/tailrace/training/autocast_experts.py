@@ -1,9 +1,8 @@
 """Expert matrices in the type of autocast, as every linear layer's are.
 
-Transformers multiplies all experts of a layer in one grouped product, which torch's autocast does not know: under it
-the matrices stay float32, and the product takes several times as long as in bfloat16 and rounds otherwise than the
-generator's. `autocast_experts` is transformers' own implementation over matrices that were cast first. Gradients are
-float32, as under autocast.
+Transformers multiplies all experts of a layer in one grouped product, which torch's autocast does not know: matrices
+stay float32, and the product takes several times as long as in bfloat16 and rounds otherwise than the generator's.
+`autocast_experts` casts them first, then calls transformers' own implementation. Gradients are float32.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ if TYPE_CHECKING:
 AUTOCAST_EXPERTS = "tailrace_autocast"
 """Name of this implementation in transformers' interface (`model.set_experts_implementation`)."""
 
-_GROUPED = "grouped_mm"
-"""Transformers' implementation that it stands on, and the one that it replaces."""
-
 
 def cast_experts_under_autocast(model: PreTrainedModel) -> bool:
-    """Give a model whose experts are multiplied in groups the implementation of this module; whether it has any."""
+    """Replace transformers' grouped product of experts, if the model uses it; returns whether it does."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if _GROUPED not in model.get_experts_implementation().values():
+    if "grouped_mm" not in model.get_experts_implementation().values():
         return False
     ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, autocast_experts)
     model.set_experts_implementation(AUTOCAST_EXPERTS)
@@ -45,7 +41,7 @@ def autocast_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 class _Cast:
-    """A module whose parameters are of another type, and whose everything else is its own."""
+    """A module with its parameters cast to another type."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype

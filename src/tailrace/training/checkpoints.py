@@ -17,7 +17,6 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -241,19 +240,12 @@ def _set_randomness(state: dict[str, Any]) -> None:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    if any(_says_full(cause) for cause in _causes(error)):
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(existing).free
-        return f"the disk is full ({free / 1e6:.0f} MB free); free some space, or set trainer.keep_checkpoints lower"
+    cause: BaseException | None = error
+    while cause is not None:  # torch raises its own error in place of the system's
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full or "os error 28" in str(cause):
+            existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            free = shutil.disk_usage(existing).free / 1e6
+            return f"the disk is full ({free:.0f} MB free); free some space, or set trainer.keep_checkpoints lower"
+        cause = cause.__cause__ or cause.__context__
     return str(error)
-
-
-def _says_full(error: BaseException) -> bool:
-    return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(error)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it: torch raises its own in place of the system's."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

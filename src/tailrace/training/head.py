@@ -96,7 +96,7 @@ class LogprobHead:
 
 
 def apply_loss(loss: Loss, logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> LossOutput:
-    """What `loss` says of differentiable `logprobs` and `entropy`, both [num_loss_tokens]."""
+    """Apply `loss` to differentiable `logprobs` and `entropy`, both [num_loss_tokens]."""
     losses, kept = loss(logprobs, entropy, tokens)
     losses = losses.where(kept, 0.0)
     return LossOutput(losses.sum(), losses.detach(), kept, logprobs.detach(), entropy.detach())

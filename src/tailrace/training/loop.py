@@ -114,7 +114,7 @@ class _TrainerLoop:
         return await self._end(RunStatus.FINISHED, f"max_steps = {trainer.max_steps} reached")
 
     async def end_early(self, status: RunStatus, reason: str) -> None:
-        """Append the terminal event for a loop that cannot go on. A log that is gone is logged, not raised."""
+        """Append the terminal event of a loop that failed. A log that is gone is logged, not raised."""
         if self._ended:
             return
         if self._reporting is not None:
@@ -127,7 +127,7 @@ class _TrainerLoop:
             _log.error("the end of training (%s, %s) could not be logged: %s", status, reason, error)
 
     async def close(self) -> None:
-        """End what the loop started."""
+        """Stop tasks and threads."""
         self._stop.cancel()
         with contextlib.suppress(asyncio.CancelledError, TransportError):
             await self._stop

@@ -64,9 +64,9 @@ class PolicyModel(nn.Module):
         self._device = next(model.parameters()).device
         if self._autocast:
             cast_experts_under_autocast(self.model)
-        self.pads_segments = True
+        self.packs, self.pads_segments = False, True
         self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
-        self.packs, head = self._probe()
+        head = self._probe()
         rounds_head = self._autocast and head_dtype == "bfloat16"
         self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else torch.float32)
         if gradient_checkpointing:
@@ -103,21 +103,20 @@ class PolicyModel(nn.Module):
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast)
 
     @torch.no_grad()
-    def _probe(self) -> tuple[bool, OutputHead | None]:
-        """Whether packing gives the model's own outputs, and the head if it does too (see the module)."""
+    def _probe(self) -> OutputHead | None:
+        """Set `packs` and `pads_segments` by the model's own outputs; return its head if that reproduces them."""
         config: Any = self.model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
         row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self._device)
         pieces = torch.split(row, _PROBE_LENGTHS, dim=1)
         # Kernels of 16 bits on a GPU are others than those of float32.
         with self._precision() if self._device.type == "cuda" else nullcontext():
-            own = [self.model(input_ids=piece, use_cache=False).logits for piece in pieces]
-            expected = torch.cat(own, dim=1)
+            expected = torch.cat([self.model(input_ids=piece, use_cache=False).logits for piece in pieces], dim=1)
             self.packs = self._finds_packing(row, expected)
             if not self.packs and self._acceleration is not None and self.num_fused_layers:
                 self._acceleration.restore_layers()
                 self.packs = self._finds_packing(row, expected)
-            return self.packs, self._find_head(pieces[-1])
+            return self._find_head(pieces[-1])
 
     def _finds_packing(self, row: Tensor, expected: Tensor) -> bool:
         """Whether the model gives its own outputs for a packed row, as it is or in padded groups."""
@@ -144,17 +143,15 @@ class PolicyModel(nn.Module):
         if getattr(self.model.config.get_text_config(), "attention_chunk_size", None):
             raise ModelError("it attends in chunks")
         segments = self._segments(_PROBE_LENGTHS)
-        packed = self.model(
-            input_ids=row, position_ids=segments.position_ids, use_cache=False, segments=segments
-        ).logits
+        inputs = {"input_ids": row, "position_ids": segments.position_ids, "segments": segments}
+        packed = self.model(**inputs, use_cache=False).logits
         _require_equal(packed, expected, _PACKING_TOLERANCE[packed.dtype])
 
     def _segments(self, lengths: Sequence[int]) -> Segments:
         return to_device(Segments.of(lengths, padded=self.pads_segments), self._device)
 
     def _find_head(self, row: Tensor) -> OutputHead | None:
-        head = find_head(self.model)
-        if head is None:
+        if (head := find_head(self.model)) is None:
             return None
         inputs = self._inputs(row, self._segments(row.shape[1:]))
         hidden = self.model.base_model(**inputs).last_hidden_state

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from tailrace.models.devices import DeviceIds
 
 BUILT_IN_LOSSES = ("clipped_ratio",)
-"""Here, and not in the registry, which imports torch: names are checked where settings are read."""
+"""Not in the registry, which imports torch: names are checked where settings are read."""
 
 
 class LossSettings(BaseModel):

@@ -1,13 +1,11 @@
-"""Tokens that several samples of a row begin with go through the model once.
+"""Tokens that several samples of a row begin with are computed once.
 
-The rollouts of a group begin with the same prompt, branches of a rollout with the same turns. Under causal attention
-equal beginnings have equal hidden states, so all samples can point at one copy of them: whatever treats tokens one by
-one (nearly all of a model) computes it once, and attention gathers it into every segment that starts with it. The
-gradient of a shared token is the sum over its segments, exactly as if each had its own.
+Rollouts of a group begin with the same prompt, branches of a rollout with the same turns. Under causal attention equal
+prefixes have equal hidden states: what treats tokens one by one (nearly all of a model) computes them once, attention
+gathers them into every segment that starts with them, and the gradient of a shared token is the sum over its segments.
 
-In a mixture of experts that replays recorded routings, tokens are equal only where their records are: a beginning is
-shared up to the first token whose samples recorded different experts. Where one of them recorded nothing (its cache
-was copied, say), the other's record stands for both.
+With router replay, tokens are equal only where their records are: a prefix is shared up to the first token whose
+samples recorded different experts. Where one recorded nothing (its cache was copied, say), the other's record is used.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from tailrace.records import ExpertArray, Int32Array, unrecorded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """Which tokens of a row are computed, and where every token finds its own; both [num_tokens] of the plain row."""
+    """Which tokens of a row are computed, and where each token is found; both [num_tokens] of the plain row."""
 
     computed: NDArray[np.bool_]
     place: NDArray[np.int64]
     """Among the computed tokens, in row order."""
 
     def gather_experts(self, routed_experts: ExpertArray) -> ExpertArray:
-        """Of [num_tokens of the plain row, layers, top_k] those of the computed tokens; a copy, unless that is all."""
+        """Of [num_tokens of the plain row, layers, top_k] those of computed tokens; a copy, unless all are."""
         if self.computed.all():
             return routed_experts
         gathered: ExpertArray = routed_experts[self.computed]
@@ -46,7 +44,7 @@ class SharedPrefixes:
 def share_prefixes(
     token_ids: Int32Array, lengths: Sequence[int], routed_experts: ExpertArray | None = None
 ) -> SharedPrefixes:
-    """Find the longest beginning that each sample shares with another, for samples of `lengths` side by side.
+    """Find the longest prefix that each sample shares with another, for samples of `lengths` side by side.
 
     In lexicographic order no two samples share more than neighbours do, so comparing neighbours finds everything.
     Unknown entries of `routed_experts` [num_tokens, layers, top_k] are filled in from the sample shared with.

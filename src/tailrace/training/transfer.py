@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -25,10 +26,8 @@ def to_device(record: RecordT, device: torch.device | str) -> RecordT:
         return record
     tensors: list[Tensor] = []
     _map_tensors(record, tensors.append)
-    starts, num_bytes = [], 0
-    for tensor in tensors:
-        starts.append(num_bytes)
-        num_bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    *starts, num_bytes = itertools.accumulate(sizes, initial=0)
     # From pinned memory the copy is asynchronous; torch keeps the pinned block until it is done.
     packed = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for tensor, start in zip(tensors, starts, strict=True):

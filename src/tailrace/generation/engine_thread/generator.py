@@ -6,8 +6,7 @@
     load_model_state_dict()  ──→ staging ──→     engine.load_model_state_dict, between two steps
     futures  ←── one call_soon_threadsafe ──     engine.step()
 
-The engine is built, stepped and closed in that very thread (OpenMP settings are per thread, and some engines mind).
-What it does next is decided in `decisions`, and done in `loop`.
+One thread builds, steps and closes the engine: OpenMP settings are per thread, and some engines require it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the threads around an engine hand to each other: results for an event loop, and weights that are ready."""
+"""What the threads around an engine pass to each other: results for an event loop, and prepared weights."""
 
 from __future__ import annotations
 

@@ -114,15 +114,10 @@ class Inbox:
             self._closing = True
             self._changed.notify()
 
-    def decide(self, engine: EngineState, policy: WeightPolicy) -> Decision:
-        """What to do now; never waits."""
+    def decide(self, engine: EngineState, policy: WeightPolicy, *, waits: bool = False) -> Decision:
+        """What to do now; blocks while there is nothing if it `waits`."""
         with self._changed:
-            return decide(self._state(), engine, policy)
-
-    def wait_for_decision(self, engine: EngineState, policy: WeightPolicy) -> Decision:
-        """What to do next; blocks while there is nothing."""
-        with self._changed:
-            while isinstance(decision := decide(self._state(), engine, policy), Wait):
+            while isinstance(decision := decide(self._state(), engine, policy), Wait) and waits:
                 self._changed.wait()
             return decision
 

@@ -1,9 +1,8 @@
-"""The loop around an engine: one decision, one action, over and over. Synchronous, and owned by the engine's thread.
+"""The loop around an engine: one decision, one action, repeated. Synchronous, and owned by the engine's thread.
 
-    inbox ──→ decide ──→ close | reset | load | step ──→ chunks and completions, to the event loops that asked
+    inbox ──→ decide ──→ close | reset | load | step ──→ chunks and completions, to the callers' event loops
 
-Requests are admitted before every step, so a slot that frees is taken in the very next one. A request is in flight from
-the moment the engine accepts it until it is resolved.
+Requests are admitted before every step, so that a freed slot is taken in the next one.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Waits for something to do; returns when asked to close. Raises what the engine raised."""
-        while self.act(self._inbox.wait_for_decision(self.state, self._policy)):
+        while self.act(self._inbox.decide(self.state, self._policy, waits=True)):
             pass
 
     def act(self, decision: Decision) -> bool:

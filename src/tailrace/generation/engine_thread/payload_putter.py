@@ -1,4 +1,4 @@
-"""What engines record beside tokens, on its way into a payload store: off the engine's thread, off the event loop."""
+"""Puts what engines record beside tokens into a payload store: off the engine's thread, off the event loop."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     load_model_state_dict() ──→ staging thread: open, engine.prepare ──→ inbox ──→ engine's thread: copy
                             ←── the version installed, or the error ←── settled ──┘
 
-One model state dict after the other. Which versions are sent, and when one that failed is tried again, is decided by
-whoever sends them: `router.weights`.
+One model state dict after the other; `router.weights` decides which are sent, and when one that failed is retried.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""New weights brought close to an engine, beside its steps, so that installing them is one copy within its memory.
+"""New weights brought close to an engine beside its steps, so that installing them is one copy within its memory.
 
-cpu    pages are mapped ──→ read where they lie
-cuda   pages are mapped ──→ staging buffers on the GPU, or, where it has no room, in pinned memory
+On a CPU pages are mapped and read where they lie; for a GPU tensors go to staging buffers there, or to pinned memory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A generator in another process, as if it were here.
+"""The client of a generator in another process.
 
     GeneratorClient ── DEALER ──→ ROUTER ── GeneratorServer ──→ Generator
-      generate()       [call, prompt, ...]      one task per call
-                  ←── [reply, arrays...] ──     chunks, then the whole completion; reports every so often
+      generate()       [call, frames...]       one task per call
+                  ←── [reply, frames...] ──    chunks, then the whole completion; reports at intervals
 
-Every call has an id, every reply repeats it; replies come in any order. Cancelling an awaiting task sends an abort.
-Errors keep their type on the way. When the server's process dies the kernel closes its socket, the socket's monitor
-tells, and every outstanding and every later call fails with `EngineFailed`, at once; a server that lives and is stuck
-fails them by the deadline for progress.
+Replies repeat the id of their call and come in any order. Cancelling an awaiting task sends an abort. Errors keep their
+type. When the server's process dies, the socket's monitor fails every call with `EngineFailed` at once; a server that
+lives and is stuck fails them by the deadline for progress.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What a generator process and its client tell each other: one msgpack message each.
+"""Messages between a generator process and its clients: one msgpack message each.
 
-Requests and completions travel in it as the records that they are. Frames follow only where they are big: pieces of
-weights, and payloads that are sent by value.
-
-A client begins with a hello that names its protocol version: whatever else changes, that message stays readable.
+Requests and completions travel as their records; frames follow for pieces of weights and payloads sent by value. The
+first message is a hello that names the protocol version, and stays readable across versions.
 """
 
 from __future__ import annotations

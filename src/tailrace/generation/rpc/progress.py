@@ -1,4 +1,4 @@
-"""A deadline for progress: work that is outstanding and does not move."""
+"""A deadline for progress: fires when outstanding work does not move."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The process of a generator, as its clients see it: answers calls, streams tokens back, reports how busy it is.
+"""The server of a generator's process: answers calls, streams tokens back, reports its load.
 
-One task per call; a client that went away takes its requests with it (the next report finds it gone).
-A stand-alone server belongs to nobody: clients cannot close it, and it serves one run at a time, each from the first
-weights.
+One task per call; the next report finds a client that went away and cancels its calls. A stand-alone server cannot be
+closed by clients, and serves one run at a time, each from the first weights.
 """
 
 from __future__ import annotations

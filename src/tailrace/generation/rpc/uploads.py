@@ -1,4 +1,4 @@
-"""Model state dicts that came over a socket, piece by piece, to a generator that shares no memory with the trainer."""
+"""Model state dicts received in pieces, by a generator that shares no memory with the trainer."""
 
 from __future__ import annotations
 

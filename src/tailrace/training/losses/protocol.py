@@ -1,4 +1,4 @@
-"""What a loss is given and what it answers."""
+"""Inputs and outputs of losses."""
 
 from __future__ import annotations
 

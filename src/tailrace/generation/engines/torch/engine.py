@@ -109,7 +109,9 @@ class TorchEngine(Engine):
             self._model.layers, slots=slots, capacity=capacity, dtype=self._model.dtype, device=self._model.device
         )
         self._tap = RouterTap(model, self._model.device) if return_routed_experts else None
-        self._experts = ExpertStore.of(self._tap, slots=slots, capacity=capacity) if self._tap else None
+        self._experts = (
+            ExpertStore(self._tap.shape, self._tap.dtype, slots=slots, capacity=capacity) if self._tap else None
+        )
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._reuse = Reuse(version, kv_cache, share_prefix_across_versions)
         self._seeds = np.random.default_rng(seed)

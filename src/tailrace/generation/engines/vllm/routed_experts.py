@@ -1,9 +1,8 @@
-"""Which experts vLLM routed every token to, put together for one request after the other.
+"""The experts that vLLM routed each request's tokens to, collected over its steps.
 
-vLLM hands rows [num_tokens, layers, top_k] out with each step's output: with the first one those of the prompt from
-`routed_experts_prompt_start` on, found again by block where the prefix was cached, then those of each token once it
-was forwarded. Its layers are all of the model's, those without experts as zeros. It does so on GPUs only, where this
-has not been tried yet: what is tested is this module, over vLLM's own type of output.
+vLLM returns rows [num_tokens, layers, top_k] with each step's output: first those of the prompt from
+`routed_experts_prompt_start` on, then those of each forwarded token; layers without experts are zeros. On GPUs only,
+where this is untested: the tests cover this module over vLLM's own type of output.
 """
 
 from __future__ import annotations
