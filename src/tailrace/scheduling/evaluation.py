@@ -1,6 +1,6 @@
 """Measure a policy on held-out tasks, each run once: alone, or beside training.
 
-    every n steps ─► the newest step that is due ─► its weights are installed ─► tasks, so many at once ─► result
+    every n steps ─► the newest step that is due ─► its weights are installed ─► tasks, in its slots ─► result
 
 Beside training an evaluation has slots of its own, which admission leaves free; nothing is paused. New weights arrive
 meanwhile, so a result says which versions sampled it. One evaluation runs at a time; of those that fall due meanwhile
@@ -82,7 +82,7 @@ class _Tally:
 
 
 class _Walk:
-    """One evaluation: every task once, at most so many at a time."""
+    """One evaluation: every task once, a limited number at a time."""
 
     def __init__(self, tasks: Iterable[Task], runner: GroupRunner, name: str) -> None:
         self._numbered = enumerate(tasks)
@@ -99,7 +99,7 @@ class _Walk:
         return {environment: tally.result() for environment, tally in self._tallies.items()}
 
     def widen(self, concurrency: int) -> None:
-        """Run so many at a time from now on, where that is more."""
+        """Run at least `concurrency` tasks at a time from now on."""
         if self._workers is not None:
             for _ in range(concurrency - self._concurrency):
                 self._workers.create_task(self._work(self._numbered))

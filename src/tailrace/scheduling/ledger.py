@@ -21,7 +21,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._admitted = 0
+        self.admitted = 0
+        """Rollouts ever admitted."""
         self._in_flight: set[RolloutId] = set()
         self._terminal: Counter[tuple[TerminalState, str]] = Counter()
 
@@ -29,7 +30,7 @@ class Ledger:
         """A rollout starts. Raises `AccountingError` when it is in flight already."""
         if rollout_id in self._in_flight:
             raise AccountingError(f"rollout {rollout_id} was admitted twice")
-        self._admitted += 1
+        self.admitted += 1
         self._in_flight.add(rollout_id)
 
     def end(self, rollout_id: RolloutId, outcome: Outcome) -> None:
@@ -42,18 +43,13 @@ class Ledger:
     def count(self, rollouts: int, outcome: Outcome) -> None:
         """Count rollouts that an earlier run admitted and this one ends; their ids are not known."""
         if rollouts:
-            self._admitted += rollouts
+            self.admitted += rollouts
             self._terminal[outcome.state, outcome.reason] += rollouts
 
     def check(self) -> None:
         """Raise `AccountingError` unless the invariant holds."""
-        if self._admitted != self._terminal.total() + len(self._in_flight):
+        if self.admitted != self._terminal.total() + len(self._in_flight):
             raise AccountingError(f"the ledger does not balance: {self}")
-
-    @property
-    def admitted(self) -> int:
-        """Rollouts ever admitted."""
-        return self._admitted
 
     @property
     def in_flight(self) -> int:
@@ -74,7 +70,7 @@ class Ledger:
 
     def __str__(self) -> str:
         terminal = " + ".join(f"{self.total(state)} {state}" for state in TerminalState)
-        return f"{self._admitted} admitted = {terminal} + {self.in_flight} in flight"
+        return f"{self.admitted} admitted = {terminal} + {self.in_flight} in flight"
 
 
 class Accounts:

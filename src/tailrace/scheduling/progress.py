@@ -125,7 +125,7 @@ class EndedSteps:
         self._accounts.ledger.check()
         self._accounts.observer.step_ended(event, formed)
         groups = list(formed.groups)
-        del formed  # to free thousands of rollouts at once takes a while as well
+        del formed  # freeing thousands of rollouts at once would stall the loop too
         while groups:
             del groups[-FREED_AT_ONCE:]
             yield

@@ -28,7 +28,8 @@ class EarlyRelease:
         """The first release needs `min_known_siblings` of each rollout, or the least once the group expires."""
         self._min_known_siblings, self._least_known_siblings = min_known_siblings, least_known_siblings
         self._rewards: list[float] = []
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
+        """Numbers of the rollouts that are known and not released."""
 
     @classmethod
     def of_group(cls, settings: SchedulingSettings, group_size: int) -> EarlyRelease | None:
@@ -39,18 +40,12 @@ class EarlyRelease:
         chosen = group_size // 2 if settings.min_known_siblings is None else settings.min_known_siblings
         return cls(max(chosen, least), least)
 
-    @property
-    def waiting(self) -> list[int]:
-        """Numbers of the rollouts that are known and not released."""
-        return list(self._waiting)
-
     def learn(self, reward: float) -> list[tuple[int, float]]:
         """One more rollout is known; (number, advantage) of those that are released now.
 
-        The first release waits until every rollout has `min_known_siblings` siblings and not all rewards are equal:
-        an all-equal set says nothing yet.
+        The first release waits until every rollout has `min_known_siblings` siblings and not all rewards are equal.
         """
-        self._waiting.append(len(self._rewards))
+        self.waiting.append(len(self._rewards))
         self._rewards.append(reward)
         if len(self._rewards) <= self._min_known_siblings:
             return []
@@ -81,7 +76,7 @@ class EarlyRelease:
         others = len(self._rewards) - 1
         total = math.fsum(reward / others for reward in self._rewards)
         released = [
-            (number, self._rewards[number] - (total - self._rewards[number] / others)) for number in self._waiting
+            (number, self._rewards[number] - (total - self._rewards[number] / others)) for number in self.waiting
         ]
-        self._waiting.clear()
+        self.waiting.clear()
         return released
