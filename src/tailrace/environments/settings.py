@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tailrace.environments.judge import JudgeSettings
 from tailrace.records import Json
 
 
-class RewardSettings(BaseModel):
+class RewardSettings(BaseModel, extra="forbid", frozen=True):
     """One function of an environment's weighted sum: `[environments.rewards.NAME]` in TOML."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     function: str | None = Field(None, description="As `module:attribute`. Unset: the environment's of this name.")
     weight: float | None = Field(None, description="In the sum. Unset: the environment's own, or 1.")
     together: bool | None = Field(None, description="Call it once per group. Unset: the environment's own, or no.")
 
 
-class EnvironmentSettings(BaseModel):
+class EnvironmentSettings(BaseModel, extra="forbid", frozen=True):
     """One environment of the run: `[[environments]]` in TOML, `--environment.*` on the command line.
 
     These settings alone re-create the environment in any process (see `load_environment`).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(description="A built-in or installed environment, or your own as `module:attribute`.")
     id: str | None = Field(None, min_length=1, description="Name in metrics and files; None: the environment's own.")

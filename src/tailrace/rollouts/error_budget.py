@@ -1,11 +1,11 @@
-"""Error budgets: how many failures are an accident, and from where on they are an outage."""
+"""Error budgets: how many rollouts or scores may fail before everything ends."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, SettingsError, TransportError
 from tailrace.rollouts.attribution import leaves_of
@@ -21,8 +21,8 @@ _BEYOND = (EngineFailed, TransportError, SettingsError)
 """Errors that concern more than one rollout: no error budget counts them, they end everything at once."""
 
 
-class ErrorBudget(BaseModel):
-    """What it costs when one of many fails, and how many of them may fail before everything ends.
+class ErrorBudget(BaseModel, extra="forbid", frozen=True):
+    """What one failure costs, and how many may fail before everything ends.
 
     With neither limit set any number may. A share is judged once 20 have started, or when all is over.
 
@@ -31,8 +31,6 @@ class ErrorBudget(BaseModel):
     >>> ErrorBudget(max_count=2).allows(failed=3, started=1000)
     False
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     on_error: OnError = Field(
         "drop",
