@@ -32,17 +32,14 @@ class EnvironmentSettings(BaseModel, extra="forbid", frozen=True):
     eval_tasks: int | None = Field(
         None,
         ge=0,
-        description="Held-out tasks: the first so many of the environment's own, or so many taken out of the training "
-        "rows when it has none; None: all of its own.",
+        description="Held-out tasks: the first of its own, or taken out of the training rows; None: its own.",
     )
     weight: float = Field(1.0, gt=0, description="Relative share of this environment among training tasks.")
     trusted: bool | None = Field(
         None, description="Run its synchronous code on the event loop, not in killable workers; None: as it declares."
     )
     rewards: dict[str, RewardSettings] = Field(
-        default_factory=dict,
-        description="Named reward functions in TRL's form, beside the environment's own: each a table with `function` "
-        "(`module:attribute`; unset: the environment's own of that name), `weight` and `together` (once per group).",
+        {}, description="Named reward functions in TRL's form: tables with `function`, `weight` and `together`."
     )
     judge: JudgeSettings | None = Field(None, description="A language model that ranks the rollouts of a group.")
     group_size: int | None = Field(None, ge=1, description="Rollouts per task; None: the run's.")
@@ -50,8 +47,6 @@ class EnvironmentSettings(BaseModel, extra="forbid", frozen=True):
     max_tokens: int | None = Field(None, ge=1, description="Tokens per completion at most; None: the run's.")
     timeout_s: float | None = Field(None, gt=0, description="Seconds per rollout, scoring included; None: the run's.")
     columns: tuple[str, ...] | None = Field(
-        None,
-        description="Which columns to save with its rollouts: of those it reports, and attributes of a reset/step "
-        "environment; None: all that it reports.",
+        None, description="Columns and attributes to save with its rollouts; None: all that it reports."
     )
     temperature: float | None = Field(None, gt=0, description="Of training rollouts; None: the run's.")

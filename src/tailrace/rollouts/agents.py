@@ -67,8 +67,7 @@ async def play_environment(
 ) -> AgentResult:
     """Drive the environment that `host` makes to its end. The reward is None where no observation had one.
 
-    Saves what its observations report and the attributes that `spec.columns` names; with `spec.info_keys` those alone,
-    attributes where no observation reported them.
+    Saves what observations report and the attributes in `spec.columns`; with `spec.info_keys` those keys of both alone.
     """
     environment = host(task)
     try:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, SettingsError, TransportError
 from tailrace.rollouts.attribution import leaves_of
-
-OnError: TypeAlias = Literal["raise", "drop", "keep_unscored"]
 
 GRACE = 20
 """A share means nothing before so many have started."""
@@ -32,7 +30,7 @@ class ErrorBudget(BaseModel, extra="forbid", frozen=True):
     False
     """
 
-    on_error: OnError = Field(
+    on_error: Literal["raise", "drop", "keep_unscored"] = Field(
         "drop",
         description="raise: the first failure ends everything; drop: it costs its rollout or group; keep_unscored: what"
         " could not be scored is kept without a reward, and never trained on (a rollout itself is dropped).",

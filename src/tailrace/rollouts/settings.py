@@ -54,10 +54,7 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
         return self
 
     def training_sampling(self, *, temperature: float | None = None, max_tokens: int | None = None) -> SamplingParams:
-        """Of a training rollout: the full distribution, so that every token keeps a probability.
-
-        The arguments override the settings'.
-        """
+        """Of a training rollout: the full distribution. The arguments override the settings'."""
         return SamplingParams(temperature=temperature or self.temperature, max_tokens=max_tokens or self.max_tokens)
 
     def evaluation_sampling(self, *, seed: int | None = None, max_tokens: int | None = None) -> SamplingParams:
