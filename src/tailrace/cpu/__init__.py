@@ -1,9 +1,8 @@
-"""Speed on a CPU: native passes, oneDNN's products, fused layers, and how processes use the allocator.
+"""Speed on a CPU: native passes, oneDNN's products, fused layers, the allocator's settings.
 
-`engine.speed_up_engine` takes the model of the torch engine, `trainer.speed_up_trainer` that of the trainer, and
-`memory` tunes processes. Each is imported in one place, which goes on without it where that import fails: nothing may
-depend on this room. It changes results by rounding alone, and imports nothing of generation or training.
-`TAILRACE_CPU=off` in the environment makes the import fail.
+`engine.speed_up_engine` takes the torch engine's model, `trainer.speed_up_trainer` the trainer's, `memory` tunes
+processes. Each is imported in one place, which works without it; `TAILRACE_CPU=off` makes the import fail. Results
+change by rounding alone. It must import nothing of generation or training.
 """
 
 import os

@@ -1,8 +1,7 @@
-"""Softmax attention with the scores of a block of queries at once: on CPU faster than torch's kernel when short.
+"""Softmax attention with the scores of a block of queries at once: for short segments on a CPU.
 
-A block of queries meets only keys up to its own end, so most of what causality forbids is never computed. Queries
-that share a key head are stacked, so that keys and values are never repeated. `attend` and `attend_backward` are
-written out, for autograd (`materialized_attention`) and for larger functions with a gradient of their own.
+A block meets only keys up to its own end, which skips most of what causality forbids; queries that share a key head are
+stacked. `attend` and `attend_backward` are written out for larger functions with a gradient of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compiles `kernels.cpp` for this very processor and keeps the result in the user's cache folder.
+"""Compiles `kernels.cpp` for this processor, once, into the user's cache folder.
 
-The compiler is `$CXX`, or the first of `c++`, `g++` and `clang++`. What was compiled is named after a digest of source,
-flags and processor, so that another version or machine compiles its own; compiling takes a few seconds.
+The compiler is `$CXX`, or the first of `c++`, `g++` and `clang++`. The library is named after a digest of source, flags
+and processor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which decoder layers are of the common kind that native passes know, told by their parts.
+"""Finds decoder layers of the common kind, which native passes compute, by their parts.
 
     x + attention(norm(x)), then x + down(silu(gate(norm(x))) * up(norm(x)))      (Llama, Qwen2, Qwen3, ...)
 
-The parts say nearly all. What they don't (scaled residuals, layers without positions) is for the caller to try out: a
-model whose outputs change keeps its own code.
+Scaled residuals and layers without positions do not show in the parts: callers compare outputs and restore the model's
+own code where these change.
 """
 
 from __future__ import annotations

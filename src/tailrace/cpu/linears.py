@@ -1,7 +1,6 @@
-"""Linear layers by faster products: of fixed weights that are packed once, and of trained ones with a gradient.
+"""Linear layers by faster products: packed once where weights are fixed, with a gradient where they are trained.
 
-Decoding multiplies few rows by the same matrices again and again; with 128 rows a product takes 10 to 20 % less time
-over a matrix in oneDNN's own layout than over a plain one. Only on a CPU, and only where the processor gains.
+With 128 rows a product over a matrix in oneDNN's own layout takes 10 to 20 % less time. Only on a CPU that gains.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""How glibc's allocator treats the memory of a process. Elsewhere than on Linux with glibc all of it does nothing.
+"""glibc's allocator, tuned. Without Linux and glibc all of it does nothing.
 
-What takes long about memory is finding new pages, on a virtual machine by its host too. A table that outgrows its place
-(a set of every rollout in flight, asyncio's own set of every task) moves to a new one in one go: in pages that nobody
-has used yet that took 12 ms for 4 MB and 25 ms for 8 MB, in pages used before 1 and 2 ms. Activations of a trainer on a
-CPU meet such pages in every step, which costs up to ten times the computation itself.
+New pages are slow, most of all on a virtual machine: moving a table that outgrew its place takes 12 ms for 4 MB in new
+pages and 1 ms in used ones, and activations of a trainer on a CPU would meet new pages in every step.
 """
 
 from __future__ import annotations
@@ -25,19 +23,18 @@ _NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
 
 
 def share_one_arena() -> bool:
-    """Let all threads take memory from the same arena; whether it could.
+    """Let all threads take memory from the same arena; whether it could. Call it before threads are started.
 
-    glibc gives up to eight arenas per core to threads. What one thread takes and another gives back then lies about in
-    all of them: an orchestrator whose steps were all alike grew by 1.0 % in 450 of them, with one arena by 0.1 %.
-    Call it before threads are started: an arena that is there stays.
+    With an arena per thread, memory that one takes and another frees is scattered: in 450 like steps an orchestrator
+    grew by 1.0 %, with one arena by 0.1 %.
     """
     return _set(_M_ARENA_MAX, 1)
 
 
 def reserve_memory(num_bytes: int) -> bool:
-    """Use so much of the heap once, and keep what is freed from now on; whether it could.
+    """Touch so much of the heap once, and keep freed memory from now on; whether it could.
 
-    It stays with the process. Takes 0.1 to 0.5 s for 256 MiB, so call it before there is a loop to hold up.
+    Takes 0.1 to 0.5 s for 256 MiB: call it before there is an event loop.
     """
     is_kept = _set(_M_MMAP_THRESHOLD, _MAPPED_BYTES) and _set(_M_TRIM_THRESHOLD, _KEEP_BYTES)
     if not is_kept:
@@ -54,11 +51,10 @@ def reserve_memory(num_bytes: int) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Reuse big freed blocks instead of giving them back, from one arena; whether it could.
+    """Reuse big freed blocks instead of giving them back; whether it could. By default every activation above 32 MB is
+    a fresh mapping.
 
-    By default every activation above 32 MB is a fresh mapping. The price is that memory once used stays with the
-    process. Call it before the thread that computes is started: a thread with an arena of its own gives that back piece
-    by piece, whatever is set.
+    Call it before the computing thread is started: a thread's own arena gives memory back, whatever is set.
     """
     return _set(_M_ARENA_MAX, 1) and _set(_M_MMAP_THRESHOLD, 1 << 30) and _set(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
@@ -66,8 +62,7 @@ def keep_freed_memory() -> bool:
 def huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
     """What to change in the `environment` of a process so that glibc asks for huge pages; a user's own choice stands.
 
-    Activations fill hundreds of megabytes; looked up in pages of 4 KB they cost a few percent of a step. Read by glibc
-    (2.35 or later) when a process starts, and by nothing else.
+    Worth a few percent of a trainer's step. Read by glibc 2.35 or later when a process starts.
 
     >>> huge_pages({})
     {'GLIBC_TUNABLES': 'glibc.malloc.hugetlb=1'}

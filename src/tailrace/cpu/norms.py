@@ -1,11 +1,7 @@
-"""Root-mean-square norms in half the passes over memory.
+"""Root-mean-square norms in half the passes over memory, with a gradient written out.
 
-Models of the Llama family write the norm as five elementwise operations, each a pass over all activations forward and
-more backward. `fuse_norms` gives such modules one function with a gradient written out. Which modules qualify is tried
-out on each: one whose own answer differs keeps its own code.
-
-    y = x / rms(x) · w,   rms(x) = sqrt(mean(x²) + ε)                  (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)
-    dx = (g·w - x̂ · mean(g·w·x̂)) / rms(x),   dw = Σ g·x̂,   x̂ = x / rms(x)
+y = x / rms(x) · w,   rms(x) = sqrt(mean(x²) + ε)                  (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4)
+dx = (g·w - x̂ · mean(g·w·x̂)) / rms(x),   dw = Σ g·x̂,   x̂ = x / rms(x)
 """
 
 from __future__ import annotations

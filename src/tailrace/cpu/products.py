@@ -1,9 +1,7 @@
-"""Matrix products by oneDNN: which are faster than torch's own choice, by kind of processor, and for how many rows.
+"""Matrix products by oneDNN: which are faster than torch's own choice, by processor, never by a stopwatch.
 
-Never decided by a stopwatch: the same machine gives the same bits.
-
-oneDNN writes a program for every number of rows that it meets, half a megabyte in a millisecond, and keeps 1,024 of
-them. Generation and training meet another number of rows in nearly every pass, so rows are filled up to one of few.
+oneDNN compiles a program for every number of rows, half a megabyte in a millisecond, and keeps 1,024 of them. Rows are
+therefore filled up to one of few numbers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tailrace.cpu.attention import materialized_attention
 from tailrace.cpu.linears import speed_up_linears
 from tailrace.cpu.norms import fuse_norms
-from tailrace.cpu.trainer_layers import fuse_layers, restore_layers
+from tailrace.cpu.trainer_layers import fuse_layers
 
 
 @dataclass(slots=True)
@@ -26,7 +26,8 @@ class TrainerAcceleration:
 
     def restore_layers(self) -> None:
         """Give fused layers their own forward back."""
-        restore_layers(self.fused_layers)
+        for layer in self.fused_layers:
+            del layer.forward
         self.fused_layers = []
 
 

@@ -46,7 +46,7 @@ class Segments(Protocol):
 
 
 def fuse_layers(model: nn.Module) -> list[nn.Module]:
-    """Give every layer of the common kind its fused forward; returns the layers. `restore_layers` takes it back."""
+    """Give every layer of the common kind its fused forward; returns the layers."""
     kernels = find_kernels()
     if kernels is None or any(weight.dtype is not torch.float32 for weight in model.parameters()):
         return []
@@ -54,12 +54,6 @@ def fuse_layers(model: nn.Module) -> list[nn.Module]:
     for layer, parts in found:
         layer.forward = _FusedLayer(kernels, parts, layer.forward).forward
     return [layer for layer, _ in found]
-
-
-def restore_layers(layers: Sequence[nn.Module]) -> None:
-    """Give layers their own forward back."""
-    for layer in layers:
-        del layer.forward
 
 
 @dataclass(frozen=True, slots=True)

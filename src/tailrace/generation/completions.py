@@ -1,4 +1,4 @@
-"""Pieces of completions: put together, cut off, and whether anything is left to sample after one."""
+"""Joins and cuts parts of completions, and says whether anything is left to sample after one."""
 
 from __future__ import annotations
 

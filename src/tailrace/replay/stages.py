@@ -146,7 +146,7 @@ class Pipeline:
             with phase("to_tensors", num_bytes=row.token_ids.nbytes):
                 experts = None
                 if self.open_payload is not None:
-                    experts = room = row.routed_experts(self.open_payload, out=room)
+                    experts = room = row.payloads.read(self.open_payload, out=room)
                 MicroBatch.of(row, self.version, routed_experts=experts)
 
     async def _record(self) -> None:

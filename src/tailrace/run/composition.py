@@ -21,7 +21,6 @@ from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.records import Task
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.gauges import (
-    LagGauge,
     ProcessGauge,
     SchedulerGauge,
     environment_gauge,
@@ -97,7 +96,6 @@ class ComposedRun:
     orchestrator: Orchestrator
     waits: SchedulerGauge
     processes: ProcessGauge
-    lag: LagGauge
 
     def view(self) -> RunView:
         """Where the run is now."""
@@ -160,9 +158,9 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             lend=scheduler.lend,
         )
         waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids)
-        lag = LagGauge(ground.lag)
         observer.add_gauges(
-            *(waits, processes, lag, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            *(waits, processes, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
             judge_gauge(lambda: rollouter.judge_usage),
@@ -178,7 +176,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes, lag)
+        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes)
 
 
 def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:

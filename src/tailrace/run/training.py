@@ -129,9 +129,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         versions=_versions(),
     )
     if orchestrator.has_begun:
-        summary = with_figures(
-            summary, run.scheduler.ledger, run.observer, waits=run.waits, processes=run.processes, lag=run.lag
-        )
+        summary = with_figures(summary, run.scheduler.ledger, run.observer, waits=run.waits, processes=run.processes)
     try:
         write_summary(ground.paths.root, summary)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the threads around an engine hand to each other: results for an event loop, and weights that are ready."""
+"""What the threads around an engine pass to each other: results for an event loop, and prepared weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Staged:
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:
-    """Run `callback` on the loop; on a loop that was closed there is nobody left to tell."""
+    """Run `callback` on the loop; a closed loop is ignored."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:

@@ -114,15 +114,10 @@ class Inbox:
             self._closing = True
             self._changed.notify()
 
-    def decide(self, engine: EngineState, policy: WeightPolicy) -> Decision:
-        """What to do now; never waits."""
+    def decide(self, engine: EngineState, policy: WeightPolicy, *, waits: bool = False) -> Decision:
+        """What to do now; blocks while there is nothing if it `waits`."""
         with self._changed:
-            return decide(self._state(), engine, policy)
-
-    def wait_for_decision(self, engine: EngineState, policy: WeightPolicy) -> Decision:
-        """What to do next; blocks while there is nothing."""
-        with self._changed:
-            while isinstance(decision := decide(self._state(), engine, policy), Wait):
+            while isinstance(decision := decide(self._state(), engine, policy), Wait) and waits:
                 self._changed.wait()
             return decision
 
@@ -150,7 +145,7 @@ class Inbox:
             return staged
 
     def fail(self, failure: Callable[[], Exception]) -> Taken:
-        """Refuse everything from now on with what `failure` makes; what still waited, to be told."""
+        """Refuse everything from now on with what `failure` makes; returns what still waited."""
         with self._changed:
             self._failure = failure
             taken = Taken(self._calls, self._aborted, self._interruptions)

@@ -1,7 +1,6 @@
-"""New weights brought close to an engine, beside its steps, so that installing them is one copy within its memory.
+"""New weights brought close to an engine beside its steps, so that installing them is one copy within its memory.
 
-cpu    pages are mapped ──→ read where they lie
-cuda   pages are mapped ──→ staging buffers on the GPU, or, where it has no room, in pinned memory
+On a CPU pages are mapped and read where they lie; for a GPU tensors go to staging buffers there, or to pinned memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _SPARE_SHARE = 0.05
 
 
 def prefetch_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Read one byte of every page of what lies in main memory. Lets go of the interpreter lock meanwhile."""
+    """Read one byte of every page of what lies in main memory. Releases the interpreter lock meanwhile."""
     for tensor in tensors.values():
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             tensor.detach().reshape(-1).view(torch.uint8)[::_PAGE_BYTES].sum()

@@ -1,7 +1,7 @@
-"""An engine without a model: real bookkeeping, made-up tokens. For measuring and testing everything around an engine.
+"""An engine without a model, for measuring and testing everything around one: real bookkeeping, made-up tokens.
 
-A request that runs samples one token per step, a function of its whole context and of the weights' version: whoever
-continues it with the right prefix gets the same tokens. Prompts cost nothing. A "model state dict" is its version.
+A running request samples one token per step, a function of its whole context and of the weights' version. Prompts cost
+nothing. A "model state dict" is its version.
 """
 
 from __future__ import annotations

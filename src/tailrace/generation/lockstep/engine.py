@@ -1,13 +1,11 @@
-"""One engine made of the same program on several ranks: rank 0 decides, all ranks do it, and compare what came out.
+"""One engine made of the same program on several ranks: rank 0 decides, all ranks do it and compare their results.
 
     rank 0: Generator → LockstepEngine ── order: what arrived since the last step, and "step" ──→ rank 1: follow()
                                        ←─ every rank to all: done or not, a digest of its tokens ──→
 
-For engines that split a model over ranks and expect each rank to be driven alike. Orders are broadcast over a gloo
-group of their own (`ranks.join_ranks`), as msgpack. A rank that fails tells all others its error before it ends; one
-that dies closes its connections, which fails the exchange that the others are in, and which a `Lifeline` tells at once.
-Either way every rank ends with `EngineFailed`. While nothing is to be done followers wait in the exchange, for as long
-as it takes.
+For engines that split a model over ranks. Orders are msgpack, broadcast over their own gloo group; idle followers wait
+in the exchange. A rank that fails sends its error to all; one that dies fails the exchange, and `Lifeline` reports it
+at once. Either way every rank ends with `EngineFailed`.
 """
 
 from __future__ import annotations

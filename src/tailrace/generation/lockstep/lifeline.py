@@ -1,12 +1,8 @@
 """How ranks of one engine learn at once that another one died, idle or not.
 
-    rank 0 ── waits for a word ──→ every other rank
-           ←── waits for a word ── every other rank
-
-Each waits, in a thread of its own, for one word, which the other says before it leaves in order. When it dies the
-kernel closes its connection, and the wait fails: no heartbeat, no polling. An exchange of orders would tell as well,
-but there is none while nothing is to be done, and inside of a step a rank may wait for the dead one in the engine's own
-kernels, for ever.
+Between rank 0 and every other rank each side waits, in a thread of its own, for a word that the other sends before it
+leaves in order. When a rank dies the kernel closes its connection and the wait fails: no heartbeat, no polling. The
+exchange of orders is not enough: there is none while idle, and within a step the engine's own kernels may block.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """New weights to every generator of a run: the one owner of newest-wins and of retries.
 
-    publish(ref) ──→ newest ──→ one follower per replica: loads it, tries again where that fails
+    publish(ref) ──→ newest ──→ one follower per replica: loads it, retries where that fails
                         ↑       a share of the replicas loads at once
     listener ←── installed: the lowest version that the replicas hold; or not installed
 
-A version that is published while another one loads is the next to be loaded, and what came between is never loaded. The
-old weights serve until new ones are installed.
+The old weights serve until new ones are installed. Versions published while one loads are skipped but for the newest.
 """
 
 from __future__ import annotations

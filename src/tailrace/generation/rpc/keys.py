@@ -1,6 +1,5 @@
-"""Who may use a generator from another machine: CURVE keys in one file, which both ends hold.
-
-Without keys an address must be of this machine: anybody who can reach a generator can use it and change its weights.
+"""CURVE keys in one file that both ends hold. Without keys an address must be of this machine: anybody who reaches a
+generator can use it and change its weights.
 """
 
 from __future__ import annotations
@@ -89,10 +88,8 @@ def require_safe_address(address: str, *, has_keys: bool, setting: str, key_sett
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -109,7 +109,9 @@ class TorchEngine(Engine):
             self._model.layers, slots=slots, capacity=capacity, dtype=self._model.dtype, device=self._model.device
         )
         self._tap = RouterTap(model, self._model.device) if return_routed_experts else None
-        self._experts = ExpertStore.of(self._tap, slots=slots, capacity=capacity) if self._tap else None
+        self._experts = (
+            ExpertStore(self._tap.shape, self._tap.dtype, slots=slots, capacity=capacity) if self._tap else None
+        )
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._reuse = Reuse(version, kv_cache, share_prefix_across_versions)
         self._seeds = np.random.default_rng(seed)
@@ -211,7 +213,6 @@ class TorchEngine(Engine):
             running=running,
             waiting=len(self._waiting),
             running_tokens=int(self._table.total[state >= RowState.PREFILL].sum()),
-            cached_sessions=int(np.count_nonzero(state == RowState.IDLE)),
             kv_tokens=int(self._table.cached.sum()),
             kv_capacity_tokens=self._table.slots * self._table.capacity,
             **msgspec.structs.asdict(self._counts),
@@ -367,7 +368,7 @@ class TorchEngine(Engine):
         return chunks
 
     def _report(self, row: int, reason: FinishReason | None, now_s: float) -> SampledTokens:
-        """The row's unreported tokens; with a reason, the row is let go of."""
+        """The row's unreported tokens; with a reason, the row is released."""
         table = self._table
         request = table.requests[row]
         assert request is not None

@@ -1,9 +1,6 @@
-"""Which experts every forwarded token was routed to: read off the routers, kept per slot, handed out with a request.
+"""Which experts every forwarded token was routed to: read off the routers, kept per slot, returned with a request.
 
-    routers ──tap──→ step [num_tokens, layers, top_k], on the device ──→ store [slots, room, layers, top_k], on the host
-
-Indices are bytes (or two) from the tap on. The store grows with the contexts, as the cache does, and is a small part of
-it: a token's experts take `layers × top_k` bytes, its keys and values hundreds per layer.
+routers ──tap──→ step [num_tokens, layers, top_k], on the device ──→ store [slots, room, layers, top_k], on the host
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ class ExpertStore:
     A position keeps what was noted first, also where its keys and values are computed again: that is what sampling saw.
     """
 
-    def __init__(self, *, slots: int, capacity: int, shape: tuple[int, int], dtype: np.dtype[np.generic]) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: np.dtype[np.generic], *, slots: int, capacity: int) -> None:
         self._capacity = capacity
         self._entries: ExpertArray = np.empty((slots, min(capacity, _FIRST_TOKENS), *shape), dtype)
         self._place = np.arange(slots)
@@ -92,16 +89,11 @@ class ExpertStore:
         self._first = np.zeros(slots, np.int64)
         """First position that the row's request hands out."""
 
-    @classmethod
-    def of(cls, tap: RouterTap, *, slots: int, capacity: int) -> ExpertStore:
-        """For what `tap` notes."""
-        return cls(slots=slots, capacity=capacity, shape=tap.shape, dtype=tap.dtype)
-
     def occupy(self, placement: Placement, *, continues: bool) -> None:
         """Give the row to a request, with what is there already.
 
         What an earlier request of the session was handed is not handed out again, unless its tokens were rewritten, or
-        it was aborted and this one does not continue it: then whoever got them may have let go of them.
+        it was aborted and this one does not continue it.
         """
         row, kept, handed = placement.row, placement.kept_tokens, 0
         if placement.donor is not None:

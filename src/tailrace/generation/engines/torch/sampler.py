@@ -1,9 +1,8 @@
-"""Draws one token per row, vectorised: the inverse of the cumulative distribution at one uniform number per row.
+"""Draws one token per row by the inverse of the cumulative distribution, at one uniform number per row.
 
-An exponential race (Gumbel-max) needs a random number per vocabulary entry, which costs more than the model's own
-output layer on a CPU; this needs one per row. The uniform numbers come from a counter-based generator (SplitMix64:
-Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), a function of the request's seed and the
-token's place in its completion, so that a request draws the same numbers whatever runs beside it.
+An exponential race (Gumbel-max) needs a random number per vocabulary entry, which costs more than the model's output
+layer on a CPU. The numbers are counter-based (SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators", 2014), of the request's seed and the token's place, so that they do not depend on other requests.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""New weights brought into the form of vLLM's CPU kernels beside generation, so that installing them is an exchange.
+"""New weights packed for vLLM's CPU kernels beside generation, so that installing them is an exchange.
 
-On a CPU vLLM computes with packed copies of its matrices and drops the matrices themselves. Packing takes as long as
-some ten copies of the weights, and vLLM's own reload does it while nothing steps. Here a second model of the same
-shape, which owns no memory between loads, takes the new weights in and packs them in the staging thread. Between two
-steps the engine then takes over the packed matrices as they are, and copies what stays unpacked: embeddings, norms,
-biases. While a load is on its way there are the old weights, the new ones unpacked, and the new ones packed.
+On a CPU vLLM computes with packed copies of its matrices. Packing takes as long as about ten copies of the weights, and
+vLLM's own reload does it while nothing steps. Here a second model, without memory between loads, packs the new weights
+in the staging thread; between two steps the engine exchanges the packed matrices and copies embeddings, norms, biases.
 """
 
 from __future__ import annotations

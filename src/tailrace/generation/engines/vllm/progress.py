@@ -1,4 +1,4 @@
-"""One request on its way through vLLM: what it sampled and nobody was told yet, and when."""
+"""One request inside vLLM: its unreported tokens, and its times."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Which experts vLLM routed every token to, put together for one request after the other.
+"""The experts that vLLM routed each request's tokens to, collected over its steps.
 
-vLLM hands rows [num_tokens, layers, top_k] out with each step's output: with the first one those of the prompt from
-`routed_experts_prompt_start` on, found again by block where the prefix was cached, then those of each token once it
-was forwarded. Its layers are all of the model's, those without experts as zeros. It does so on GPUs only, where this
-has not been tried yet: what is tested is this module, over vLLM's own type of output.
+vLLM returns rows [num_tokens, layers, top_k] with each step's output: first those of the prompt from
+`routed_experts_prompt_start` on, then those of each forwarded token; layers without experts are zeros. On GPUs only,
+where this is untested: the tests cover this module over vLLM's own type of output.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class ReturnedExperts:
     def take(self, rows: NDArray[np.generic], sampled: int) -> None:
         """What the output brought that sampled so many tokens; `sampled` follows.
 
-        Rows that do not go on where the last ones ended would be taken for those of other tokens: then all are let go.
+        Rows that do not go on where the last ones ended would be taken for those of other tokens: then all are dropped.
         """
         end, expected = self._count + len(rows), self._num_tokens + sampled - 1 - self.start
         if end != expected and self._is_whole:
