@@ -30,7 +30,7 @@ import numpy as np
 from tailrace.batching import Packing, SampledGroup, compute_advantages, sample_group
 from tailrace.batching.batches import form_batch
 from tailrace.lifecycle.event_loop import run_on_event_loop
-from tailrace.lifecycle.resources import RunResources, SocketFolder
+from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder
 from tailrace.records import Group, PlannedBatch
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.transport.batches.channels import (
@@ -42,6 +42,7 @@ from tailrace.transport.batches.channels import (
     value_sender,
 )
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
+from tailrace.transport.channels import ipc_address
 
 RANKS = 8
 TARGET_S = 1e-3
@@ -105,13 +106,17 @@ async def measure(carrier: str, groups: Sequence[Group], *, rounds: int) -> Row:
     """One carrier, the same groups again and again."""
     formed, sent = [], []
     epoch = uuid.uuid4().hex
-    with RunResources(epoch) as resources, SocketFolder(epoch) as sockets, tempfile.TemporaryDirectory() as folder:
-        sender, receivers = open_queue(carrier, sockets.address("batches"), resources.shared_memory, Path(folder))
+    with (
+        own_shared_memory(epoch) as memory,
+        own_socket_folder(epoch) as sockets,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        sender, receivers = open_queue(carrier, ipc_address(sockets.path, "batches"), memory.path, Path(folder))
         for step in range(1, rounds + 1):
             batch, slices_s = form(groups, step)
             formed.append(slices_s)
             sent.append(await send(sender, receivers, batch))
-        floor_s = write_floor_s(resources.shared_memory, batch.num_bytes)
+        floor_s = write_floor_s(memory.path, batch.num_bytes)
         for end in (*receivers, sender):
             await end.close()
     loop_s, wall_s, receive_s = (statistics.median(figures) for figures in zip(*sent[1:], strict=True))

@@ -61,7 +61,7 @@ from tailrace.records import (
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.run.composition import RunGround, compose
 from tailrace.run.folder import RunPaths
-from tailrace.run.phases import ORCHESTRATOR, recording_phases, watched_loop
+from tailrace.run.phases import ORCHESTRATOR, observed_process
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
 TARGET_S, TARGET_RUN_S, TARGET_LAG_S, TARGET_SPREAD = 80e-6, 150e-6, 0.010, 1.5
@@ -331,8 +331,8 @@ async def measure_run(case: Case) -> Row:
     with tempfile.TemporaryDirectory() as folder, hold_old_objects():
         settings, paths = case.run_settings(), RunPaths(Path(folder))
         async with AsyncExitStack() as stack:
-            phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, settings.observability))
-            lag = await stack.enter_async_context(watched_loop(settings.observability, phases))
+            observing = observed_process(ORCHESTRATOR, paths, settings.observability)
+            phases, lag = await stack.enter_async_context(observing)
             ground = RunGround(settings, paths, case.loaded, case.renderer, phases, lag)
             async with compose(ground) as run:
                 marks, beat = Marks(), Beat()

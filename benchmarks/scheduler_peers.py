@@ -97,7 +97,6 @@ class InstantEngine(Engine):
             policy_version=0,
             running=len(self._waiting),
             waiting=0,
-            cached_sessions=0,
             kv_tokens=0,
             kv_capacity_tokens=1,
             steps_total=self._steps,

@@ -156,7 +156,7 @@ async def trim() -> TrimRow:
     import numpy as np
 
     from tailrace.cpu.memory import glibc_heap, reserve_memory
-    from tailrace.replay.loop_load import LagSampler, LoopTraffic
+    from tailrace.replay.loop_load import LagSampler, loop_traffic
 
     heap = glibc_heap()
     if heap is None:
@@ -167,7 +167,7 @@ async def trim() -> TrimRow:
     del pieces
     kept_bytes = heap.free_bytes()
     before, during = LagSampler(), LagSampler()
-    async with LoopTraffic(200):
+    async with loop_traffic(200):
         user = asyncio.create_task(_allocate())
         async with before:
             await asyncio.sleep(0.5)

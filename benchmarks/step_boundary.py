@@ -54,7 +54,7 @@ from tailrace.generation.rpc.messages import (
 )
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.resources import RunResources, SocketFolder, remove_leftovers, shared_memory_folder
+from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers, shared_memory_folder
 from tailrace.records import (
     Branch,
     Completion,
@@ -70,10 +70,10 @@ from tailrace.records import (
     Task,
     TaskId,
 )
-from tailrace.replay.loop_load import LagSampler, LoopTraffic, SampledLag
+from tailrace.replay.loop_load import LagSampler, SampledLag, loop_traffic
 from tailrace.replay.memory import PeakMemory, copy_s
 from tailrace.transport.batches.channels import ChannelBatchSender, shared_memory_sender
-from tailrace.transport.channels import encode
+from tailrace.transport.channels import encode, ipc_address
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
 
@@ -191,8 +191,8 @@ def main() -> None:
 async def run_case(case: Case, *, steps: int, smallest_s: float | None) -> list[Row]:
     """All of its rows."""
     async with AsyncExitStack() as stack:
-        folder = stack.enter_context(RunResources("benchmark")).shared_memory
-        address = stack.enter_context(SocketFolder("benchmark")).address("batches")
+        folder = stack.enter_context(own_shared_memory("benchmark")).path
+        address = ipc_address(stack.enter_context(own_socket_folder("benchmark")).path, "batches")
         floors = measure_floors(folder, case.payload_bytes)
         generating = stack.enter_context(Peer(generator, str(folder)))
         sender = shared_memory_sender(address, folder, num_ranks=RANKS)
@@ -202,7 +202,7 @@ async def run_case(case: Case, *, steps: int, smallest_s: float | None) -> list[
         orchestrator = Orchestrator(case, folder, sender)
         stack.push_async_callback(orchestrator.close)
         stack.enter_context(hold_old_objects())  # as in a run's orchestrator
-        async with LoopTraffic(TRAFFIC_TASKS):
+        async with loop_traffic(TRAFFIC_TASKS):
             idle = LagSampler()
             async with idle:
                 await asyncio.sleep(_IDLE_S)

@@ -124,7 +124,7 @@ class _Reader:
         for index in range(batch.num_rows):
             row = batch.row(index)
             started_s = time.perf_counter()
-            experts = row.routed_experts(self._store.open, out=self._room)
+            experts = row.payloads.read(self._store.open, out=self._room)
             self.experts_s += time.perf_counter() - started_s
             if experts is not None and (self._room is None or len(experts) > len(self._room)):
                 self._room = experts

@@ -115,7 +115,7 @@ class Serve:
     address: Address = "tcp://127.0.0.1:5757"
     """Where to listen. One that other machines can reach needs --key."""
     key: KeyFile = None
-    """Key file, which whoever connects must have as well; it is written where there is none."""
+    """Key file, which clients must have as well; it is written where there is none."""
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""

@@ -3,34 +3,17 @@
 Each message says what was found, what was expected and what to do about it, and names the file, field or task.
 
     TailraceError
-    ├── SettingsError               a setting is unknown, contradictory or impossible        (exit code 2)
-    ├── DataError                   a data set, a task row or a run folder is unusable       (exit code 2)
-    ├── ModelError                  a model or tokenizer cannot be used                      (exit code 2)
-    ├── RolloutError                one rollout is lost, with a reason that is counted
-    │   ├── RolloutTimeout          it outlived its time limit
-    │   ├── EnvironmentFailed       the agent, environment or reward raised
-    │   ├── InvalidReward           the reward is not a finite number
-    │   ├── ScoringFailed           `score_group` raised, or returned something else than groups
-    │   │   └── JudgeFailed         a judge gave no valid scores, however often it was asked
-    │   └── BudgetExceeded          it has no token or turn left and asked for more
-    ├── ErrorBudgetSpent            more failed than an error budget allows; a group of those errors
-    ├── ToolError                   a tool refuses a call; the policy reads why, the rollout goes on
-    ├── GenerationError
-    │   ├── RequestRefused          one request is impossible (too long, bad sampling); others go on
-    │   ├── ChatFailed              a model that was asked something (a judge) gave no answer
-    │   └── EngineFailed            the engine is gone; every outstanding and later call fails with this
-    ├── TransportError
-    │   ├── CorruptData             bytes that are not what their header promises
-    │   ├── NoRoom                  a folder has no room for what was to be written
-    │   ├── PayloadLost             a payload is gone: released, or its store was removed
-    │   └── PeerGone                the process on the other side ended or stopped answering
-    ├── TrainingError
-    │   ├── Diverged                loss or gradients are not finite
-    │   └── CheckpointError         a checkpoint cannot be written or read
-    ├── AccountingError             the ledger does not balance: a bug of Tailrace, never of the user
-    ├── LifecycleError              a process of the run failed or left early
-    └── SimulationError             a simulated run cannot go on
-        └── Deadlock                nothing can happen any more, and somebody still waits
+    ├── SettingsError, DataError, ModelError        end the command with exit code 2
+    ├── RolloutError                                costs one rollout, under a reason that is counted
+    │   ├── RolloutTimeout, EnvironmentFailed, InvalidReward, BudgetExceeded
+    │   └── ScoringFailed ── JudgeFailed            costs one group
+    ├── ErrorBudgetSpent                            an exception group of what failed
+    ├── ToolError                                   the policy reads it, the rollout continues
+    ├── GenerationError                             RequestRefused, ChatFailed, EngineFailed
+    ├── TransportError                              CorruptData, NoRoom, PayloadLost, PeerGone
+    ├── TrainingError                               Diverged, CheckpointError
+    ├── AccountingError, LifecycleError
+    └── SimulationError ── Deadlock
 """
 
 from __future__ import annotations
@@ -46,7 +29,7 @@ class SettingsError(TailraceError):
     """A setting is unknown, contradictory or impossible. Ends the command with exit code 2."""
 
     def __init__(self, message: str, *, key: tuple[str | int, ...] = ()) -> None:
-        """`key` is the setting's place in the tables, where it is for somebody else to say in which line that is."""
+        """`key` is the setting's place in the tables, from which the caller finds the file and line."""
         super().__init__(message)
         self.key = key
 
@@ -110,7 +93,7 @@ class ErrorBudgetSpent(TailraceError, ExceptionGroup[Exception]):
 
 
 class ToolError(TailraceError):
-    """A tool refuses a call. Its text goes back to the policy as the tool's message, and the rollout goes on."""
+    """A tool refuses a call. Its text goes back to the policy as the tool's message, and the rollout continues."""
 
 
 class GenerationError(TailraceError):
@@ -172,7 +155,7 @@ class AccountingError(TailraceError):
 
 
 class LifecycleError(TailraceError):
-    """A process of the run failed or left before it was told to."""
+    """A process of the run failed or left early."""
 
 
 class SimulationError(TailraceError):
@@ -180,4 +163,4 @@ class SimulationError(TailraceError):
 
 
 class Deadlock(SimulationError):
-    """Nothing can happen any more in virtual time, and somebody still waits; the message names who."""
+    """No event is left in virtual time, and a task still waits; the message names it."""

@@ -17,8 +17,8 @@ from tailrace.generation.decisions import (
     Wait,
     WeightPolicy,
     decide,
-    may_reuse,
 )
+from tailrace.generation.engines.torch.slots import Reuse
 from tailrace.generation.settings import GeneratorSettings
 
 POLICIES = st.builds(
@@ -83,9 +83,9 @@ def test_a_load_that_waits_is_reached_in_finitely_many_steps(inbox: InboxState, 
 
 def test_older_caches_are_for_their_own_session_under_keep_and_for_others_only_where_sharing_was_asked_for() -> None:
     for kv_cache, own, share in itertools.product(("keep", "recompute", "reset_prefix"), (True, False), (True, False)):
-        allowed = may_reuse(cache_version=1, version=2, own_session=own, kv_cache=kv_cache, share_across_versions=share)
-        assert allowed == (kv_cache == "keep" and (own or share))
-        assert may_reuse(cache_version=2, version=2, own_session=own, kv_cache=kv_cache, share_across_versions=share)
+        reuse = Reuse(2, kv_cache, share)
+        assert reuse.allows(1, own_session=own) == (kv_cache == "keep" and (own or share))
+        assert reuse.allows(2, own_session=own)
 
 
 @pytest.mark.parametrize(

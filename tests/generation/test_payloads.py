@@ -164,7 +164,7 @@ async def served(
     serving = asyncio.create_task(server.serve())
     client = GeneratorClient(address, payloads=accounts, by_value=by_value)
     try:
-        await client.statistics()
+        await client.hello()
         yield client
     finally:
         await client.close()

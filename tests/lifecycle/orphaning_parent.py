@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.roles import RoleSpec
-from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.shutdown import ShutdownSettings
 
 
 async def main(function: str, folder: str) -> None:

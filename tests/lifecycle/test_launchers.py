@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tailrace.errors import LifecycleError, SettingsError
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
 from tailrace.lifecycle.roles import Role, RoleSpec, resolve_entry
-from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.shutdown import ShutdownSettings
 
 PATIENCE_S = 60.0
 
@@ -23,9 +24,9 @@ class ThreadHandle(RoleHandle):
     """A role on an event loop of its own, in a thread."""
 
     @override
-    def _begin(self, address: str) -> None:
+    def _begin(self, role: Role) -> None:
         self._loop, ours = asyncio.new_event_loop(), asyncio.get_running_loop()
-        role = Role(self.spec, self.life, address, lambda at: self._tell(ours, self._was_ready, at))
+        role = replace(role, say_ready=lambda at: self._tell(ours, self._was_ready, at))
         self._task = self._loop.create_task(resolve_entry(self.spec.entry)(role))
         threading.Thread(target=self._run, args=(ours,), daemon=True).start()
 
@@ -51,9 +52,7 @@ class ThreadHandle(RoleHandle):
 
 
 class ThreadLauncher(Launcher):
-    @override
-    def _new_handle(self, spec: RoleSpec, *, is_replaceable: bool) -> ThreadHandle:
-        return ThreadHandle(spec, self, is_replaceable=is_replaceable)
+    handle_class = ThreadHandle
 
     @override
     def address(self, name: str) -> str:

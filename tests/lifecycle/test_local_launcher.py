@@ -17,7 +17,7 @@ from tailrace.errors import LifecycleError
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.launchers.local import LocalHandle, LocalLauncher
 from tailrace.lifecycle.roles import RoleSpec
-from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.shutdown import ShutdownSettings
 
 PATIENCE_S = 60.0
 

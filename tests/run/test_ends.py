@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.shutdown import ShutdownSettings
 from tailrace.records import RunStatus
 from tailrace.run import orchestrator
 from tests.run.runs import command, environment, records, run_inline, trained_tasks

@@ -15,8 +15,8 @@ import xxhash
 
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
 from tailrace.reporting.summary import RunSummary
-from tailrace.transport.events.log import read_events
 from tests.run.runs import command, environment, records, rollouts, run_inline, trained_tasks
+from tests.support.event_files import read_events
 
 DATA = (
     *(*environment("words"), "--environment.args.count", "20", "--environment.args.held_out", "0"),

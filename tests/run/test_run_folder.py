@@ -13,9 +13,9 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
-from tailrace.transport.events.log import read_events
 from tests.run.runs import records, rollouts, run_inline, tiny_settings
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
+from tests.support.event_files import read_events
 
 STEPS = 4
 CHOSEN = ("--max_steps", str(STEPS), "--schedule", "one-step-off")

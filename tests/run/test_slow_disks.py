@@ -11,8 +11,8 @@ from typing import IO, Any
 import pytest
 
 from tailrace.records import TrainerEnded
-from tailrace.transport.events.log import read_events
 from tests.run.runs import PATIENCE_S, records, run_inline
+from tests.support.event_files import read_events
 
 
 async def until_training_ended(events: Path) -> None:

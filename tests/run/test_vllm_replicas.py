@@ -74,7 +74,7 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
 
         async with asyncio.timeout(PATIENCE_S):
             calls = [asyncio.create_task(ask_until_one_is_lost(number)) for number in range(len(LENGTHS))]
-            while (await clients[0].statistics()).sampled_tokens_total < 8 * 20:
+            while (await clients[0].hello()).statistics.sampled_tokens_total < 8 * 20:
                 pass
             first.send_signal(signal.SIGKILL)
             done = await asyncio.gather(*calls)

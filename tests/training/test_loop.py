@@ -104,7 +104,18 @@ class World:
         await self.log.append(StopRequested(epoch=EPOCH, role="scheduler", status=status, reason="no tasks left"))
 
     async def events(self) -> list[Event]:
-        return await self.log.read()
+        """Those logged so far."""
+        found: list[Event] = []
+
+        async def follow() -> None:
+            async for event in self.log.follow():
+                found.append(event)  # noqa: PERF401 - it never ends
+
+        following = asyncio.create_task(follow())
+        await asyncio.sleep(0)  # a follower gets what is there at once
+        following.cancel()
+        await asyncio.wait([following])
+        return found
 
     async def kinds(self) -> list[str]:
         return [type(event).__name__ for event in await self.events()]

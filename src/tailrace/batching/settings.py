@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 AdvantageName: TypeAlias = Literal["mean", "mean_std"]
 
 
-class BatchingSettings(BaseModel):
+class BatchingSettings(BaseModel, extra="forbid", frozen=True):
     """What a batch is made of."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     batch_size: int = Field(64, ge=1, description="Rollouts per optimizer step; a multiple of rollouts.group_size.")
     row_tokens: int = Field(8192, ge=16, description="Tokens per packed row; a rollout's longest branch must fit.")

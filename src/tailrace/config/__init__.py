@@ -34,16 +34,15 @@ __all__ = [
 
 
 def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
-    """The settings of a recipe or file, with command-line overrides laid over it.
-
-    Raises `SettingsError`.
+    """The settings of a recipe or file, with command-line overrides laid over it. Raises `SettingsError`.
 
     >>> load_settings("quickstart", ["--max_steps", "3"]).max_steps
     3
     """
     file = read_settings_file(recipe)
     table = apply_overrides(file.table, parse_overrides(overrides))
-    table.setdefault("name", _name_of(recipe))
+    name = re.sub(r"[^\w.-]+", "-", Path(recipe).name.removesuffix(".toml"))  # `my run.toml` becomes `my-run`
+    table.setdefault("name", name.lstrip(".-") or "run")
     try:
         return RunSettings.model_validate(table)
     except ValidationError as error:
@@ -67,11 +66,6 @@ def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
             raise
         where = _places(read_settings_file(recipe), overrides).where(error.key)
         raise SettingsError(f"{where}: {error}") from error
-
-
-def _name_of(recipe: str) -> str:
-    """A run's name after its recipe or file: `my run.toml` becomes `my-run`."""
-    return re.sub(r"[^\w.-]+", "-", Path(recipe).name.removesuffix(".toml")).lstrip(".-") or "run"
 
 
 def _places(file: SettingsFile, overrides: Sequence[str]) -> Places:

@@ -87,7 +87,7 @@ def _early_release(settings: RunSettings) -> Iterator[Contradiction]:
             "partial_groups",
             scheduling.partial_groups,
             "drop",
-            "filters the whole group for one that fails later",
+            "filters a whole group for one that fails later",
             "keep",
         ),
     ]

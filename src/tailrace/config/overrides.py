@@ -14,11 +14,9 @@ _UNSET = object()
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
-    """Read `--a.b value`, `--a.b=value` and `--flag` (true). Values are TOML where they can be, else text.
+    """Read `--a.b value`, `--a.b=value`, `--flag` (true), `--a.b unset` (no value). Raises `SettingsError`.
 
-    `--a.b unset` takes a recipe's value away.
-
-    Raises `SettingsError` for an argument that starts with no `--`.
+    Values are TOML where they can be, else text.
 
     >>> parse_overrides(["--trainer.learning_rate", "1e-4", "--resume", "--model.name=Qwen/Qwen3-0.6B"])
     {('trainer', 'learning_rate'): 0.0001, ('resume',): True, ('model', 'name'): 'Qwen/Qwen3-0.6B'}
@@ -37,10 +35,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
 
 
 def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:
-    """A copy of `table` with the overrides laid over it. `environment.*` edits the only environment.
-
-    Naming another environment drops the file's `args` and data for the old one: they belong together.
-    """
+    """A copy of `table` with the overrides. Naming another environment drops `args` and data of the file's."""
     merged = copy.deepcopy(table)
     ordered = sorted(overrides.items(), key=lambda item: item[0] != ("environment", "name"))
     for key, value in ordered:

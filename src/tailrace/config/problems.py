@@ -63,8 +63,8 @@ class _ProblemFormatter:
             case "tuple_type":
                 return f"{self.name(key)} = {problem['input']!r}: it is a list; each entry is a table [[{dotted(key)}]]"
             case "string_pattern_mismatch":
-                said = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
-                return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {said}"
+                allowed = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
+                return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {allowed}"
             case _:
                 message = problem["msg"][0].lower() + problem["msg"][1:]
                 return f"{self.name(key)} = {problem['input']!r}: {message}"
@@ -85,11 +85,7 @@ class _ProblemFormatter:
 
 
 def dotted(key: Key) -> str:
-    """A key as it stands in the tables.
-
-    >>> dotted(("environments", 0, "name"))
-    'environments.0.name'
-    """
+    """As in the tables: `environments.0.name`."""
     return ".".join(map(str, key))
 
 

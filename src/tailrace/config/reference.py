@@ -84,7 +84,7 @@ def _made(field: FieldInfo) -> BaseModel | None:
 
 
 def _kinds(annotation: Any) -> list[type[BaseModel]]:
-    """The settings classes of a choice between several, told apart by their `kind`."""
+    """The settings classes to choose from, by their `kind`."""
     parts = [get_args(part)[0] for part in get_args(annotation) if get_origin(part) is Annotated]
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 

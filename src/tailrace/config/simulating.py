@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.problems import explain
-from tailrace.config.sources import Places, SettingsFile, Table, read_settings_file, recipe_folder
+from tailrace.config.sources import Places, Table, read_settings_file, recipe_folder
 from tailrace.errors import SettingsError
 from tailrace.scheduling import SchedulingSettings
 from tailrace.simulation import SimulationPlan
@@ -27,15 +27,16 @@ def list_plans() -> list[str]:
 def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = None) -> list[SimulationPlan]:
     """The plan of a packaged name or a TOML file, once for each of its `[[policies]]` and each value of the sweep.
 
-    A policy is a table of anything that a plan may say, laid over the rest. `sweep` is `KEY=VALUE,VALUE,...`; a key of
-    the section `scheduling` needs no more than its own name.
-
-    Raises `SettingsError`.
+    A policy is a table laid over the plan. `sweep` is `KEY=VALUE,VALUE,...`. Raises `SettingsError`.
 
     >>> [plan.name for plan in load_plans("long-tail", sweep="max_staleness=0,4")][:2]
     ['sync, max_staleness = 0', 'sync, max_staleness = 4']
     """
-    file = _read(plan)
+    is_file = Path(plan).suffix == ".toml"
+    if not is_file and plan not in list_plans():
+        known = f"Plans: {', '.join(list_plans())}. A file of your own ends in .toml"
+        raise SettingsError(f"there is no plan {plan!r}. {known}")
+    file = read_settings_file(plan if is_file else f"{_FOLDER}/{plan}")
     given = parse_overrides(overrides)
     base = copy.deepcopy(file.table)
     policies = base.pop("policies", None) or [{}]
@@ -49,25 +50,11 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
                 name = table.get("name", "")
                 table = apply_overrides(table, {key: value})
                 table["name"] = f"{name}, {key[-1]} = {value}" if name else f"{key[-1]} = {value}"
-            plans.append(_validated(table, file, set(given)))
+            try:
+                plans.append(SimulationPlan.model_validate(table))
+            except ValidationError as error:
+                raise explain(error, SimulationPlan, Places(file, set(given))) from None
     return plans
-
-
-def _read(plan: str) -> SettingsFile:
-    if Path(plan).suffix == ".toml":
-        return read_settings_file(plan)
-    if plan not in list_plans():
-        raise SettingsError(
-            f"there is no plan {plan!r}. Plans: {', '.join(list_plans())}. A file of your own ends in .toml"
-        )
-    return read_settings_file(f"{_FOLDER}/{plan}")
-
-
-def _validated(table: Table, file: SettingsFile, given: set[tuple[str, ...]]) -> SimulationPlan:
-    try:
-        return SimulationPlan.model_validate(table)
-    except ValidationError as error:
-        raise explain(error, SimulationPlan, Places(file, set(given))) from None
 
 
 def _laid_over(base: Table, policy: Table) -> Table:

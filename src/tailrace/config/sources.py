@@ -66,10 +66,7 @@ def list_recipes() -> dict[str, str]:
 
 
 def read_settings_file(recipe: str) -> SettingsFile:
-    """Read a packaged recipe by name, or a TOML file by path.
-
-    Raises `SettingsError` for a name that is neither, with the nearest recipe, and for a file that is no TOML.
-    """
+    """Read a packaged recipe by name, or a TOML file by path. Raises `SettingsError`, with the nearest recipe."""
     path = Path(recipe)
     if path.suffix != ".toml":
         path = recipe_folder() / f"{recipe}.toml"
@@ -99,10 +96,9 @@ def find_lines(text: str) -> dict[Key, int]:
     table: Key = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
-            table = _split(header[2], counts)
             if header[1]:
                 counts[header[2]] = counts.get(header[2], -1) + 1
-                table = _split(header[2], counts)
+            table = _split(header[2], counts)
             lines.setdefault(table, number)
         elif assignment := _ASSIGNMENT.match(line):
             lines.setdefault((*table, *_split(assignment[1], {})), number)

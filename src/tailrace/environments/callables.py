@@ -20,6 +20,6 @@ def is_async(function: object) -> bool:
 
 
 def is_async_environment(factory: object) -> bool:
-    """Whether both methods are coroutines, as far as the class tells without making an environment."""
+    """Whether both methods are coroutines, read from the class without making an environment."""
     made = getattr(factory, "func", factory)  # of a functools.partial
     return all(inspect.iscoroutinefunction(getattr(made, method, None)) for method in ("reset", "step"))

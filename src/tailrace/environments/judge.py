@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tailrace.records import Group, Message
 
@@ -17,10 +17,8 @@ RUBRIC = """\
 """For environments that say nothing better."""
 
 
-class JudgeSettings(BaseModel):
+class JudgeSettings(BaseModel, extra="forbid", frozen=True):
     """A judge that scores the rollouts of a group relative to each other: `[environments.judge]` in TOML."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rubric: str | None = Field(
         None, min_length=1, description="What makes a rollout better. Unset: doing what was asked, then directness."

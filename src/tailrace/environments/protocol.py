@@ -78,10 +78,9 @@ class Observation:
 
 
 class Environment(Protocol):
-    """A reset/step environment. Made anew for every rollout and never reused, so state is plain attributes.
+    """A reset/step environment, made anew for every rollout, so state is plain attributes.
 
-    Both methods may be `async`. Synchronous ones run in a worker process that can be killed, unless the spec is
-    `trusted`.
+    Methods may be `async`; synchronous ones run in a worker process that can be killed, unless the spec is `trusted`.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:

@@ -132,10 +132,8 @@ def _require_columns(spec: EnvironmentSpec) -> None:
 
 
 def _find(name: str) -> object:
-    if name in BUILT_IN:
-        return _import_attribute(BUILT_IN[name], name)
-    if ":" in name:
-        return _import_attribute(name, name)
+    if name in BUILT_IN or ":" in name:
+        return _import_attribute(BUILT_IN.get(name, name), name)
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return _import_attribute(entry_point.value, name)
     names = environment_names()

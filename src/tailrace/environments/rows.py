@@ -43,11 +43,7 @@ class RowView(LazyRows):
 
 
 def is_in_memory(rows: Sequence[Row]) -> bool:
-    """Whether the rows are in memory; others are generated or read when they are used, which takes time.
-
-    >>> is_in_memory(RowView([{"word": "sun"}], [0]))
-    True
-    """
+    """Whether the rows are in memory; others are generated or read when they are used, which takes time."""
     return is_in_memory(rows.source) if isinstance(rows, RowView) else isinstance(rows, list | tuple)
 
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tailrace.environments.judge import JudgeSettings
 from tailrace.records import Json
 
 
-class RewardSettings(BaseModel):
+class RewardSettings(BaseModel, extra="forbid", frozen=True):
     """One function of an environment's weighted sum: `[environments.rewards.NAME]` in TOML."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     function: str | None = Field(None, description="As `module:attribute`. Unset: the environment's of this name.")
     weight: float | None = Field(None, description="In the sum. Unset: the environment's own, or 1.")
     together: bool | None = Field(None, description="Call it once per group. Unset: the environment's own, or no.")
 
 
-class EnvironmentSettings(BaseModel):
+class EnvironmentSettings(BaseModel, extra="forbid", frozen=True):
     """One environment of the run: `[[environments]]` in TOML, `--environment.*` on the command line.
 
     These settings alone re-create the environment in any process (see `load_environment`).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(description="A built-in or installed environment, or your own as `module:attribute`.")
     id: str | None = Field(None, min_length=1, description="Name in metrics and files; None: the environment's own.")
@@ -36,17 +32,14 @@ class EnvironmentSettings(BaseModel):
     eval_tasks: int | None = Field(
         None,
         ge=0,
-        description="Held-out tasks: the first so many of the environment's own, or so many taken out of the training "
-        "rows when it has none; None: all of its own.",
+        description="Held-out tasks: the first of its own, or taken out of the training rows; None: its own.",
     )
     weight: float = Field(1.0, gt=0, description="Relative share of this environment among training tasks.")
     trusted: bool | None = Field(
         None, description="Run its synchronous code on the event loop, not in killable workers; None: as it declares."
     )
     rewards: dict[str, RewardSettings] = Field(
-        default_factory=dict,
-        description="Named reward functions in TRL's form, beside the environment's own: each a table with `function` "
-        "(`module:attribute`; unset: the environment's own of that name), `weight` and `together` (once per group).",
+        {}, description="Named reward functions in TRL's form: tables with `function`, `weight` and `together`."
     )
     judge: JudgeSettings | None = Field(None, description="A language model that ranks the rollouts of a group.")
     group_size: int | None = Field(None, ge=1, description="Rollouts per task; None: the run's.")
@@ -54,8 +47,6 @@ class EnvironmentSettings(BaseModel):
     max_tokens: int | None = Field(None, ge=1, description="Tokens per completion at most; None: the run's.")
     timeout_s: float | None = Field(None, gt=0, description="Seconds per rollout, scoring included; None: the run's.")
     columns: tuple[str, ...] | None = Field(
-        None,
-        description="Which columns to save with its rollouts: of those it reports, and attributes of a reset/step "
-        "environment; None: all that it reports.",
+        None, description="Columns and attributes to save with its rollouts; None: all that it reports."
     )
     temperature: float | None = Field(None, gt=0, description="Of training rollouts; None: the run's.")

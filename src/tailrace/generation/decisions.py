@@ -106,25 +106,6 @@ def decide(inbox: InboxState, engine: EngineState, policy: WeightPolicy) -> Deci
 def resets_before_load(policy: WeightPolicy, engine: EngineState) -> bool:
     """Whether the cache has to be forgotten before new weights come.
 
-    Under `reset_prefix` running requests keep theirs, which an engine can't take from under them: there the engines'
-    rule of reuse (`may_reuse`) makes all that is older unreachable, at once, and nothing has to be forgotten by hand.
+    Under `reset_prefix` running requests keep theirs; the engines' rule of reuse makes all that is older unreachable.
     """
     return policy.kv_cache == "recompute" or (policy.kv_cache == "reset_prefix" and not engine.has_work)
-
-
-def may_reuse(
-    *, cache_version: int, version: int, own_session: bool, kv_cache: KvCache, share_across_versions: bool
-) -> bool:
-    """Whether a request under `version` may start from keys and values of which the oldest is of `cache_version`.
-
-    A running session goes on over its own older prefix under `keep`; the older prefix of another only where sharing
-    across versions was asked for.
-
-    >>> may_reuse(cache_version=1, version=2, own_session=True, kv_cache="keep", share_across_versions=False)
-    True
-    >>> may_reuse(cache_version=1, version=2, own_session=False, kv_cache="keep", share_across_versions=False)
-    False
-    """
-    if cache_version == version:
-        return True
-    return kv_cache == "keep" and (own_session or share_across_versions)

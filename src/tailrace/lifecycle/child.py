@@ -1,7 +1,7 @@
 """The process of a role: `python -m tailrace.lifecycle.child`, started by `spawn_role`.
 
-Runs the role's coroutine to its end. SIGINT is ignored (the parent decides), SIGTERM cancels the coroutine, and so does
-the end of the parent; then a thread makes sure that this process and all it started are gone soon.
+Runs the role's coroutine to its end. SIGINT is ignored (the parent decides); SIGTERM cancels the coroutine, and so does
+the end of the parent, after which a thread kills this process and all it started by a deadline.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def _run_role(launch: Launch, pipe: int) -> int:
     except asyncio.CancelledError:
         _logger.info("role %s was stopped", launch.spec.name)
         return ExitCode.TERMINATED
-    except Exception as error:  # the process's edge: the log gets the whole story, the parent its tail
+    except Exception as error:  # the log gets the traceback, and the parent shows its end
         _logger.exception("role %s failed", launch.spec.name)
         return exit_code_of(error)
     return ExitCode.FINISHED
 
 
 def _say_ready(pipe: int, address: str) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent is gone, which another thread hears
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent is gone, which another thread notices
         os.write(pipe, f"{address}\n".encode())
 
 
@@ -70,7 +70,7 @@ async def _until_terminated(entry: EntryFunction, role: Role) -> None:
 
 
 def _take_standard_input() -> int:
-    """Keep the parent's socket under a number that no child inherits; whoever reads standard input finds it empty."""
+    """Move the parent's socket to a descriptor that no child inherits, and leave standard input empty."""
     pipe = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -89,8 +89,8 @@ def _read_launch(pipe: int) -> Launch:
 
 
 def _watch_parent(pipe: int, orphaned: threading.Event, grace_s: float) -> None:
-    """Waits for the pipe's end of file: the parent is gone. An orderly end first, then the end."""
-    with contextlib.suppress(ConnectionResetError):  # how it ends where the parent had not read that this is ready
+    """Waits for the pipe's end of file, when the parent is gone; then SIGTERM, and SIGKILL after `grace_s`."""
+    with contextlib.suppress(ConnectionResetError):  # the parent ended before it read that this is ready
         while os.read(pipe, 4096):
             pass
     orphaned.set()

@@ -1,7 +1,8 @@
-"""Which GPUs there are, and who gets which: decided before anything starts, without importing torch."""
+"""Which GPUs there are and which role gets which: decided before anything starts, without importing torch."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,13 @@ class DeviceNeed:
     count: int
     """GPUs that it needs."""
     setting: str
-    """That says why, as in `trainer.device = 'cuda'`."""
+    """That asks for them, as in `trainer.device = 'cuda'`."""
     chosen: tuple[str, ...] | None = None
     """Ids that the settings name; None: any."""
 
 
 def assign_devices(needs: Sequence[DeviceNeed], pool: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """By role, the ids of its GPUs: those chosen for it, else the next of the pool that nobody chose, in order.
+    """By role, the ids of its GPUs: those chosen for it, else the next of the pool that no role chose, in order.
 
     A single GPU is shared by all. Roles that need none are left out. Raises `SettingsError`.
 
@@ -71,10 +72,10 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
     >>> visible_devices({"CUDA_VISIBLE_DEVICES": "2,GPU-8932f937"}), visible_devices({"CUDA_VISIBLE_DEVICES": ""})
     (('2', 'GPU-8932f937'), ())
     """
-    said = environment.get("CUDA_VISIBLE_DEVICES")
-    if said is None:
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         return tuple(map(str, range(_count_devices())))
-    ids = [part.strip() for part in said.split(",")]
+    ids = [part.strip() for part in visible.split(",")]
     hidden_from = next((index for index, id in enumerate(ids) if id in {"", "-1"}), len(ids))  # as CUDA reads it
     return tuple(ids[:hidden_from])
 
@@ -83,10 +84,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
 def _count_devices() -> int:
     """Of the machine, or of what a container sees of it."""
     if query := shutil.which("nvidia-smi"):
-        try:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
             listed = subprocess.run([query, "-L"], capture_output=True, text=True, timeout=_QUERY_S, check=True)
-        except (OSError, subprocess.SubprocessError):
-            pass
-        else:
             return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     return sum(1 for _ in _DRIVER.iterdir()) if _DRIVER.is_dir() else 0

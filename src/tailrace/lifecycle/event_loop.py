@@ -1,4 +1,4 @@
-"""The event loop of a command: on uvloop where it is, and ended even where a coroutine or a thread refuses to end."""
+"""The event loop of a command: on uvloop where installed, and closed even where a coroutine or thread never ends."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ ParamT = ParamSpec("ParamT")
 ResultT = TypeVar("ResultT")
 
 _END_S = 2.0
-"""How long what is left running has to end, once the work is done and it was cancelled."""
+"""How long tasks and threads that are left have to end, once they were cancelled."""
 
 _MOST_THREADS = 1024
 
 _logger = logging.getLogger(__name__)
 
 _stuck: set[Future[Any]] = set()
-"""Work in threads that did not end with its loop."""
+"""Calls in threads that outlived their loop."""
 
 
 class _Threads(ThreadPoolExecutor):
-    """Those of the loop, and the work in them that has not ended.
-
-    They are started as they are needed, and so many are allowed that users' calls which never return leave some for
-    what the run itself does in threads: asyncio's own number is four more than there are processors.
-    """
+    """The loop's threads, more than asyncio's: users' calls that never return must leave some for the run's own."""
 
     def __init__(self) -> None:
         super().__init__(_MOST_THREADS, thread_name_prefix="tailrace-loop")
@@ -44,11 +40,9 @@ class _Threads(ThreadPoolExecutor):
 
 
 def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What `work` returns or raises, from a loop of its own.
+    """`asyncio.run`, but it does not wait for ever for a task that ignores its cancellation, or a thread that hangs.
 
-    `asyncio.run` waits for ever for a task that ignores its cancellation, and for a thread (`asyncio.to_thread`) that
-    never returns. This names them in the log and leaves the loop as it is: the process is about to end (see
-    `force_exit_if_threads_hang`).
+    It names them in the log and leaves the loop open: the process is about to end (`force_exit_if_threads_hang`).
     """
     runner = asyncio.Runner(loop_factory=loop_factory())
     threads = _Threads()
@@ -65,7 +59,7 @@ def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 def force_exit_if_threads_hang(status: int) -> None:
-    """End the process with `status` where a thread that never returns would keep it for ever; else do nothing."""
+    """End the process with `status` if a thread that never returns would keep it alive; else do nothing."""
     if _stuck:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -74,7 +68,7 @@ def force_exit_if_threads_hang(status: int) -> None:
 
 
 def _left_of(threads: _Threads) -> set[Future[Any]]:
-    """What still runs in threads after it had its time."""
+    """Calls that still run in threads after their deadline."""
     threads.shutdown(wait=False, cancel_futures=True)
     left = concurrent.futures.wait([*threads.working], timeout=_END_S).not_done
     if left:
@@ -84,7 +78,7 @@ def _left_of(threads: _Threads) -> set[Future[Any]]:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, ResultT], refusing: set[asyncio.Task[Any]]) -> ResultT:
-    """Waits for the work, then for what it left running; what does not end goes into `refusing`."""
+    """Waits for the work, then for tasks that it left; those that do not end go into `refusing`."""
     try:
         return await work
     finally:
@@ -98,8 +92,20 @@ async def _to_its_end(work: Coroutine[Any, Any, ResultT], refusing: set[asyncio.
             _logger.error("left behind at the end of the process, as it ignores its cancellation: %s", task.get_name())
 
 
+async def first_done(*work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run these at once; what the first one to end returns or raises. The others are cancelled, and end before."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """What makes this process's event loop: uvloop's where it is, else None for asyncio's own."""
+    """uvloop's where installed, else None for asyncio's own."""
     try:
         import uvloop
     except ImportError:

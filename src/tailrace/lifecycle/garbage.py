@@ -1,8 +1,7 @@
 """Garbage collection of a process whose event loop must not stand still.
 
-With tens of thousands of rollouts in flight, millions of objects are old and none of them is garbage. CPython's
-collector looks at them again and again, which costs a third of the process's time and holds the loop for up to seconds.
-Reference counts free nearly everything here; the collector is for cycles, which mostly come of failures.
+With tens of thousands of rollouts in flight, CPython's collector scans millions of live objects again and again, which
+costs a third of the process's time and blocks the loop for up to seconds. Reference counts free nearly everything here.
 """
 
 from __future__ import annotations

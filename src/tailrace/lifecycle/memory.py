@@ -1,4 +1,4 @@
-"""Where a run asks for tuned memory; it runs without, where `tailrace.cpu` is missing or switched off."""
+"""Allocator settings of a run's processes: nothing where `tailrace.cpu` is missing or switched off."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ except ImportError:
     _CAN_TUNE = False
 
 RESERVED_BYTES_PER_ROLLOUT = 8192
-"""Of the heap: one rollout in flight takes 5 to 6 KiB (columns of its branch, frames of its coroutines), a finished one
-that waits for its batch nearly as much, and no table may find that they have used up all of what was reserved."""
+"""Of the heap: a rollout in flight takes 5 to 6 KiB (columns of its branch, frames of its coroutines), a finished one
+that waits for its batch nearly as much; the rest is headroom."""
 
 
 def share_one_arena() -> None:

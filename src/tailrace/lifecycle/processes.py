@@ -1,8 +1,7 @@
-"""A role's process: started with a socket as its standard input, and told apart from its number when it ends.
+"""A role's process, started with a socket as its standard input.
 
-The parent writes a `Launch` as one line of JSON into the socket and keeps it open for as long as it lives: its end of
-file is how the child learns that its parent vanished, on every system and however it died. The child's one answer is
-the line that says it is ready.
+The parent writes a `Launch` as one line of JSON and keeps the socket open: its end of file is how the child learns, on
+every system, that its parent is gone, however it died. The child's only answer is the line that says it is ready.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ import msgspec
 from tailrace.lifecycle.roles import RoleSpec
 
 _THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
-    "RAYON_NUM_THREADS",
+    *(f"{library}_NUM_THREADS" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")),
 )
 
 
@@ -52,10 +47,7 @@ def spawn_role(
     output: IO[bytes] | None = None,
     leads_group: bool = True,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a role's process; it lives no longer than the socket's other end, which is returned.
-
-    `output` takes what it prints, by default this process's own output. Raises `OSError`.
-    """
+    """Start a role's process; it ends with the returned socket. `output` takes its prints. Raises `OSError`."""
     launch = Launch(spec, life, address, [path for path in sys.path if path], orphan_grace_s)
     ours, its = socket.socketpair()
     try:
@@ -73,7 +65,7 @@ def spawn_role(
         raise
     finally:
         its.close()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended already, and is seen leaving
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended already, which `call_on_exit` notices
         ours.sendall(msgspec.json.encode(launch) + b"\n")
     return process, ours
 

@@ -1,7 +1,7 @@
-"""What a run owns for as long as it runs: a folder of shared memory, one for payloads elsewhere, one of sockets.
+"""Folders that a run owns: for shared memory, for payloads elsewhere, for sockets.
 
-They are removed when the run ends. Each holds a file that its owner keeps locked, and the kernel lets go of the lock of
-a process that dies, however it died: so the next run knows leftovers of dead runs from folders in use.
+They are removed when the run ends. Each holds a file that its owner keeps locked, and the kernel releases the lock of a
+process that dies, however it died: so the next run tells leftovers of dead runs from folders in use.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Self
 
 from tailrace.errors import SettingsError
-from tailrace.transport.channels import create_socket_folder, ipc_address, runtime_folder
+from tailrace.transport.channels import create_socket_folder, runtime_folder
 
 _PREFIX = "tailrace-run-"
 _LOCK_NAME = "owner.lock"
 
 
 class OwnedFolder:
-    """A fresh folder, taken over: locked, and only then given the name by which it could be taken for a leftover."""
+    """A fresh folder, locked, and only then given the name of a possible leftover. A context manager removes it."""
 
     def __init__(self, fresh: Path, epoch: str) -> None:
         """Raises `OSError`."""
@@ -36,64 +37,35 @@ class OwnedFolder:
             os.close(self._lock)
             self._lock = None
 
-
-class SocketFolder(OwnedFolder):
-    """One for the sockets of processes that meet on this machine. Use it as a context manager."""
-
-    def __init__(self, epoch: str) -> None:
-        super().__init__(create_socket_folder(), epoch)
-
-    def address(self, name: str) -> str:
-        """Of the socket `name`. Raises `SettingsError` when its path is too long for a socket."""
-        return ipc_address(self.path, name)
-
-    def __enter__(self) -> SocketFolder:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
 
 
-class RunResources:
-    """The folders of one run for bytes. Remove them with `remove`, or use it as a context manager.
+def own_socket_folder(epoch: str) -> OwnedFolder:
+    """For the sockets of processes that meet on this machine: see `transport.channels.ipc_address`."""
+    return OwnedFolder(create_socket_folder(), epoch)
 
-    Raises `SettingsError` when the folder for shared memory cannot be written to.
-    """
 
-    def __init__(
-        self, epoch: str, *, shared_memory_parent: Path | None = None, payload_parent: Path | None = None
-    ) -> None:
-        parent = shared_memory_parent or shared_memory_folder()
-        try:
-            shared_memory = OwnedFolder(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), epoch)
-        except OSError as error:
-            raise SettingsError(f"no folder for shared memory can be made in {parent}: {error.strerror}") from error
-        self._folders = [shared_memory]
-        self.shared_memory = self.payloads = shared_memory.path
-        if payload_parent is not None:
-            self.payloads = self._payload_folder(payload_parent, epoch)
+def own_shared_memory(epoch: str, parent: Path | None = None) -> OwnedFolder:
+    """A folder of shared memory. Raises `SettingsError` where none can be made."""
+    return _own(parent or shared_memory_folder(), epoch, "shared memory can be made in {}")
 
-    def remove(self) -> None:
-        """Remove the folders and all in them. Removing twice does nothing."""
-        for folder in self._folders:
-            folder.remove()
 
-    def __enter__(self) -> RunResources:
-        return self
+def own_payload_folder(epoch: str, parent: Path) -> OwnedFolder:
+    """A folder for payloads that shared memory does not hold. Raises `SettingsError` where none can be made."""
+    return _own(parent, epoch, "payloads can be made in {} (transport.payload_folder)", make_parent=True)
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
-    def _payload_folder(self, parent: Path, epoch: str) -> Path:
-        try:
+def _own(parent: Path, epoch: str, purpose: str, *, make_parent: bool = False) -> OwnedFolder:
+    try:
+        if make_parent:
             parent.mkdir(parents=True, exist_ok=True)
-            self._folders.append(OwnedFolder(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), epoch))
-        except OSError as error:
-            self.remove()
-            raise SettingsError(
-                f"no folder for payloads can be made in {parent} (transport.payload_folder): {error.strerror}"
-            ) from error
-        return self._folders[-1].path
+        return OwnedFolder(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), epoch)
+    except OSError as error:
+        raise SettingsError(f"no folder for {purpose.format(parent)}: {error.strerror}") from error
 
 
 def shared_memory_folder() -> Path:
@@ -114,7 +86,7 @@ def remove_leftovers(*parents: Path) -> list[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether its owner, of this user, lives no more. A folder without a lock is left alone."""
+    """Whether its owner, of this user, is dead. A folder without a lock is left alone."""
     try:
         if folder.stat().st_uid != os.getuid():
             return False

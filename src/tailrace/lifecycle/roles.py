@@ -1,4 +1,4 @@
-"""A role of a run: what a launcher is told to start, and what the role's own function is given."""
+"""A role of a run: what a launcher starts, and what the role's own function is given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RoleSpec:
     entry: str
     """`module:function` of an `async def function(role: Role) -> None`."""
     settings: bytes = b""
-    """Handed to the function as it is."""
+    """Given to the function as it is."""
     threads: int = 1
     """CPU threads of its numerical libraries; more than its share of cores makes all of them slower."""
     devices: tuple[str, ...] | None = None
@@ -30,7 +30,7 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a role's function is given: who it is, and how it says that it is ready."""
+    """One life of a role, as its function is given it."""
 
     spec: RoleSpec
     life: int
@@ -44,23 +44,14 @@ class Role:
     @property
     def instance(self) -> str:
         """Names this life of the role among all."""
-        return instance_name(self.spec.name, self.life)
+        return f"{self.spec.name}.{self.life}"
 
     def ready(self, address: str = "") -> None:
-        """Whoever waits for this role may go on. `address`: where it really listens, if not at `address`."""
+        """Tell the launcher's side that this role is ready. `address`: where it listens, if not at `address`."""
         self.say_ready(address or self.address)
 
 
 EntryFunction: TypeAlias = Callable[[Role], Awaitable[None]]
-
-
-def instance_name(name: str, life: int) -> str:
-    """Of one life of a role.
-
-    >>> instance_name("generator-0", 1)
-    'generator-0.1'
-    """
-    return f"{name}.{life}"
 
 
 def resolve_entry(entry: str) -> EntryFunction:

@@ -1,6 +1,6 @@
-"""Shutdown in order: each stage with a deadline, every stage tried, and the one that overran or failed named.
+"""Shutdown in order: each stage with a deadline, every stage tried, and one that overran or failed named in the log.
 
-Whoever owns a part runs its stage on the way out; the order is that in which an exit stack unwinds.
+The owner of a part runs its stage on the way out, in the order in which an exit stack unwinds.
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
-
-from tailrace.lifecycle.settings import ShutdownSettings
+from dataclasses import dataclass
 
 _logger = logging.getLogger(__name__)
 
 _CANCEL_GRACE_S = 1.0
 """How long a stage past its deadline has to clean up after its cancellation before it is left behind."""
-
-Action: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class ShutdownStage(enum.StrEnum):
@@ -32,19 +28,25 @@ class ShutdownStage(enum.StrEnum):
     """The trainer leaves with its end."""
 
 
-class StageOutcome(enum.StrEnum):
-    """How a stage went."""
+@dataclass(frozen=True, slots=True)
+class ShutdownSettings:
+    """Deadlines in seconds: of the stages, of the trainer's last save, and from SIGTERM to SIGKILL of each process."""
 
-    DONE = "done"
-    OVERRAN = "overran"
-    FAILED = "failed"
+    cancel_rollouts_s: float = 10.0
+    last_save_s: float = 120.0
+    close_transports_s: float = 5.0
+    stop_generators_s: float = 10.0
+    close_event_log_s: float = 5.0
+    terminate_s: float = 5.0
+
+    def deadline_s(self, stage: ShutdownStage) -> float:
+        """Of one stage."""
+        deadline: float = getattr(self, f"{stage}_s")
+        return deadline
 
 
-async def run_stage(stage: ShutdownStage, settings: ShutdownSettings, action: Action) -> StageOutcome:
-    """Wait for one stage until its deadline. Whatever becomes of it, the shutdown goes on; the log names it.
-
-    Cancelling this cancels the stage.
-    """
+async def run_stage(stage: ShutdownStage, settings: ShutdownSettings, action: Callable[[], Awaitable[object]]) -> None:
+    """Wait for one stage until its deadline; the log names one that overran or failed. Cancelling cancels it."""
     deadline_s = settings.deadline_s(stage)
     task = asyncio.ensure_future(action())
     try:
@@ -58,11 +60,7 @@ async def run_stage(stage: ShutdownStage, settings: ShutdownSettings, action: Ac
         raise
     if overran or task.cancelled():
         _logger.error("stopping: %s took longer than its %g s and was given up", stage, deadline_s)
-        return StageOutcome.OVERRAN
-    error = task.exception()
-    if error is None:
-        return StageOutcome.DONE
-    if not isinstance(error, Exception):
-        raise error
-    _logger.error("stopping: %s failed: %s", stage, error, exc_info=error)
-    return StageOutcome.FAILED
+    elif isinstance(error := task.exception(), Exception):
+        _logger.error("stopping: %s failed: %s", stage, error, exc_info=error)
+    else:
+        task.result()  # raises what is no `Exception`

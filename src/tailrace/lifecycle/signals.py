@@ -14,13 +14,12 @@ _EXIT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TER
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM while it is entered, on the main thread with a running event loop.
+    """Handles SIGINT and SIGTERM while entered, on the main thread with a running event loop.
 
-    The first signal calls `request_stop(exit_code)` on the event loop. Any later one calls `abort(exit_code)` right in
-    the signal handler, so that it works while the loop is stuck; it is expected to end the process.
+    The first calls `request_stop` on the loop; a later one `abort` in the signal handler, as the loop may be stuck.
     """
 
-    def __init__(self, request_stop: Callable[[ExitCode], None], abort: Callable[[ExitCode], None]) -> None:
+    def __init__(self, request_stop: Callable[[ExitCode], object], abort: Callable[[ExitCode], None]) -> None:
         self._request_stop = request_stop
         self._abort = abort
         self._previous: dict[signal.Signals, Any] = {}

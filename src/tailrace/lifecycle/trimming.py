@@ -1,8 +1,7 @@
 """Gives back memory that glibc keeps for a process which has long stopped using it.
 
-After large batches were freed, gigabytes may stay resident. `malloc_trim` gives them back, but it holds the allocator's
-lock meanwhile: in a thread of its own, and with the interpreter lock released, it still stalls whoever allocates, by
-0.15 s for each GB. So it is called only where it pays: for what lay free after each of the last ten steps.
+After large batches were freed, gigabytes may stay resident. `malloc_trim` gives them back, but holds the allocator's
+lock meanwhile, 0.15 s per GB, in any thread. So it is called only for what was free after each of the last ten steps.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ class Heap(Protocol):
     """The allocator of this process."""
 
     def free_bytes(self) -> int:
-        """That it keeps, and nobody uses."""
+        """Kept from the system, and unused."""
         ...
 
     def give_back(self) -> int:
-        """Bytes by which the process became smaller."""
+        """Return what is free to the system; by how many bytes the process shrank."""
         ...
 
 
 @dataclass(slots=True)
 class TrimPolicy:
-    """When it pays: what has been free at the end of every one of the last steps will not be missed.
+    """Trims what has been free at the end of every one of the last steps.
 
     >>> policy = TrimPolicy(threshold_bytes=100, patience=3)
     >>> [policy.should_trim(free_bytes) for free_bytes in (500, 50, 500, 400, 300, 300)]
@@ -42,20 +41,18 @@ class TrimPolicy:
     _free: deque[int] = field(default_factory=deque)
 
     def should_trim(self, free_bytes: int) -> bool:
-        """Whether to, now that so much is free at the end of a step. Having said so, it counts anew."""
+        """Whether to, with so much free at the end of a step. After yes it starts to count again."""
         self._free.append(free_bytes)
-        if len(self._free) < self.patience:
-            return False
-        long_free = min(self._free)
-        self._free.popleft()
-        if long_free < self.threshold_bytes:
+        if len(self._free) > self.patience:
+            self._free.popleft()
+        if len(self._free) < self.patience or min(self._free) < self.threshold_bytes:
             return False
         self._free.clear()
         return True
 
 
 class MemoryTrimmer:
-    """Looks after each step, in a thread, and gives back what was free for long."""
+    """Checks the heap after each step, in a thread, and gives back what was free for long."""
 
     def __init__(self, threshold_bytes: int, run_in_thread: Callable[[Callable[[], None]], object], heap: Heap | None):
         """`run_in_thread` runs one job after the other. Without a heap, nothing is ever done."""
@@ -63,7 +60,7 @@ class MemoryTrimmer:
         self._metrics: dict[str, float] = {}
 
     def step_ended(self) -> dict[str, float]:
-        """Look, soon; never waits. Metrics of the look before."""
+        """Start a check; never waits. Metrics of the check before."""
         found, self._metrics = self._metrics, {}
         if self._heap is not None:
             self._run(self._look)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.errors import PayloadLost
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array
 from tailrace.records.branch import Branch
 from tailrace.records.ids import GroupId, RolloutId
-from tailrace.records.payload import ExpertArray, OpenPayload
 from tailrace.records.payload_table import PayloadTable
 
 
@@ -90,7 +88,7 @@ class Batch:
     temperatures: Float32Array  # [num_samples]
     sample_offsets: Int32Array  # [num_samples + 1], into the token columns
     row_offsets: Int32Array  # [num_rows + 1], into the samples
-    payloads: PayloadTable = field(default_factory=PayloadTable.empty)
+    payloads: PayloadTable = field(default_factory=PayloadTable)
     """Where the routed experts of the tokens lie."""
     rank: int = 0
     num_ranks: int = 1
@@ -155,16 +153,7 @@ class BatchRow:
     advantages: Float32Array  # [num_tokens]
     temperatures: Float32Array  # [num_samples]
     sample_lengths: Int32Array  # [num_samples]
-    payloads: PayloadTable = field(default_factory=PayloadTable.empty)
+    payloads: PayloadTable = field(default_factory=PayloadTable)
+    """Reads the routed experts of the row's tokens."""
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """More for the loss, by name: [num_tokens] or [num_tokens, k]. No batch fills it yet."""
-
-    def routed_experts(
-        self,
-        open_payload: OpenPayload,
-        *,
-        out: NDArray[np.generic] | None = None,
-        on_lost: Callable[[PayloadLost], None] | None = None,
-    ) -> ExpertArray | None:
-        """[num_tokens, num_moe_layers, top_k]: what generation chose; see `PayloadTable.read`."""
-        return self.payloads.read(open_payload, out=out, on_lost=on_lost)

@@ -35,10 +35,8 @@ class Completion:
     """The version installed when the forward pass that sampled the token was launched."""
     finish_reason: FinishReason
     routed_experts: tuple[PayloadChunk, ...] = ()
-    """Where the experts that prompt and completion were routed to lie, positions counted from the prompt's first token:
-    one chunk for each request that had a part in it, so two for a completion that was interrupted once. Never with an
-    entry for the last token, which no forward pass has seen.
-    """
+    """Experts of prompt and completion, positions counted from the prompt's first token: one chunk for each request
+    that had a part in it. Without an entry for the last token, which no forward pass has seen."""
     mixed_spans: tuple[tuple[int, int], ...] = ()
     """First token and end of each stretch sampled over keys and values that older weights had a part in, in order."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -26,9 +26,7 @@ class GenerationRequest:
     prompt_token_ids: Int32Array  # [num_prompt_tokens]
     sampling: SamplingParams
     owner: RolloutId | None = None
-    """The rollout that may be trained on this completion. None for a judge or an outside program: what an engine
-    records for the trainer (routed experts) is not kept then.
-    """
+    """The rollout that may be trained on this completion; None (a judge, ...): routed experts are not kept."""
     prefix: Completion | None = None
     """Already sampled by an earlier, interrupted request; counts against `sampling.max_tokens`, never sampled again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +25,9 @@ class PayloadTable:
     none reaches over the edge of a sample.
     """
 
-    chunks: Int32Array  # [num_chunks, 4]: first token, end (exclusive), payload or UNRECORDED, its first entry
+    chunks: Int32Array = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    # [num_chunks, 4]: first token, end (exclusive), payload or UNRECORDED, its first entry
     payloads: tuple[PayloadRef, ...] = ()
-
-    @classmethod
-    def empty(cls) -> PayloadTable:
-        """Nothing was recorded.
-
-        >>> bool(PayloadTable.empty())
-        False
-        """
-        return cls(np.empty((0, 4), np.int32))
 
     def __bool__(self) -> bool:
         return len(self.chunks) > 0
@@ -130,7 +122,7 @@ class PayloadTableBuilder:
     def table(self) -> PayloadTable:
         """What was added so far."""
         if not self._places:
-            return PayloadTable.empty()
+            return PayloadTable()
         chunks = np.frombuffer(self._chunks.tobytes(), np.int32).reshape(-1, 4)
         return PayloadTable(chunks, tuple(self._places))
 

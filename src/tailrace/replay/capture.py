@@ -70,8 +70,6 @@ class _GroupRecord(msgspec.Struct, frozen=True):
     rollouts: list[_RolloutRecord]
     advantages: list[float | bytes] | None
     """One for each rollout, or one for each of its tokens."""
-    steps: int
-    """That were done when it came."""
 
 
 class CaptureWriter:
@@ -81,7 +79,7 @@ class CaptureWriter:
         self, folder: Path, writer: BackgroundWriter, *, steps: int, max_bytes: int, settings_json: str
     ) -> None:
         self._folder, self._writer = folder, writer
-        self._steps_left, self._steps_done, self._left_bytes = steps, 0, max_bytes
+        self._steps_left, self._left_bytes = steps, max_bytes
         self._groups = 0
         self._is_full = False
         if steps:
@@ -92,13 +90,12 @@ class CaptureWriter:
         if self._steps_left <= 0 or self._is_full:
             return
         self._groups += 1
-        number, rollouts, steps = self._groups, list(group.rollouts), self._steps_done
-        self._writer.submit(lambda: self._write(number, group, rollouts, steps))
+        number, rollouts = self._groups, list(group.rollouts)
+        self._writer.submit(lambda: self._write(number, group, rollouts))
 
     def step_ended(self) -> None:
         """A step less to capture."""
         self._steps_left -= 1
-        self._steps_done += 1
 
     # --- in the writer's thread ---
 
@@ -106,10 +103,10 @@ class CaptureWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / SETTINGS_FILE).write_text(settings_json, encoding="utf-8")
 
-    def _write(self, number: int, group: Group, rollouts: list[Rollout], steps: int) -> None:
+    def _write(self, number: int, group: Group, rollouts: list[Rollout]) -> None:
         with phase("capture") as capturing:
             columns = save(_columns(rollouts))
-            record = msgspec.msgpack.encode(_group_record(group, rollouts, steps))
+            record = msgspec.msgpack.encode(_group_record(group, rollouts))
             num_bytes = len(columns) + len(record)
             if num_bytes > self._left_bytes:
                 if not self._is_full:
@@ -124,10 +121,7 @@ class CaptureWriter:
 
 
 def read_capture(folder: Path) -> list[Group]:
-    """The groups of a capture, in the order in which they came, with the advantages that they were trained with.
-
-    Raises `DataError` for a folder without a capture, and for a damaged one, naming the file.
-    """
+    """The groups of a capture, in order, with the advantages of the run. Raises `DataError`."""
     paths = sorted(folder.glob("group_*.msgpack"))
     if not paths:
         raise DataError(
@@ -157,14 +151,13 @@ def _columns(rollouts: list[Rollout]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _group_record(group: Group, rollouts: list[Rollout], steps: int) -> _GroupRecord:
+def _group_record(group: Group, rollouts: list[Rollout]) -> _GroupRecord:
     task = group.task
     return _GroupRecord(
         group_id=group.group_id,
         task=(task.task_id, task.environment, task.index, dict(task.row), task.seed),
         rollouts=[_rollout_record(rollout) for rollout in rollouts],
-        advantages=None if group.advantages is None else [_plain(advantage) for advantage in group.advantages],
-        steps=steps,
+        advantages=None if group.advantages is None else [*map(_plain, group.advantages)],
     )
 
 

@@ -13,17 +13,18 @@ from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError, SettingsError
-from tailrace.lifecycle.resources import RunResources, SocketFolder, remove_leftovers
+from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.records import Group
 from tailrace.replay.capture import SETTINGS_FILE, read_capture
 from tailrace.replay.experts import ReplayedExperts, num_bytes
 from tailrace.replay.measuring import Replay, StageCost
-from tailrace.replay.scoring import Rescoring
+from tailrace.replay.scoring import rescoring
 from tailrace.replay.stages import Pipeline
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.batches.channels import shared_memory_receiver, shared_memory_sender
+from tailrace.transport.channels import ipc_address
 
 _SIZE = re.compile(r"(?P<number>[\d.]+)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -57,15 +58,12 @@ class ReplayPlan:
 async def replay(
     plan: ReplayPlan, *, only: str | None = None, traffic: int = 0, repeat: int = 1, ranks: int = 1
 ) -> list[StageCost]:
-    """Measure the pipeline, for a trainer of so many data-parallel ranks.
-
-    Raises `SettingsError` for a phase that there is not, with those that there are.
-    """
+    """Measure the pipeline, for `ranks` data-parallel ranks. Raises `SettingsError` for an unknown phase."""
     await asyncio.to_thread(remove_leftovers)
     async with AsyncExitStack() as stack:
         epoch = uuid.uuid4().hex
-        shared_memory = stack.enter_context(RunResources(epoch)).shared_memory
-        address = stack.enter_context(SocketFolder(epoch)).address(_QUEUE)
+        shared_memory = stack.enter_context(own_shared_memory(epoch)).path
+        address = ipc_address(stack.enter_context(own_socket_folder(epoch)).path, _QUEUE)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-replay-")))
         recorder = stack.enter_context(PhaseRecorder().recording())
         sender = shared_memory_sender(address, shared_memory, num_ranks=ranks)
@@ -76,14 +74,14 @@ async def replay(
             stack.push_async_callback(receivers[-1].close)
         experts = stack.enter_context(ReplayedExperts(shared_memory))
         groups = await asyncio.to_thread(plan.groups, experts)
-        scoring = await stack.enter_async_context(Rescoring(plan.settings)) if plan.settings is not None else None
+        score = await stack.enter_async_context(rescoring(plan.settings)) if plan.settings is not None else None
         pipeline = Pipeline(
             groups,
             plan.scheduling(groups),
             sender,
             receivers,
             folder,
-            score_groups=scoring.score if scoring is not None and scoring.is_possible else None,
+            score_groups=score,
             open_payload=experts.open if experts else None,
         )
         if only is not None and only not in pipeline.stages:
@@ -99,7 +97,7 @@ def captured(folder: Path) -> ReplayPlan:
     groups = read_capture(place)
     settings = place / SETTINGS_FILE
     if not settings.is_file():
-        raise DataError(f"{settings} is missing: it tells how the run formed its batches")
+        raise DataError(f"{settings} is missing: it says how the run formed its batches")
     return ReplayPlan(groups, RunSettings.model_validate_json(settings.read_text(encoding="utf-8")))
 
 

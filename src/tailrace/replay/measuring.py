@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from tailrace.replay.loop_load import LagSampler, LoopTraffic, SampledLag
+from tailrace.replay.loop_load import LagSampler, SampledLag, loop_traffic
 from tailrace.replay.memory import PeakMemory, copy_s
 from tailrace.replay.stages import Pipeline
 from tailrace.reporting.formats import compact, num_bytes, seconds
@@ -79,7 +79,7 @@ class Replay:
         gc.collect()
         async with AsyncExitStack() as stack:
             with phase(OTHER):
-                await stack.enter_async_context(LoopTraffic(self._traffic))
+                await stack.enter_async_context(loop_traffic(self._traffic))
             memory = stack.enter_context(PeakMemory())
             lag = LagSampler()
             async with lag:

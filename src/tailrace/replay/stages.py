@@ -27,6 +27,7 @@ from tailrace.batching import (
 from tailrace.batching.slices import in_turns
 from tailrace.errors import DataError
 from tailrace.records import Batch, Group, OpenPayload, Outcome
+from tailrace.replay.scoring import ScoreAgain
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
@@ -50,8 +51,8 @@ class Pipeline:
     """One for each data-parallel rank."""
     folder: Path
     """For what a run writes of a step."""
-    score_groups: Callable[[Sequence[Group]], Awaitable[None]] | None = None
-    """Scores every rollout again; None where that is impossible."""
+    score_groups: ScoreAgain | None = None
+    """None where no rollout can be scored again."""
     open_payload: OpenPayload | None = None
     version: int = field(init=False)
     """That the trainer holds: the newest that sampled anything."""
@@ -145,7 +146,7 @@ class Pipeline:
             with phase("to_tensors", num_bytes=row.token_ids.nbytes):
                 experts = None
                 if self.open_payload is not None:
-                    experts = room = row.routed_experts(self.open_payload, out=room)
+                    experts = room = row.payloads.read(self.open_payload, out=room)
                 MicroBatch.of(row, self.version, routed_experts=experts)
 
     async def _record(self) -> None:

@@ -66,8 +66,7 @@ class SyntheticLoad:
 def synthetic_groups(load: SyntheticLoad, put: PutExperts | None = None) -> list[Group]:
     """Finished, scored groups without advantages; the last one may be smaller. The same ones every time.
 
-    `put` is called once a turn, as a generator does at the end of each request, with the experts of the positions that
-    this turn's forward passes saw. Its array is used again for the next turn: copy to keep.
+    `put` is called once a turn, with the experts that a generator would put, in an array that is used again.
     """
     random = np.random.default_rng(0)
     record_experts = _experts_recorder(load, put, random)
@@ -103,7 +102,14 @@ def _branch(load: SyntheticLoad, record_experts: _RecordExperts, random: np.rand
     for _ in range(load.turns):
         branch.extend_context(random.integers(_VOCABULARY, size=load.context_tokens, dtype=np.int32))
         end = branch.num_tokens + load.completion_tokens - 1
-        branch.extend_completion(_completion(load, record_experts(seen, end), random))
+        completion = Completion(
+            token_ids=random.integers(_VOCABULARY, size=load.completion_tokens, dtype=np.int32),
+            logprobs=-random.random(load.completion_tokens, dtype=np.float32),
+            policy_versions=np.zeros(load.completion_tokens, np.int32),
+            finish_reason=FinishReason.STOP,
+            routed_experts=record_experts(seen, end),
+        )
+        branch.extend_completion(completion)
         seen = end
     return branch
 
@@ -115,14 +121,3 @@ def _rollout(load: SyntheticLoad, task: Task, group_id: GroupId, place: int, bra
         rollout.messages.append({"role": "assistant", "content": f"reply {turn}"})
     rollout.reward = Reward(float(place % 2), {"correct": float(place % 2)})
     return rollout
-
-
-def _completion(load: SyntheticLoad, experts: tuple[PayloadChunk, ...], random: np.random.Generator) -> Completion:
-    size = load.completion_tokens
-    return Completion(
-        token_ids=random.integers(_VOCABULARY, size=size, dtype=np.int32),
-        logprobs=-random.random(size, dtype=np.float32),
-        policy_versions=np.zeros(size, np.int32),
-        finish_reason=FinishReason.STOP,
-        routed_experts=experts,
-    )

@@ -102,7 +102,7 @@ def reward_chart(reward: Series, spread: Series) -> Chart | None:
         figure, axes = _figure(10.2, 3.1)
         _draw_reward(axes, _PAGE, reward, spread)
         svg = _svg(figure, "reward")
-    legend = [LegendEntry("training", "series-1", _reward(reward.values[-1]))]
+    legend = [LegendEntry("training", "series-1", f"{reward.values[-1]:.3f}")]
     return Chart("Reward", "dots: mean per step; line: smoothed; band: standard deviation", svg, legend)
 
 
@@ -141,10 +141,6 @@ def _smoothed(values: Sequence[float]) -> list[float]:
         weights = [reach + 1 - abs(offset) for offset in range(-reach, reach + 1)]
         smooth.append(sum(weight * value for weight, value in zip(weights, window, strict=True)) / sum(weights))
     return smooth
-
-
-def _reward(value: float) -> str:
-    return f"{value:.3f}"
 
 
 def _style(palette: _Palette) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What an evaluation beside training came to: its metrics, and every environment's course over the run."""
+"""Figures of evaluations beside training: metrics of one, and every environment's course over the run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import math
 
 from tailrace.records import Outcome
 from tailrace.reporting.metrics import MetricsAccumulator
-from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.summary import EvaluationSummary
 from tailrace.scheduling import Evaluation, EvaluationResult
 
 EVALUATED = Outcome.filtered("evaluation")
 """How the files of readable rollouts name what was never meant for training. No ledger knows of it."""
-
-
-def evaluation_entries(evaluation: Evaluation) -> list[RolloutEntry]:
-    """Its rollouts, for their file."""
-    return [RolloutEntry(rollout, EVALUATED) for result in evaluation.results.values() for rollout in result.rollouts]
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:

@@ -13,7 +13,6 @@ import psutil
 from tailrace.generation.router.replica import Replica
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
-from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
 
@@ -93,21 +92,6 @@ class ProcessGauge:
             process = self._processes[role] = psutil.Process(pid)
             self._read_s.pop(role, None)
         return process
-
-
-class LagGauge:
-    """How late the event loop was."""
-
-    def __init__(self, lag: LoopLagMonitor) -> None:
-        self._lag = lag
-        self.max_s = 0.0
-        """Since the run began."""
-
-    def __call__(self) -> dict[str, float]:
-        """Of the last step."""
-        lag = self._lag.flush()
-        self.max_s = max(self.max_s, lag.max_s)
-        return lag.metrics()
 
 
 def phase_gauge(phases: PhaseRecorder) -> Gauge:

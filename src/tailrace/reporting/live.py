@@ -56,7 +56,9 @@ class LiveView:
         self._lines = QuietLines(log_every_s)
         self._watchdog = Watchdog(no_progress_s)
         self._console = console or Console()
-        self._live = self._drawing() if terminal else None
+        live = Live(console=self._console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S)
+        live.vertical_overflow = "crop"
+        self._live = live if terminal else None
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> LiveView:
@@ -89,14 +91,6 @@ class LiveView:
         except OSError as lost:
             _logger.info("the terminal went away: %s", lost)
 
-    def _drawing(self) -> Live:
-        return Live(
-            console=self._console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESHES_PER_S,
-            vertical_overflow="crop",
-        )
-
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(1 / _REFRESHES_PER_S)
@@ -108,18 +102,16 @@ class LiveView:
         if (stuck := self._watchdog.next(view)) is not None:
             _logger.warning("%s", stuck)
         if self._live is None:
-            line = self._lines.next(view, self._remaining_s(view), last=last)
+            line = self._lines.next(view, self._pace.remaining_s(view.max_steps, view.elapsed_s), last=last)
             if line is not None:
                 _logger.info("%s", line)
-
-    def _remaining_s(self, view: RunView) -> float | None:
-        return self._pace.remaining_s(view.max_steps, view.elapsed_s)
 
     def _render(self) -> RenderableType:
         try:
             view, width = self._view, self._console.width
             recent = () if self._recent is None else self._recent.lines
-            return run_screen(view, width, remaining_s=self._remaining_s(view), log_lines=recent)
+            remaining_s = self._pace.remaining_s(view.max_steps, view.elapsed_s)
+            return run_screen(view, width, remaining_s=remaining_s, log_lines=recent)
         except (ArithmeticError, TypeError, ValueError) as error:
             return Text(f"the live view cannot show this: {error}", style="dim")
 

@@ -86,10 +86,9 @@ def _flow(view: RunView, width: int) -> RenderableType:
     grid = _grid(width)
     grid.add_row("in flight", *_gauge(view.in_flight, view.in_flight_limit, "rollout"))
     grid.add_row("ready", *_gauge(view.ready_groups, view.groups_per_batch, "group"))
-    grid.add_row(
-        "queued", _number(view.queued_batches, "batch" if view.queued_batches == 1 else "batches"), _memory(view)
-    )
-    grid.add_row("running", _number(view.running_rollouts, "rollout" if view.running_rollouts == 1 else "rollouts"))
+    memory = f"{num_bytes(view.rss_bytes)} of memory" if view.rss_bytes else ""
+    grid.add_row("queued", _number(view.queued_batches, "batch", "es"), Text(memory, style=_LABEL))
+    grid.add_row("running", _number(view.running_rollouts, "rollout", "s"))
     grid.add_row("phases", *_phases(view))
     grid.add_row("loop lag", *_lag(view))
     grid.add_row("rollouts", *_outcomes(view))
@@ -110,8 +109,8 @@ def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
     return grid
 
 
-def _number(value: int, noun: str) -> Text:
-    return Text.assemble(compact(value), (f" {noun}", _LABEL))
+def _number(value: int, noun: str, ending: str = "") -> Text:
+    return Text.assemble(compact(value), (f" {noun}{'' if value == 1 else ending}", _LABEL))
 
 
 def _reward(view: RunView) -> Text:
@@ -122,10 +121,9 @@ def _reward(view: RunView) -> Text:
 
 
 def _reward_detail(view: RunView) -> tuple[Text, Text]:
-    first = Text(f"first {view.rewards[0]:.3f}" if view.rewards else "", style=_LABEL)
-    if view.zero_spread_share is not None:
-        return first, Text(f"{share(view.zero_spread_share)} of groups without spread", style=_LABEL)
-    return first, Text()
+    first = f"first {view.rewards[0]:.3f}" if view.rewards else ""
+    even = "" if view.zero_spread_share is None else f"{share(view.zero_spread_share)} of groups without spread"
+    return Text(first, style=_LABEL), Text(even, style=_LABEL)
 
 
 def _held_out(view: RunView) -> tuple[Text, Text]:
@@ -166,10 +164,6 @@ def _gauge(value: int, limit: int | None, noun: str) -> tuple[Text, Text]:
     of = "" if limit is None else f" of {limit:,}"
     words = Text.assemble(compact(value), (f"{of} {noun}s", _LABEL))
     return words, _bar(value / limit, _BAR_WIDTH, _SECOND) if limit else Text()
-
-
-def _memory(view: RunView) -> Text:
-    return Text(f"{num_bytes(view.rss_bytes)} of memory" if view.rss_bytes else "", style=_LABEL)
 
 
 def _phases(view: RunView) -> tuple[Text, Text]:

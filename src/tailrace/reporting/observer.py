@@ -26,8 +26,8 @@ from tailrace.records import (
     StepTrained,
     TerminalState,
 )
-from tailrace.reporting.evaluation_figures import evaluation_entries, evaluation_metrics, update_summary
-from tailrace.reporting.gauges import Gauge, LagGauge, ProcessGauge, SchedulerGauge
+from tailrace.reporting.evaluation_figures import EVALUATED, evaluation_metrics, update_summary
+from tailrace.reporting.gauges import Gauge, ProcessGauge, SchedulerGauge
 from tailrace.reporting.logs import FILE_ONLY
 from tailrace.reporting.phase_report import phase_line
 from tailrace.reporting.recording import RunRecorder
@@ -50,6 +50,8 @@ class Totals:
     tokens_trained: int = 0
     staleness_sum: float = 0.0
     staleness_max: int = 0
+    lag_max_s: float = 0.0
+    """Of the event loop, since the first rollout."""
     failures: Counter[str] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
     """One mean per step, like the rates below."""
@@ -129,7 +131,7 @@ class RunObserver(SchedulerObserver):
         self._recorder.rollout_finished(rollout)
 
     def request_cancelled(self, request: GenerationRequest, tokens: int) -> None:
-        """A request was cancelled with so many tokens sampled; requests without an owner are not counted."""
+        """A request was cancelled with `tokens` sampled; requests without an owner are not counted."""
         if request.owner is not None and tokens:
             self._recorder.bias.cut(request.owner, tokens)
 
@@ -189,6 +191,7 @@ class RunObserver(SchedulerObserver):
         for gauge in self._gauges:
             self._recorder.update(gauge())
         self.latest = self._recorder.flush()
+        totals.lag_max_s = max(totals.lag_max_s, self.latest.get("lag/max_s", 0.0))
         totals.generation_tokens_per_s.append(rate)
         totals.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
         if "reward/mean" in self.latest:
@@ -212,7 +215,8 @@ class RunObserver(SchedulerObserver):
         """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""
         metrics = evaluation_metrics(evaluation)
         self._sink.write({"step": evaluation.step, "wall_s": self._clock() - self._started_s, **metrics})
-        self._rollouts.write_evaluation(evaluation.step, evaluation_entries(evaluation))
+        rollouts = [rollout for result in evaluation.results.values() for rollout in result.rollouts]
+        self._rollouts.write_evaluation(evaluation.step, [RolloutEntry(rollout, EVALUATED) for rollout in rollouts])
         for environment in evaluation.results:
             course = update_summary(self.evaluations.get(environment), evaluation, environment)
             if course is not None:
@@ -240,9 +244,8 @@ def with_figures(
     *,
     waits: SchedulerGauge,
     processes: ProcessGauge,
-    lag: LagGauge,
 ) -> RunSummary:
-    """The summary with what a run came to, once its ledger is closed and its rollouts began."""
+    """The summary with the figures of a run whose rollouts began, once its ledger is closed."""
     totals, bias, rewards = observer.totals, observer.bias, observer.totals.rewards
     cpu_s, waited_s = processes.cpu_s, waits.newest.waited_s
     return msgspec.structs.replace(
@@ -273,7 +276,7 @@ def with_figures(
         staleness_max=totals.staleness_max if totals.tokens_trained else None,
         trainer_wait_s=waits.newest.trainer_waited_s,
         admission_waits_s={str(cause): seconds for cause, seconds in waited_s.items() if seconds > 0},
-        loop_lag_max_s=lag.max_s,
+        loop_lag_max_s=totals.lag_max_s,
     )
 
 

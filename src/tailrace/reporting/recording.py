@@ -85,7 +85,7 @@ class BiasMeter:
         return wasted
 
     def cut(self, rollout_id: RolloutId, tokens: int) -> None:
-        """A completion of this rollout was cancelled with so many tokens sampled. Call it before `losing`."""
+        """A completion of this rollout was cancelled with `tokens` sampled. Call it before `losing`."""
         self._cut[rollout_id] += tokens
 
     def losing(self, rollout: Rollout) -> int:

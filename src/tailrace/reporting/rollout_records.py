@@ -22,7 +22,7 @@ class VersionRange(msgspec.Struct, frozen=True):
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a rollout file: what went in, what came out, and what became of it."""
+    """One line of a rollout file: what went in, what came out, and its outcome."""
 
     rollout_id: str
     group_id: str

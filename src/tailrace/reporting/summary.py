@@ -16,7 +16,7 @@ SUMMARY_FILE = "summary.json"
 
 
 class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of every rollout."""
+    """How many rollouts ended in which state."""
 
     admitted: int = 0
     in_flight: int = 0
@@ -26,14 +26,9 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     """For every state but `trained`, rollouts by reason."""
 
     @property
-    def terminal(self) -> int:
-        """Rollouts that ended."""
-        return sum(self.by_state.values())
-
-    @property
     def balances(self) -> bool:
         """The invariant of the ledger."""
-        return self.admitted == self.terminal + self.in_flight
+        return self.admitted == sum(self.by_state.values()) + self.in_flight
 
     def invariant_line(self) -> str:
         """The invariant with its numbers.
@@ -41,12 +36,12 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
         >>> LedgerSummary(admitted=70, in_flight=6, by_state={"trained": 64}).invariant_line()
         'admitted 70 = terminal 64 + in flight 6'
         """
-        sign = "=" if self.balances else "≠"
-        return f"admitted {self.admitted:,} {sign} terminal {self.terminal:,} + in flight {self.in_flight:,}"
+        terminal, sign = sum(self.by_state.values()), "=" if self.balances else "≠"
+        return f"admitted {self.admitted:,} {sign} terminal {terminal:,} + in flight {self.in_flight:,}"
 
 
 class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What evaluations beside training came to on one environment's held-out tasks."""
+    """Evaluations beside training, on one environment's held-out tasks."""
 
     evaluations: int
     reward_first: float

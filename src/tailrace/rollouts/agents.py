@@ -9,7 +9,7 @@ token or context is left for another reply; only before the first reply does tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Protocol
 
 from typing_extensions import override
@@ -67,8 +67,7 @@ async def play_environment(
 ) -> AgentResult:
     """Drive the environment that `host` makes to its end. The reward is None where no observation had one.
 
-    Saves what its observations report and the attributes that `spec.columns` names; with `spec.info_keys` those alone,
-    attributes where no observation reported them.
+    Saves what observations report and the attributes in `spec.columns`; with `spec.info_keys` those keys of both alone.
     """
     environment = host(task)
     try:
@@ -77,30 +76,14 @@ async def play_environment(
         info = {**total.info, **(await environment.read_attributes(wanted) if wanted else {})}
     finally:
         await environment.close()
-    return AgentResult(total.reward, total.metrics, info)
+    return replace(total, info=info)
 
 
-@dataclass(slots=True)
-class _Total:
+async def _play(environment: EnvironmentHost, task: Task, policy: Policy, spec: EnvironmentSpec) -> AgentResult:
     """What the observations add up to."""
-
-    task: Task
-    reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    info: dict[str, Json] = field(default_factory=dict)
-
-    def add(self, observation: Observation) -> None:
-        if observation.reward is not None:
-            step_reward = finite_number(observation.reward, f"task {self.task.task_id}: a step's reward")
-            self.reward = (self.reward or 0.0) + step_reward
-        self.metrics.update(observation.metrics)
-        self.info.update(observation.columns)
-
-
-async def _play(environment: EnvironmentHost, task: Task, policy: Policy, spec: EnvironmentSpec) -> _Total:
-    tools, total = list(spec.tools) or None, _Total(task)
+    tools = list(spec.tools) or None
     observation = await environment.reset(task)
-    total.add(observation)
+    total = _plus(AgentResult(), observation, task)
     messages: list[Message] = list(observation.messages)
     replies = 0
     while not observation.done:
@@ -112,8 +95,15 @@ async def _play(environment: EnvironmentHost, task: Task, policy: Policy, spec: 
             return total
         replies += 1
         observation = await environment.step(reply.message)
-        total.add(observation)
+        total = _plus(total, observation, task)
         messages.extend([reply.message, *observation.messages])
     if isinstance(policy, RolloutPolicy) and observation.messages:
         policy.keep(observation.messages)
     return total
+
+
+def _plus(total: AgentResult, observation: Observation, task: Task) -> AgentResult:
+    reward = total.reward
+    if observation.reward is not None:
+        reward = (reward or 0.0) + finite_number(observation.reward, f"task {task.task_id}: a step's reward")
+    return AgentResult(reward, {**total.metrics, **observation.metrics}, {**total.info, **observation.columns})

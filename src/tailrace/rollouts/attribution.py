@@ -1,4 +1,4 @@
-"""Whose failure an error is: every error of users' code names its task."""
+"""Errors of users' code, with their task's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailrace.errors import (
 from tailrace.records import Task
 
 _OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefused)
-"""Errors that already say what was lost; the first of them tell of more than one rollout."""
+"""Errors that already say what was lost; the first of them concern more than one rollout."""
 
 
 class attribute_errors:
@@ -58,7 +58,7 @@ class attribute_errors:
 
 
 def _first_of_ours(group: ExceptionGroup[Exception]) -> Exception | None:
-    """The gravest of our own errors among those that an agent's parallel turns raised."""
+    """The first in the order of `_OURS` among the errors that an agent's parallel turns raised."""
     raised = list(leaves_of(group))
     return next((error for kind in _OURS for error in raised if isinstance(error, kind)), None)
 

@@ -29,8 +29,7 @@ _logger = logging.getLogger(__name__)
 class rollout_deadline:
     """Raise `RolloutTimeout` after `limit_s`, or at `ends_s` where that limit began earlier.
 
-    A timeout of the user's own code stays what it is, and so does a cancellation by somebody else, as with
-    `asyncio.timeout`; this one costs a rollout half as much, since nothing of it awaits.
+    As `asyncio.timeout`, at half the cost to a rollout, since nothing of it awaits.
     """
 
     __slots__ = ("_cancelling", "_deadline", "_ends_s", "_limit_s", "_runner", "_task", "_waited_in")
@@ -120,16 +119,13 @@ class Attempts:
                     await asyncio.wait({task}, timeout=self._cancel_s)
         finally:
             if not task.done():
-                self._leave_behind(task)
-
-    def _leave_behind(self, task: asyncio.Task[Any]) -> None:
-        self._left_behind.add(task)
-        task.add_done_callback(self._left_behind.discard)
-        _logger.error(
-            "%s ignored its cancellation and is waited for no longer; it waits in %s. A coroutine must let "
-            "asyncio.CancelledError pass",
-            *(task.get_name(), innermost_line(task)),
-        )
+                self._left_behind.add(task)
+                task.add_done_callback(self._left_behind.discard)
+                _logger.error(
+                    "%s ignored its cancellation and is waited for no longer; it waits in %s. A coroutine must let "
+                    "asyncio.CancelledError pass",
+                    *(task.get_name(), innermost_line(task)),
+                )
 
 
 def _take_exception(task: asyncio.Task[Any]) -> None:

@@ -1,16 +1,14 @@
-"""Error budgets: how many failures are an accident, and from where on they are an outage."""
+"""Error budgets: how many rollouts or scores may fail before everything ends."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, SettingsError, TransportError
 from tailrace.rollouts.attribution import leaves_of
-
-OnError: TypeAlias = Literal["raise", "drop", "keep_unscored"]
 
 GRACE = 20
 """A share means nothing before so many have started."""
@@ -21,8 +19,8 @@ _BEYOND = (EngineFailed, TransportError, SettingsError)
 """Errors that concern more than one rollout: no error budget counts them, they end everything at once."""
 
 
-class ErrorBudget(BaseModel):
-    """What it costs when one of many fails, and how many of them may fail before everything ends.
+class ErrorBudget(BaseModel, extra="forbid", frozen=True):
+    """What one failure costs, and how many may fail before everything ends.
 
     With neither limit set any number may. A share is judged once 20 have started, or when all is over.
 
@@ -32,9 +30,7 @@ class ErrorBudget(BaseModel):
     False
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    on_error: OnError = Field(
+    on_error: Literal["raise", "drop", "keep_unscored"] = Field(
         "drop",
         description="raise: the first failure ends everything; drop: it costs its rollout or group; keep_unscored: what"
         " could not be scored is kept without a reward, and never trained on (a rollout itself is dropped).",

@@ -57,11 +57,7 @@ class RolloutPolicy:
         max_model_tokens: int | None = None,
         system_prompt: str | None = None,
     ) -> None:
-        """`max_rollout_tokens` bounds context and completions of all branches.
-
-        `max_model_tokens` is the model's context, prompt and completion of one turn; None where only the engine
-        knows it.
-        """
+        """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn."""
         self._rollout = rollout
         self._renderer = renderer
         self._generate = generate
@@ -122,10 +118,7 @@ class RolloutPolicy:
                 task.cancel()
 
     async def _refuse(self) -> NoReturn:
-        """An agent that ignored its cancellation, or outlived its rollout, asks for more: raises `CancelledError`.
-
-        Waits a moment first, so that one that asks again and again does not take the event loop.
-        """
+        """Raise `CancelledError`, after a pause, so that an agent that ignores it does not block the event loop."""
         await asyncio.sleep(_REFUSAL_S)
         raise asyncio.CancelledError(f"rollout {self._rollout.rollout_id} was cancelled or has ended")
 

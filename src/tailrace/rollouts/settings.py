@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from tailrace.records import SamplingParams
 from tailrace.rollouts.error_budget import ErrorBudget
 
 
-class EvaluationSampling(BaseModel):
+class EvaluationSampling(BaseModel, extra="forbid", frozen=True):
     """How replies are sampled when a policy is measured, not trained; here a nucleus is allowed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     temperature: float = Field(1.0, ge=0, description="Logits are divided by it; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this probability; 1: all.")
     top_k: int = Field(0, ge=0, description="Keep this many of the likeliest tokens; 0 keeps all.")
 
 
-class RolloutSettings(BaseModel):
+class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     """Section `rollouts`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     group_size: int = Field(8, ge=1, description="Rollouts of one task, scored together.")
     temperature: float = Field(1.0, gt=0, description="Of training rollouts: logits are divided by it.")
@@ -58,10 +54,7 @@ class RolloutSettings(BaseModel):
         return self
 
     def training_sampling(self, *, temperature: float | None = None, max_tokens: int | None = None) -> SamplingParams:
-        """Of a training rollout: the full distribution, so that every token keeps a probability.
-
-        The arguments override the settings'.
-        """
+        """Of a training rollout: the full distribution. The arguments override the settings'."""
         return SamplingParams(temperature=temperature or self.temperature, max_tokens=max_tokens or self.max_tokens)
 
     def evaluation_sampling(self, *, seed: int | None = None, max_tokens: int | None = None) -> SamplingParams:

@@ -21,7 +21,6 @@ from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.records import Task
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.gauges import (
-    LagGauge,
     ProcessGauge,
     SchedulerGauge,
     environment_gauge,
@@ -36,11 +35,11 @@ from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment
 from tailrace.run.folder import RunPaths
 from tailrace.run.orchestrator import Orchestrator
-from tailrace.run.parts import held_out_tasks, make_rollouter, task_stream
+from tailrace.run.parts import held_out_tasks, make_rollouter
 from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
-from tailrace.scheduling import Evaluator, StreamScheduler
+from tailrace.scheduling import Evaluator, StreamScheduler, TaskSource, TaskStream
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder
@@ -97,7 +96,6 @@ class ComposedRun:
     orchestrator: Orchestrator
     waits: SchedulerGauge
     processes: ProcessGauge
-    lag: LagGauge
 
     def view(self) -> RunView:
         """Where the run is now."""
@@ -134,7 +132,9 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         rollouter = await stack.enter_async_context(
             make_rollouter(settings, environments, renderer=ground.renderer, generate=generate, log_folder=paths.logs)
         )
-        tasks, states = task_stream(settings, environments), SchedulerStates(paths.scheduler, paths.checkpoints)
+        sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
+        tasks = TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
+        states = SchedulerStates(paths.scheduler, paths.checkpoints)
         scheduler = StreamScheduler(
             tasks,
             rollouter.runner(on_lost=observer.rollout_lost),
@@ -146,7 +146,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             group_sizes={name: loaded.group_size for name, loaded in environments.items()},
             whole_groups=[name for name, loaded in environments.items() if loaded.spec.needs_whole_group],
             max_steps=settings.max_steps,
-            save_state=states.save,
+            save_state=lambda step, state: asyncio.to_thread(states.write, step, state),
             holder=holding,
         )
         evaluator = Evaluator(
@@ -158,9 +158,9 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             lend=scheduler.lend,
         )
         waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids)
-        lag = LagGauge(ground.lag)
         observer.add_gauges(
-            *(waits, processes, lag, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            *(waits, processes, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
             judge_gauge(lambda: rollouter.judge_usage),
@@ -176,7 +176,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes, lag)
+        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes)
 
 
 def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:

@@ -13,10 +13,7 @@ from tailrace.lifecycle.launchers import launcher_class
 
 
 def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
-    """Ids of GPUs by role; roles that need none are left out. Looks, and may ask the driver: takes up to seconds.
-
-    Raises `SettingsError` where there are too few, or none.
-    """
+    """Ids of GPUs by role, for roles that need any. May ask the driver, for seconds. Raises `SettingsError`."""
     launcher = launcher_class(settings.placement)
     pool = launcher.devices()
     needs = _needs(settings, pool)
@@ -28,7 +25,7 @@ def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
 
 
 def in_own_process(settings: RunSettings, devices: Mapping[str, tuple[str, ...]]) -> RunSettings:
-    """The settings as roles read them that see no GPUs but their own: the first of them is `cuda`."""
+    """The settings of roles that see only their own GPUs: the first of them is `cuda`."""
     changed = {
         name: section.model_copy(update={"device": "cuda"})
         for name, section in (("trainer", settings.trainer), ("generator", settings.generator))
@@ -38,7 +35,7 @@ def in_own_process(settings: RunSettings, devices: Mapping[str, tuple[str, ...]]
 
 
 def describe_devices(devices: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Who gets what, in one sentence; nothing where no role has a GPU."""
+    """One sentence for people; none where no role has a GPU."""
     shares = ", ".join(f"{'+'.join(ids)} for the {role}" for role, ids in devices.items())
     return [f"GPUs: {shares}."] if devices else []
 

@@ -28,11 +28,9 @@ def require_engine(generator: GeneratorSettings) -> None:
 def engine_factory(
     model: ModelSettings, generator: GeneratorSettings, torchrun: Rank | None = None
 ) -> Callable[[], Engine]:
-    """What builds the engine with the model's initial weights, in the thread that steps it, importing torch there.
+    """Builds the engine with the initial weights, in the thread that steps it. Raises `SettingsError`.
 
     Under `generator.lockstep` the other ranks are those of `torchrun`, or else processes that it starts.
-
-    Raises `SettingsError` for an engine that is not installed or options that it does not take.
     """
     require_engine(generator)
     build = partial(build_engine, model, generator)

@@ -1,10 +1,9 @@
-"""`tailrace eval`: the mean reward of a model on held-out tasks. Nothing is trained, nothing but a file is written."""
+"""`tailrace eval`: the mean reward of a model on held-out tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.config import RunSettings
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.rollouts import LoadedEnvironment, Rollouter
@@ -23,7 +23,7 @@ from tailrace.run.parts import (
     make_rollouter,
     require_held_out_tasks,
 )
-from tailrace.run.started_roles import Wait, open_generate
+from tailrace.run.started_roles import open_generate
 from tailrace.scheduling import EvaluationResult, evaluate
 
 
@@ -39,10 +39,10 @@ class EnvironmentEvaluation:
 async def evaluate_model(
     settings: RunSettings, *, save: Path | None = None, limit: int | None = None
 ) -> list[EnvironmentEvaluation]:
-    """Run every held-out task of every environment once; `limit` takes the first so many of each.
+    """Run every held-out task of every environment once, or the first `limit` of each, with the generators of `train`.
 
-    Generators are those that `train` would use; a single one runs in this process. `save` appends readable rollouts to
-    that file. Raises `DataError` when no environment has held-out tasks, and what all generators failed with.
+    `save` appends readable rollouts to that file. Raises `DataError` when no environment has held-out tasks, and what
+    all generators failed with.
     """
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings)
@@ -55,40 +55,24 @@ async def evaluate_model(
             make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
         ):
             runner = rollouter.runner(evaluation_seed=settings.seed)
-            found = [
-                await _unless(failed, _evaluate_one(settings, loaded, runner, limit))
-                for loaded in environments.values()
-                if len(loaded.spec.eval_tasks)
-            ]
+            measured = [loaded for loaded in environments.values() if len(loaded.spec.eval_tasks)]
+            try:  # all rollouts meet the failure of their generators: it is raised once
+                found = [await first_done(failed(), _evaluate_one(settings, one, runner, limit)) for one in measured]
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from group
     if save is not None:
         await asyncio.to_thread(_save, found, save)
     return found
-
-
-async def _unless(failed: Wait, work: Coroutine[None, None, EnvironmentEvaluation]) -> EnvironmentEvaluation:
-    """The work's result, unless its generators fail; then that failure, which all of its rollouts meet, once."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(failed())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()
-        return await working
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from group
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _evaluate_one(
     settings: RunSettings, environment: LoadedEnvironment, runner: Rollouter, limit: int | None
 ) -> EnvironmentEvaluation:
     clock = asyncio.get_running_loop().time
-    since = clock()
+    began_s = clock()
     tasks = held_out_tasks(environment, settings.seed, limit)
     results = await evaluate(tasks, runner, concurrency=settings.max_running)
-    return EnvironmentEvaluation(environment.spec.name, results[environment.spec.name], clock() - since)
+    return EnvironmentEvaluation(environment.spec.name, results[environment.spec.name], clock() - began_s)
 
 
 def _save(evaluations: list[EnvironmentEvaluation], path: Path) -> None:
@@ -104,11 +88,6 @@ def evaluation_text(model: str, evaluations: list[EnvironmentEvaluation]) -> str
     return "\n".join(_line(model, evaluation) for evaluation in evaluations)
 
 
-def evaluation_json(evaluations: list[EnvironmentEvaluation]) -> str:
-    """One JSON object by environment, for programs."""
-    return msgspec.json.encode({evaluation.environment: _figures(evaluation) for evaluation in evaluations}).decode()
-
-
 def _line(model: str, evaluation: EnvironmentEvaluation) -> str:
     result = evaluation.result
     lost = "".join(f", {count} lost ({reason})" for reason, count in sorted(result.failed.items()))
@@ -118,12 +97,16 @@ def _line(model: str, evaluation: EnvironmentEvaluation) -> str:
     )
 
 
-def _figures(evaluation: EnvironmentEvaluation) -> dict[str, object]:
-    result = evaluation.result
-    return {
-        "reward_mean": result.mean_reward,
-        "standard_error": result.standard_error,
-        "tasks": len(result.rewards),
-        "failed": result.failed,
-        "wall_s": evaluation.wall_s,
+def evaluation_json(evaluations: list[EnvironmentEvaluation]) -> str:
+    """One JSON object by environment, for programs."""
+    figures = {
+        evaluation.environment: {
+            "reward_mean": evaluation.result.mean_reward,
+            "standard_error": evaluation.result.standard_error,
+            "tasks": len(evaluation.result.rewards),
+            "failed": evaluation.result.failed,
+            "wall_s": evaluation.wall_s,
+        }
+        for evaluation in evaluations
     }
+    return msgspec.json.encode(figures).decode()

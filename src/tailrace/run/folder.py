@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,79 +12,31 @@ from tailrace.errors import DataError
 from tailrace.reporting.sinks import evaluation_path, rollouts_path
 
 
-@dataclass(frozen=True, slots=True)
 class RunPaths:
     """Where a run's files are. See "A run's folder" in docs/concepts.md."""
 
-    root: Path
-
-    @property
-    def settings(self) -> Path:
-        """The resolved settings."""
-        return self.root / "config.toml"
-
-    @property
-    def events(self) -> Path:
-        """The event log."""
-        return self.root / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """One line of metrics per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """One file of readable rollouts per step."""
-        return self.root / "rollouts"
-
-    @property
-    def superseded(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.settings = root / "config.toml"
+        self.events = root / "events.jsonl"
+        self.metrics = root / "metrics.jsonl"
+        self.rollouts = root / "rollouts"
+        self.superseded = root / "superseded"
         """What was written about steps that a resumed run trained again."""
-        return self.root / "superseded"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.root / "checkpoints"
-
-    @property
-    def scheduler(self) -> Path:
+        self.checkpoints = root / "checkpoints"
+        self.scheduler = root / "scheduler"
         """The scheduler's state at the steps that checkpoints name."""
-        return self.root / "scheduler"
-
-    @property
-    def batches(self) -> Path:
+        self.batches = root / "batches"
         """Batches on their way that go by files, or have no room in shared memory; gone when the run has ended."""
-        return self.root / "batches"
-
-    @property
-    def logs(self) -> Path:
-        """One log per process."""
-        return self.root / "logs"
-
-    @property
-    def trace(self) -> Path:
+        self.logs = root / "logs"
+        self.trace = root / "trace.json"
         """A Chrome trace of all processes, written when the run ends."""
-        return self.root / "trace.json"
-
-    @property
-    def trace_parts(self) -> Path:
+        self.trace_parts = root / "trace"
         """What each process has written of it so far."""
-        return self.root / "trace"
-
-    @property
-    def capture(self) -> Path:
+        self.capture = root / "capture"
         """What entered the pipeline in the first steps, where asked for."""
-        return self.root / "capture"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer's files, where the model's own folder is not a local one."""
-        return self.root / "tokenizer"
-
-
-_ROLLOUT_PATHS = (rollouts_path, evaluation_path)
+        self.tokenizer = root / "tokenizer"
+        """The tokenizer's files, where the model has no local folder."""
 
 
 class _MetricsLine(msgspec.Struct):
@@ -93,11 +44,7 @@ class _MetricsLine(msgspec.Struct):
 
 
 def find_run_folder(settings: RunSettings, parent: Path) -> RunPaths:
-    """Where the run's folder will be, or is to be resumed. Nothing is made yet.
-
-    Raises `DataError` when it exists and `resume` is off (nothing is ever overwritten), and when there is nothing to
-    resume.
-    """
+    """The folder, not made yet. Raises `DataError` where it is there without `resume`, or not there with it."""
     paths = RunPaths(parent / settings.name)
     exists = paths.root.is_dir() and any(paths.root.iterdir())
     if exists and not settings.resume:
@@ -120,9 +67,9 @@ def make_run_folder(settings: RunSettings, paths: RunPaths) -> None:
 
 
 def wind_back(paths: RunPaths, step: int) -> None:
-    """Set aside, in `superseded/`, what was written about steps after `step`: they will be trained again.
+    """Move what was written about steps after `step`, which will be trained again, to `superseded/`.
 
-    So that metrics and rollouts are one history, that of the weights that survived. Raises `DataError`.
+    Then metrics and rollouts are one history, that of the weights in use. Raises `DataError`.
     """
     lines = paths.metrics.read_bytes().splitlines(keepends=True) if paths.metrics.is_file() else []
     lost = {line: number for line in lines if (number := _step_of(line)) > step}
@@ -135,7 +82,9 @@ def wind_back(paths: RunPaths, step: int) -> None:
         kept = paths.metrics.with_suffix(".jsonl.part")
         kept.write_bytes(b"".join(line for line in lines if line not in lost))
         kept.replace(paths.metrics)
-        for path in (path_of(paths.rollouts, number) for number in lost.values() for path_of in _ROLLOUT_PATHS):
+        for path in (
+            path_of(paths.rollouts, number) for number in lost.values() for path_of in (rollouts_path, evaluation_path)
+        ):
             if path.is_file():
                 path.replace(paths.superseded / path.name)
     except OSError as error:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError, TailraceError
@@ -30,10 +30,8 @@ _LONGEST_PAUSE_S = 30.0
 class ReplicaSource(Protocol):
     """One generator of a run, over all its lives."""
 
-    @property
-    def name(self) -> str:
-        """In logs, metrics and errors."""
-        ...
+    name: str
+    """In logs, metrics and errors."""
 
     async def open(self, on_report: ReportListener) -> ReplicaConnection:
         """Start it, or connect to it; the engine need not be built yet. Raises `TailraceError`."""
@@ -44,7 +42,7 @@ class ReplicaSource(Protocol):
         ...
 
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:
-        """Make sure that nothing is left of it; why it failed, as a person should be told."""
+        """Make sure that nothing is left of it; why it failed, for people."""
         ...
 
     async def close(self, client: ReplicaConnection) -> None:
@@ -53,34 +51,19 @@ class ReplicaSource(Protocol):
 
 
 class Generators:
-    """All generators of a run. Make it on a running event loop; it begins at once.
-
-    `router` is how they are used as one: it generates, interrupts, brings weights, tells when one serves, and figures.
-    """
+    """All generators of a run; `router` uses them as one. Make it on a running event loop; it starts at once."""
 
     def __init__(self, settings: RunSettings, sources: Sequence[ReplicaSource]) -> None:
-        self._settings = settings.generator
-        chosen = self._settings
+        self._settings = chosen = settings.generator
         self.router = Router(chosen.replica_names, chosen.router, chosen.weights, max_staleness=settings.max_staleness)
         self._clients: dict[ReplicaSource, ReplicaConnection] = {}
         self._left = len(sources)
-        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._fatal: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._keep(source), name=f"life of {source.name}") for source in sources]
 
-    async def watch(self) -> None:
-        """Wait for what fails the run, and raise it. Returns never."""
+    async def watch(self) -> NoReturn:
+        """Wait for what fails the run, and raise it."""
         await asyncio.shield(self._fatal)
-
-    async def serving(self) -> None:
-        """Wait until one takes requests. Raises what fails the run before."""
-        serving = asyncio.ensure_future(self.router.serving())
-        try:
-            await asyncio.wait({serving, self._fatal}, return_when=asyncio.FIRST_COMPLETED)
-            if self._fatal.done():
-                self._fatal.result()
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
 
     async def close(self) -> None:
         """End every generator in order. Closing twice does nothing."""
@@ -90,21 +73,23 @@ class Generators:
         clients, self._clients = self._clients, {}
         self.router.fail(LifecycleError("the run is over"))
         if self._fatal.done():
-            self._fatal.exception()  # whoever watched was told; without a watcher nobody is left to tell
+            self._fatal.exception()  # retrieved, so that asyncio does not log it where nobody watched
         await asyncio.gather(*(source.close(client) for source, client in clients.items()))
 
     async def _keep(self, source: ReplicaSource) -> None:
         """Waits for a generator to fail, and opens it again; ends when it is given up."""
         try:
             reason, served = await self._live(source)
-            in_vain = 0
-            while served and self._settings.restart == "on_failure" and in_vain < self._settings.router.max_restarts:
-                in_vain = 0 if self.router.completions(source.name) else in_vain + 1
+            failed_starts = 0
+            while (
+                served and self._settings.restart == "on_failure" and failed_starts < self._settings.router.max_restarts
+            ):
+                failed_starts = 0 if self.router.completions(source.name) else failed_starts + 1
                 _logger.warning("%s is started again: %s", source.name, reason)
                 self.router.restarted(source.name)
-                await asyncio.sleep(0 if in_vain == 0 else min(2.0 ** (in_vain - 1), _LONGEST_PAUSE_S))
+                await asyncio.sleep(0 if failed_starts == 0 else min(2.0 ** (failed_starts - 1), _LONGEST_PAUSE_S))
                 reason, _ = await self._live(source)
-        except Exception as error:  # noqa: BLE001 - of whatever kind: it fails the run, which must hear of it
+        except Exception as error:  # noqa: BLE001 - of any kind: it fails the run
             reason, served = error, False
         self._left -= 1
         if served and self._left:

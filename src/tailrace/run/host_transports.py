@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 import msgspec
 from typing_extensions import override
 
 from tailrace.config import RunSettings
-from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.lifecycle.launchers import Launcher
-from tailrace.lifecycle.resources import RunResources
+from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, remove_leftovers
 from tailrace.lifecycle.roles import Role
 from tailrace.run.folder import RunPaths
-from tailrace.run.transports import BATCHES_AHEAD, GeneratorEnds, TrainerEnds, Transports
+from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
 from tailrace.transport.batches.channels import (
     ChannelBatchReceiver,
     ChannelBatchSender,
@@ -37,7 +37,7 @@ from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 ORCHESTRATOR = "orchestrator"
-"""Name under which it puts payloads that came over sockets; a generator's is that of its life."""
+"""Its name as a writer of payloads that came over sockets; a generator's is that of its life."""
 
 
 class Whereabouts(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Whereabouts(msgspec.Struct, frozen=True):
     batch_files: str
     shared_memory: str
     payloads: str
-    """For those that shared memory has no room for."""
+    """Folder for those that shared memory has no room for."""
 
 
 class HostTransports(Transports):
@@ -75,29 +75,26 @@ class HostTransports(Transports):
             await log.close()
 
     @override
-    @contextmanager
-    def generator(self, role: Role) -> Iterator[GeneratorEnds]:
-        store = SharedMemoryModelStateDictStore(self._shared_memory)
+    async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
         forwarded = MemoryPayloadStore() if self._settings.transport.payloads == "value" else None
-        payloads = forwarded or self._payload_store(role.instance)
-
-        async def serve(generator: Generator) -> None:
-            server = GeneratorServer(
-                generator,
-                store.open,
-                role.address,
-                model=self._settings.model.name,
-                report_every_s=self._settings.generator.router.report_every_s,
-                forwarded=forwarded,
-            )
-            role.ready(server.address)
-            await server.serve()
-
-        try:
-            yield GeneratorEnds(payloads, serve)
-        finally:
-            payloads.close()
-            store.close()
+        with (
+            closing(SharedMemoryModelStateDictStore(self._shared_memory)) as store,
+            closing(forwarded or self._payload_store(role.instance)) as payloads,
+        ):
+            generator = make_generator(payloads)
+            try:
+                server = GeneratorServer(
+                    generator,
+                    store.open,
+                    role.address,
+                    model=self._settings.model.name,
+                    report_every_s=self._settings.generator.router.report_every_s,
+                    forwarded=forwarded,
+                )
+                role.ready(server.address)
+                await server.serve()
+            finally:
+                await generator.close()
 
     @override
     def batch_sender(self) -> ChannelBatchSender:
@@ -158,24 +155,22 @@ class HostTransports(Transports):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def host_transports(settings: RunSettings, paths: RunPaths, launcher: Launcher) -> Iterator[HostTransports]:
-    """With fresh folders, which are removed at the end."""
-    payload_parent = payload_folder(settings, paths)
-    with RunResources(launcher.epoch, payload_parent=payload_parent) as resources:
+@asynccontextmanager
+async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Launcher) -> AsyncIterator[HostTransports]:
+    """With fresh folders, which are removed at the end; those of dead runs are removed before."""
+    await asyncio.to_thread(remove_leftovers)
+    with ExitStack() as stack:
+        shared_memory = payloads = stack.enter_context(own_shared_memory(launcher.epoch)).path
+        if settings.generator.return_routed_experts:
+            parent = Path(settings.transport.payload_folder or paths.root)
+            await asyncio.to_thread(remove_leftovers, parent)
+            payloads = stack.enter_context(own_payload_folder(launcher.epoch, parent)).path
         where = Whereabouts(
             epoch=launcher.epoch,
             events=launcher.address("events"),
             batches=launcher.address("batches"),
             batch_files=str(paths.batches),
-            shared_memory=str(resources.shared_memory),
-            payloads=str(resources.payloads),
+            shared_memory=str(shared_memory),
+            payloads=str(payloads),
         )
         yield HostTransports(where, settings)
-
-
-def payload_folder(settings: RunSettings, paths: RunPaths) -> Path | None:
-    """Where the run's folder for payloads belongs that find no room in shared memory; None without payloads."""
-    if not settings.generator.return_routed_experts:
-        return None
-    return Path(settings.transport.payload_folder or paths.root)

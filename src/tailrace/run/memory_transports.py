@@ -1,4 +1,4 @@
-"""Transports within one process: objects instead of sockets. A debugger may stop all of it for as long as it likes."""
+"""Transports within one process: objects instead of sockets, without deadlines that a debugger would break."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tailrace.errors import EngineFailed
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import ReportListener
 from tailrace.generation.rpc.messages import PROTOCOL, WelcomeReply
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.roles import Role
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
-from tailrace.run.transports import BATCHES_AHEAD, GeneratorEnds, ReplicaConnection, TrainerEnds, Transports
+from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, ReplicaConnection, TrainerEnds, Transports
 from tailrace.transport.batches.queue import MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -28,15 +29,15 @@ _of_this_process: dict[str, MemoryTransports] = {}
 
 
 class MemoryTransports(Transports):
-    """Of roles of this process. They end with the run, whichever role lets go of them before."""
+    """Of roles of this process. They end with the run."""
 
     def __init__(self, log: MemoryEventLog, model: str) -> None:
         """`model` is the name of the one that generators start with."""
-        self._log, self._model = log, model
+        self._log, self.model = log, model
         self._batches = MemoryBatchQueue(BATCHES_AHEAD)
-        self._store = MemoryModelStateDictStore()
+        self.store = MemoryModelStateDictStore()
         self._payloads = MemoryPayloadStore()
-        self._generators: dict[str, tuple[Generator, asyncio.Event]] = {}
+        self.generators: dict[str, tuple[Generator, asyncio.Event]] = {}
         """By address: one that serves, and what asks it to end."""
         self._engine_is_built = asyncio.Event()
 
@@ -44,32 +45,24 @@ class MemoryTransports(Transports):
     @asynccontextmanager
     async def trainer(self) -> AsyncIterator[TrainerEnds]:
         await self._engine_is_built.wait()  # two threads that import transformers at once find it half imported
-        yield TrainerEnds(self._log, self._batches.receiver(), self._store, self._payloads)
+        yield TrainerEnds(self._log, self._batches.receiver(), self.store, self._payloads)
 
     @override
-    @contextmanager
-    def generator(self, role: Role) -> Iterator[GeneratorEnds]:
-        try:
-            yield GeneratorEnds(self._payloads, partial(self._serve, role))
-        finally:
-            self._engine_is_built.set()
-            self._generators.pop(role.address, None)
-
-    async def _serve(self, role: Role, generator: Generator) -> None:
-        closing = asyncio.Event()
-        self._generators[role.address] = generator, closing
+    async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
+        generator, closing = make_generator(self._payloads), asyncio.Event()
+        self.generators[role.address] = generator, closing
         role.ready()
-        failed, closed = asyncio.create_task(generator.failed()), asyncio.create_task(closing.wait())
         try:
-            with contextlib.suppress(Exception):  # whoever says hello is given it, with its type
+            with contextlib.suppress(Exception):  # `hello` raises it, with its type
                 await generator.ready()
             self._engine_is_built.set()
-            await asyncio.wait({failed, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                raise failed.result()
+            ended = await first_done(generator.failed(), closing.wait())
+            if isinstance(ended, Exception):
+                raise ended
         finally:
-            failed.cancel()
-            closed.cancel()
+            self._engine_is_built.set()
+            del self.generators[role.address]
+            await generator.close()
 
     @override
     def batch_sender(self) -> MemoryBatchQueue:
@@ -81,34 +74,27 @@ class MemoryTransports(Transports):
 
     @override
     def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
-        return partial(asyncio.sleep, 0)  # whoever follows it reads the object itself
+        return partial(asyncio.sleep, 0)  # roles read the object itself
 
     @override
     def connect(
         self, address: str, name: str, on_report: ReportListener, payloads: PayloadAccounts | None
     ) -> GeneratorHere:
-        generator, closing = self._generators[address]
-        return GeneratorHere(generator, closing, self._store, model=self._model, on_report=on_report, payloads=payloads)
+        return GeneratorHere(self, address, on_report, payloads)
 
     @override
     def remove(self) -> None:
-        self._store.close()
+        self.store.close()
 
 
 class GeneratorHere(ReplicaConnection):
     """A generator of this process, called directly."""
 
     def __init__(
-        self,
-        generator: Generator,
-        closing: asyncio.Event,
-        store: MemoryModelStateDictStore,
-        *,
-        model: str,
-        on_report: ReportListener,
-        payloads: PayloadAccounts | None,
+        self, transports: MemoryTransports, address: str, on_report: ReportListener, payloads: PayloadAccounts | None
     ) -> None:
-        self._generator, self._closing, self._store, self._model = generator, closing, store, model
+        self._generator, self._closing = transports.generators[address]
+        self._store, self._model = transports.store, transports.model
         self._on_report, self._payloads = on_report, payloads
         self._received = 0
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -151,7 +137,7 @@ class GeneratorHere(ReplicaConnection):
 
     @override
     def fail(self, failure: Exception) -> None:
-        """Later calls fail; those that are outstanding do when the engine is closed, which is next."""
+        """Later calls fail; outstanding ones do when the engine is closed, which is next."""
         if not self._failed.done():
             self._failed.set_result(failure)
 

@@ -1,12 +1,11 @@
 """One run: the scheduler, the weights' way to the generators, and the event log that ends it.
 
-    follow   reads the event log: steps to the scheduler, published weights to their distributor, which reports what
-             serves; the terminal record ends it
-    work     schedules, evaluates, watches the roles; when it fails, or every task was handed out and trained, the
-             trainer is asked to stop
+    follow   reads the event log: steps go to the scheduler, published weights to the router; ends with the terminal
+             record
+    work     schedules, evaluates, watches the roles; when it fails, or every task is done, the trainer is asked to stop
 
 The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place. After
-the record of a run that finished, an evaluation that is due or goes on is waited for.
+a run that finished, it waits for evaluations that are due.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
 
 from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TransportError
 from tailrace.generation.router.weights import WeightListener
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
@@ -48,11 +49,11 @@ RUN_ENDED = "run_ended"
 DATA_EXHAUSTED = "every task was handed out max_epochs times"
 
 _EXPLANATION_S = 1.0
-"""How long a failed engine's process has to be seen leaving, which says more than the call that failed."""
+"""How long to wait for a failed engine's process to end, whose error says more than the failed call's."""
 
 
 class Orchestrator(WeightListener):
-    """Runs until the trainer's terminal record. Once trainer and weights are there it starts workers and scheduler."""
+    """Runs until the trainer's terminal record. Starts workers and scheduler once trainer and weights are ready."""
 
     def __init__(
         self,
@@ -66,7 +67,6 @@ class Orchestrator(WeightListener):
         observer: RunObserver,
         evaluator: Evaluator,
     ) -> None:
-        """`states` is where the scheduler keeps its own."""
         self.checkpoint = ""
         """Path of the newest one."""
         self.step = 0
@@ -82,36 +82,32 @@ class Orchestrator(WeightListener):
         self._observer, self._evaluator = observer, evaluator
         roles.generators.router.weights.listener = self
         self._trainer_started = False
-        self._stop_requested = False
-        self._stop_seen = asyncio.Event()
+        self._stop_requested = self._is_interrupted = self._is_exhausted = False
         self._scheduling: asyncio.Task[None] | None = None
-        self._exhausted = asyncio.Event()
-        self._interrupted = asyncio.Event()
         self._has_ended = False
         self._changed = asyncio.Event()
 
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
         follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
-        stopping = asyncio.create_task(self._stop_seen.wait())
-        exhausted = asyncio.create_task(self._exhausted.wait())
+        ending = asyncio.create_task(self._until(lambda: self._stop_requested or self._is_exhausted))
         try:
-            await asyncio.wait({follower, worker, stopping, exhausted}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({follower, worker, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not follower.done():
-                if worker.done() or exhausted.done():
+                if worker.done() or self._is_exhausted:
                     await self._stop_trainer(worker.exception() if worker.done() else None)
                 await self._wait_for_record(follower)
             await self._finish_evaluating(follower.result(), worker)
             return follower.result()
         finally:
-            started = (worker, follower, stopping, exhausted)
-            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(*started))
+            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(worker, follower, ending))
             self._scheduler.finish(RUN_ENDED)
 
     async def request_stop(self, status: RunStatus, reason: str) -> None:
-        """Ask the trainer to end; the first request counts. Work left over once it has ended is left."""
+        """Ask the trainer to end; the first request counts."""
         if status is RunStatus.CANCELLED:
-            self._interrupted.set()
+            self._is_interrupted = True
+            self._changed.set()
         if not self._stop_requested and not self._has_ended:
             self._stop_requested = True
             await self._log.append(StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason))
@@ -128,9 +124,8 @@ class Orchestrator(WeightListener):
     @property
     def start_waits_for(self) -> str:
         """For people; empty once it has begun."""
-        if self.has_begun:
-            return ""
-        return f"the {'generator' if self._trainer_started else 'trainer'} to load the model"
+        role = "generator" if self._trainer_started else "trainer"
+        return "" if self.has_begun else f"the {role} to load the model"
 
     # --- the event log -------------------------------------------------------------------------------------------
 
@@ -151,7 +146,6 @@ class Orchestrator(WeightListener):
                     self.checkpoint = event.path
                 case StopRequested():
                     self._stop_requested = True
-                    self._stop_seen.set()
                     _logger.info("stopping: %s", event.reason)
                     if self._scheduling:
                         self._scheduling.cancel()
@@ -171,15 +165,13 @@ class Orchestrator(WeightListener):
         await self.request_stop(RunStatus.FAILED, str(self.error))
 
     async def _explained(self, error: BaseException) -> BaseException:
-        """The end of the process with which a call failed, which may be seen a moment after the failure."""
+        """The error of the process that failed a call, which may be noticed a moment after the call."""
         if isinstance(error, EngineFailed):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
                     await self._roles.watch()
-            except TimeoutError:
-                pass
-            except (LifecycleError, SettingsError) as explanation:
-                return explanation
+            except (TimeoutError, LifecycleError, SettingsError) as explanation:
+                return error if isinstance(explanation, TimeoutError) else explanation
         return error
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
@@ -191,7 +183,7 @@ class Orchestrator(WeightListener):
         if follower.done():
             return
         late = f"the trainer did not answer a request to stop within {SHUTDOWN.last_save_s:g} s"
-        why = str(self.error or ("the trainer left without telling how training ended" if has_left else late))
+        why = str(self.error or ("the trainer left without its terminal record" if has_left else late))
         record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
         with contextlib.suppress(TransportError):  # it came at the last moment
             await self._log.append(record)
@@ -208,7 +200,7 @@ class Orchestrator(WeightListener):
 
     async def _schedule(self) -> None:
         """Waits for the trainer, its weights in the generators, and the workers; then schedules until the tasks end."""
-        await wait_until(self._changed, lambda: self._trainer_started)
+        await self._until(lambda: self._trainer_started)
         await self._installed(self.version)
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._roles.generators.router.serving())
@@ -220,7 +212,8 @@ class Orchestrator(WeightListener):
         if self.step == 0:
             self._evaluator.step_ended(0, self.version)
         await self._scheduler.run()
-        self._exhausted.set()
+        self._is_exhausted = True
+        self._changed.set()
 
     def _resume(self, step: int) -> bytes:
         """Let the run's folder end at `step`; the scheduler's state then. Nothing to do for a run that begins."""
@@ -229,7 +222,10 @@ class Orchestrator(WeightListener):
         return self._states.read(step)
 
     async def _installed(self, version: int) -> None:
-        await wait_until(self._changed, lambda: self.installed_version >= version)
+        await self._until(lambda: self.installed_version >= version)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        await wait_until(self._changed, condition)
 
     async def _finish_evaluating(self, ended: TrainerEnded, worker: asyncio.Task[None]) -> None:
         """After a run that finished: wait for what is left to evaluate, until its deadline or a signal."""
@@ -238,10 +234,7 @@ class Orchestrator(WeightListener):
             return
         if ended.status is RunStatus.FINISHED and self._scheduling and not worker.done():
             self._scheduling.cancel()
-            finishing = asyncio.create_task(evaluator.finish())
-            interrupted = asyncio.create_task(self._interrupted.wait())
-            await asyncio.wait({finishing, interrupted, worker}, return_when=asyncio.FIRST_COMPLETED)
-            await _cancelled(finishing, interrupted)
+            await first_done(evaluator.finish(), self._until(lambda: self._is_interrupted), asyncio.wait({worker}))
         if not evaluator.is_idle:
             _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
 

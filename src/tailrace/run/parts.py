@@ -1,10 +1,9 @@
-"""Builds the parts of a run from its settings. Used by every role, in whatever process it runs."""
+"""Parts that several commands build from a run's settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,15 +11,8 @@ from tailrace.config import RunSettings
 from tailrace.environments import load_environment
 from tailrace.errors import DataError, SettingsError
 from tailrace.models.loading import require_weights, tokenizer_folder
-from tailrace.records import Generate, OpenPayload, Task
+from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
-from tailrace.scheduling import TaskSource, TaskStream
-
-if TYPE_CHECKING:
-    from tailrace.training.trainer import Trainer
-
-_ENDLESS = 2**31 - 1
-"""Steps of a run that ends by epochs: the learning rate's decay has no end to fall to."""
 
 
 def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
@@ -63,16 +55,10 @@ def held_out_tasks(environment: LoadedEnvironment, seed: int, limit: int | None 
         yield environment.spec.eval_task(index, seed=int(seeds[index]))
 
 
-def task_stream(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> TaskStream:
-    """The training tasks of all environments, mixed by weight."""
-    sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
-    return TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
-
-
 def make_renderer(settings: RunSettings, tokenizer_files: Path) -> ChatRenderer:
-    """The model's chat renderer. `tokenizer_files` is where its tokenizer is written when it has no local folder.
+    """The model's chat renderer; `tokenizer_files` takes the tokenizer of a model without a local folder.
 
-    Raises `ModelError` for a model that cannot be what is trained, as far as can be seen without loading it.
+    Raises `ModelError` for a model that cannot be trained, as far as can be seen without loading it.
     """
     folder = tokenizer_folder(settings.model.name, tokenizer_files)
     renderer = ChatRenderer(folder, name=settings.model.name, thinking_retention=settings.rollouts.thinking_retention)
@@ -96,18 +82,4 @@ def make_rollouter(
         generate=generate,
         max_model_tokens=settings.max_model_tokens,
         worker_log=log_folder / "workers.log" if log_folder else None,
-    )
-
-
-def make_trainer(settings: RunSettings, open_payload: OpenPayload | None = None) -> Trainer:
-    """The trainer with the model's initial weights. Call it in the thread that will train."""
-    from tailrace.training.trainer import Trainer
-
-    return Trainer(
-        settings.trainer,
-        model_name=settings.model.name,
-        max_steps=settings.max_steps or _ENDLESS,
-        max_staleness=settings.max_staleness,
-        seed=settings.seed,
-        open_payload=open_payload,
     )

@@ -1,4 +1,4 @@
-"""What every process of a run measures of itself: its phases, for the metrics, and its part of the trace."""
+"""What every process of a run measures of itself: phases, loop lag, and its part of the trace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def recording_phases(role: str, paths: RunPaths, settings: ObservabilitySettings) -> AsyncIterator[PhaseRecorder]:
-    """Measure everything that is started in here. The trace is what can be done without: a failing disk costs it."""
+async def observed_process(
+    role: str, paths: RunPaths, settings: ObservabilitySettings
+) -> AsyncIterator[tuple[PhaseRecorder, LoopLagMonitor]]:
+    """Measure phases and the loop's lag of all that is started in here; a stall is logged with its stack and phase."""
     trace = None
     if settings.trace_mb:
         try:
@@ -29,21 +31,17 @@ async def recording_phases(role: str, paths: RunPaths, settings: ObservabilitySe
             _logger.warning("there will be no trace of this process: %s", error.strerror)
     try:
         other = OTHER if role == ORCHESTRATOR else f"{OTHER} ({role})"
-        with PhaseRecorder(trace, other=other).recording() as recorder:
-            yield recorder
+        with PhaseRecorder(trace, other=other).recording() as phases:
+            async with LoopLagMonitor(settings.lag_interval_s, stall_s=settings.stall_s, phases=phases) as lag:
+                yield phases, lag
     finally:
         if trace is not None:
             await asyncio.to_thread(trace.close)
 
 
-def watched_loop(settings: ObservabilitySettings, phases: PhaseRecorder) -> LoopLagMonitor:
-    """Measures the loop's lag; a stall is in this process's log, with its stack and phase, and in the trace."""
-    return LoopLagMonitor(settings.lag_interval_s, stall_s=settings.stall_s, phases=phases)
-
-
 @asynccontextmanager
 async def traced_run(paths: RunPaths, settings: ObservabilitySettings) -> AsyncIterator[None]:
-    """Joins what the run's processes wrote into `trace.json`, once all have ended."""
+    """Join the parts that the run's processes wrote into `trace.json`, once all have ended."""
     try:
         if settings.trace_mb:
             await asyncio.to_thread(remove_parts, paths.trace_parts)

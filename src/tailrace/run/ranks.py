@@ -1,9 +1,9 @@
-"""Several processes that run one engine in lockstep: this one leads, and torchrun or `lead` itself starts the others.
+"""Processes that run one engine in lockstep: rank 0 leads, and torchrun or `lead` itself starts the others.
 
     rank 0: Generator, or `tailrace serve` ── LockstepEngine ──→ rank 1, 2, ...: follow()
 
-Followers end with rank 0, whose signals are nobody else's: they ignore SIGINT and SIGTERM. A follower that dies while
-engines are built leaves rank 0 waiting in the engine's own rendezvous, which nothing ends but the end of the process.
+Followers end with rank 0, and ignore SIGINT and SIGTERM. A follower that dies while engines are built leaves rank 0
+waiting in the engine's own rendezvous, which only the end of the process ends.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _logger = logging.getLogger(__name__)
 
 FOLLOWER = "tailrace.run.engines:follower"
 _LOOPBACK = Path("/sys/class/net/lo")
-_LAST_WORDS_S = 2.0
-"""Within which a rank that lost another may end by itself, and say why."""
-_PARTING_S = 10.0
+_OWN_ERROR_S = 2.0
+"""Within which a rank that lost another may end by itself, with its own error."""
+_CLOSE_S = 10.0
 """How long closing waits for a rank's process to end."""
 
 
@@ -60,7 +60,7 @@ class Rank(msgspec.Struct, frozen=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What engines that others start look for."""
+        """The variables that torch and vLLM read."""
         return {
             "RANK": str(self.number),
             "LOCAL_RANK": str(self.local),
@@ -80,10 +80,7 @@ class FollowerSettings(msgspec.Struct, frozen=True):
 
 
 def torchrun_rank(generator: GeneratorSettings, environment: Mapping[str, str] = os.environ) -> Rank | None:
-    """This process among those of torchrun; None where it was started alone.
-
-    Raises `SettingsError` where torchrun's processes are not what the settings need.
-    """
+    """This process among those of torchrun; None if started alone. Raises `SettingsError` where settings disagree."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     rank = Rank(
@@ -109,10 +106,7 @@ def torchrun_rank(generator: GeneratorSettings, environment: Mapping[str, str] =
 
 
 def lead(build: Callable[[], Engine], settings: ServeSettings, torchrun: Rank | None = None) -> LockstepEngine:
-    """Build rank 0's engine, and drive all ranks by it. Call it in the thread that steps the engine.
-
-    Without `torchrun` the other ranks are started here. Raises what building the engine raises.
-    """
+    """Build rank 0's engine, which drives all ranks, in the thread that steps it; starts them without `torchrun`."""
     import torch.distributed as dist
 
     from tailrace.generation.lockstep.engine import LockstepEngine
@@ -148,31 +142,28 @@ class _Followers:
         self._is_ending = False
         self._settled = threading.Event()
         text = settings.model_dump_json()
-        self._processes = [  # with the sockets whose end would tell them that this process is gone
+        self._processes = [  # with the sockets whose end of file says that this process is gone
             _start(FollowerSettings(msgspec.structs.replace(leader, number=number, local=number), text))
             for number in range(1, leader.size)
         ]
-        self._waits = [
-            threading.Thread(
-                target=self._wait_for, args=(number, process), name=f"tailrace-rank-{number}-exit", daemon=True
-            )
-            for number, (process, _) in enumerate(self._processes, 1)
-        ]
-        for wait in self._waits:
-            wait.start()
+        self._waits = []
+        for number, (process, _) in enumerate(self._processes, 1):
+            name = f"tailrace-rank-{number}-exit"
+            self._waits.append(threading.Thread(target=self._wait_for, args=(number, process), name=name, daemon=True))
+            self._waits[-1].start()
 
     def built(self) -> None:
-        """All ranks are there: from now on the lifeline tells of one that dies."""
+        """All ranks have joined: from now on the lifeline notices one that dies."""
         self._settled.set()
 
     def end_in_order(self) -> None:
-        """Rank 0 told them to close: wait until they are gone, and kill one that does not go."""
+        """Rank 0 asked them to close: wait for that, and kill those that do not."""
         for wait in self._waits:
-            wait.join(_PARTING_S)
+            wait.join(_CLOSE_S)
         self.end()
 
     def end(self) -> None:
-        """Nobody needs them: rank 0 could not be built."""
+        """Kill them: rank 0 could not be built, or they did not close in time."""
         self._is_ending = True
         self._settled.set()
         for process, _ in self._processes:
@@ -183,14 +174,14 @@ class _Followers:
         if status == 0 or self._is_ending:
             return
         _logger.error("rank %d of the engine left early, %s", number, describe_exit(status))
-        if not self._settled.wait(_LAST_WORDS_S):  # rank 0 may fail like it, and tell its caller the error itself
+        if not self._settled.wait(_OWN_ERROR_S):  # rank 0 may fail with the same error, and raise it
             logging.shutdown()
             os._exit(ExitCode.FAILED)
 
 
 def _leave(number: int, lost: EngineFailed) -> None:
-    """What a follower does when rank 0 dies: nobody needs it any more, and it may be stuck in a step."""
-    threading.Event().wait(_LAST_WORDS_S)
+    """End a follower whose rank 0 died: it may be stuck in a step."""
+    threading.Event().wait(_OWN_ERROR_S)
     _logger.error("rank %d of the engine ends: %s", number, lost)
     logging.shutdown()
     os._exit(ExitCode.FAILED)
@@ -224,7 +215,7 @@ def _start(follower: FollowerSettings) -> tuple[subprocess.Popen[bytes], socket.
         threads=generator.threads,
         environment={**follower.rank.environment, **own_device(generator, follower.rank)},
     )
-    return spawn_role(spec, orphan_grace_s=_LAST_WORDS_S, leads_group=False)
+    return spawn_role(spec, orphan_grace_s=_OWN_ERROR_S, leads_group=False)
 
 
 def own_device(generator: GeneratorSettings, rank: Rank) -> dict[str, str]:

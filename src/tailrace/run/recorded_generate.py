@@ -1,4 +1,4 @@
-"""`Generate`, with every completion and every request that is cancelled told to whoever counts."""
+"""`Generate`, with callbacks for every completion and every cancelled request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tailrace.records import Completion, Generate, GenerationRequest, OnChunk
 
 
 class RecordedGenerate(Generate):
-    """Calls `generate`, then `on_completion`; or, where the caller went away before, `on_request_cancelled`."""
+    """Calls `generate`, then `on_completion`, or `on_request_cancelled` where the caller is cancelled before."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class RecordedGenerate(Generate):
         on_completion: Callable[[Completion], None],
         on_request_cancelled: Callable[[GenerationRequest, int], None],
     ) -> None:
-        """`on_request_cancelled` is given the tokens that had been sampled by then, as far as chunks told of them."""
+        """`on_request_cancelled` is given the request and how many tokens its chunks had brought by then."""
         self._generate, self._on_completion = generate, on_completion
         self._on_request_cancelled = on_request_cancelled
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from tailrace.config import RunSettings
 from tailrace.errors import SettingsError
 from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
-from tailrace.generation.rpc.keys import CurveKeys, read_keys
+from tailrace.generation.rpc.keys import read_keys
 from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.launchers import Launcher, RoleHandle
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.run.generators import ReplicaSource
@@ -19,7 +19,7 @@ from tailrace.run.transports import ReplicaConnection, Transports
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _EXPLANATION_S = 1.0
-"""How long the role of a call that failed has to be seen leaving, which tells more than the call."""
+"""How long to wait for the role of a failed call to end, whose error says more than the call's."""
 
 _CONNECT_S = 10.0
 """Within which a generator that runs already must answer."""
@@ -31,16 +31,11 @@ class StartedGenerator(ReplicaSource):
     def __init__(
         self, spec: RoleSpec, launcher: Launcher, transports: Transports, payloads: PayloadAccounts | None = None
     ) -> None:
-        self._spec, self._launcher, self._transports = spec, launcher, transports
-        self._payloads = payloads
+        self.name, self._spec, self._launcher = spec.name, spec, launcher
+        self._transports, self._payloads = transports, payloads
         self._serves = False
         self._handle: RoleHandle | None = None
         self._leaving: asyncio.Task[None] | None = None
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._spec.name
 
     @override
     async def open(self, on_report: ReportListener) -> ReplicaConnection:
@@ -82,12 +77,12 @@ class StartedGenerator(ReplicaSource):
         if self._serves:
             self._handle.expect_exit()
             await client.close()
-        else:  # it is loading its model, and would hear of its end only after that
+        else:  # it is loading its model, and would read a close call only after that
             await self._handle.kill()
             await client.leave()
 
     async def _fail_when_left(self, handle: RoleHandle, client: ReplicaConnection) -> None:
-        """Waits for the role to leave, which tells more than a socket that closes."""
+        """Waits for the role to leave: its error says more than a closed socket."""
         await handle.left()
         client.fail(handle.early_exit())
 
@@ -99,29 +94,24 @@ class ConnectedGenerator(ReplicaSource):
         self,
         name: str,
         address: str,
+        settings: GeneratorSettings,
         *,
         epoch: str,
-        progress_deadline_s: float,
-        keys: CurveKeys | None,
         lend_file: LendFile,
         serving_model: str | None = None,
         payloads: PayloadAccounts | None = None,
     ) -> None:
         """`serving_model` is the model that it has to serve, where it is sent no other weights."""
-        self._name, self._address, self._epoch, self._progress_deadline_s = name, address, epoch, progress_deadline_s
-        self._keys, self._lend_file, self._serving_model = keys, lend_file, serving_model
-        self._payloads = payloads
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._name
+        self.name, self._address, self._epoch = name, address, epoch
+        self._keys = read_keys(Path(settings.connect_key), "generator.connect_key") if settings.connect_key else None
+        self._progress_deadline_s = settings.router.progress_deadline_s
+        self._lend_file, self._serving_model, self._payloads = lend_file, serving_model, payloads
 
     @override
     async def open(self, on_report: ReportListener) -> GeneratorClient:
         client = GeneratorClient(
             self._address,
-            name=f"{self._name} ({self._address})",
+            name=f"{self.name} ({self._address})",
             keys=self._keys,
             progress_deadline_s=self._progress_deadline_s,
             on_report=on_report,
@@ -132,15 +122,14 @@ class ConnectedGenerator(ReplicaSource):
         try:
             async with asyncio.timeout(_CONNECT_S):
                 await client.connected()
-        except TimeoutError:
+        except BaseException as error:
             await client.leave()
+            if not isinstance(error, TimeoutError):
+                raise
             raise SettingsError(
                 f"generator.connect: no generator answers at {self._address} within {_CONNECT_S:g} s; start it with "
                 "`tailrace serve MODEL --address ...`"
             ) from None
-        except BaseException:
-            await client.leave()
-            raise
         return client
 
     @override
@@ -163,29 +152,3 @@ class ConnectedGenerator(ReplicaSource):
     @override
     async def close(self, client: ReplicaConnection) -> None:
         await client.leave()
-
-
-def connected_generators(
-    settings: RunSettings,
-    epoch: str,
-    lend_file: LendFile,
-    *,
-    serving_model: str | None,
-    payloads: PayloadAccounts | None,
-) -> list[ReplicaSource]:
-    """Those that `generator.connect` names."""
-    chosen = settings.generator
-    keys = read_keys(Path(chosen.connect_key), "generator.connect_key") if chosen.connect_key else None
-    return [
-        ConnectedGenerator(
-            name,
-            address,
-            epoch=epoch,
-            progress_deadline_s=chosen.router.progress_deadline_s,
-            keys=keys,
-            lend_file=lend_file,
-            serving_model=serving_model,
-            payloads=payloads,
-        )
-        for name, address in zip(chosen.replica_names, chosen.connect, strict=True)
-    ]

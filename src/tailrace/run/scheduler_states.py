@@ -8,7 +8,6 @@ A state is durable before the trainer can have its step, so every checkpoint fin
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Iterator
@@ -31,18 +30,11 @@ class SchedulerStates:
         return self._folder / f"step_{step:06d}.json"
 
     def step_ended(self, step: int) -> None:
-        """The trainer is done with this step: no checkpoint of an earlier one is still to come."""
+        """The trainer has ended this step: no checkpoint of an earlier one will follow."""
         self._ended_step = step
 
-    async def save(self, step: int, state: bytes) -> None:
-        """`write`, off the event loop: the scheduler's `SaveState`."""
-        await asyncio.to_thread(self.write, step, state)
-
     def write(self, step: int, state: bytes) -> None:
-        """Keep the state of `step` durably, and delete those that no checkpoint names and none can name any more.
-
-        Raises `CheckpointError`.
-        """
+        """Write the state of `step` durably, and delete those that no checkpoint can name. Raises `CheckpointError`."""
         path = self.path(step)
         temporary = path.with_suffix(".writing")
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -17,20 +16,16 @@ from tailrace.generation.rpc.keys import CurveKeys, read_keys, require_safe_addr
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.resources import RunResources, remove_leftovers
+from tailrace.lifecycle.resources import own_shared_memory, remove_leftovers
+from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.loading import require_weights
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
-_SIGNALS = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
-
 
 async def serve(settings: ServeSettings, address: str, key: Path | None, say: Callable[[str], None]) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns the exit status. `say` tells people where it listens.
-
-    Raises `SettingsError` for an address that is in use or not safe, and `ModelError` for a model that it cannot load.
-    """
+    """Serve until Ctrl-C or SIGTERM; returns the exit status. `say` prints. Raises `SettingsError`, `ModelError`."""
     rank = torchrun_rank(settings.generator)
     if rank is not None:
         os.environ.update(own_device(settings.generator, rank))
@@ -43,8 +38,8 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
     keys = await asyncio.to_thread(_keys, key, say) if key else None
     require_weights(settings.model.name)
     await asyncio.to_thread(remove_leftovers)
-    with RunResources(uuid.uuid4().hex) as resources, contextlib.ExitStack() as stack:
-        uploads = UploadedModelStateDicts(resources.shared_memory)
+    with own_shared_memory(uuid.uuid4().hex) as shared_memory, contextlib.ExitStack() as stack:
+        uploads = UploadedModelStateDicts(shared_memory.path)
         stack.callback(uploads.close)
         payloads = MemoryPayloadStore()
         new_generator = partial(
@@ -70,24 +65,14 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
 
 
 async def _until_signal(server: GeneratorServer) -> int:
-    serving, loop = asyncio.ensure_future(server.serve()), asyncio.get_running_loop()
-    received: list[ExitCode] = []
-
-    def stop(code: ExitCode) -> None:
-        received.append(code)
-        serving.cancel()
-
-    for number, code in _SIGNALS.items():
-        loop.add_signal_handler(number, stop, code)
-    try:
-        await serving
-    except asyncio.CancelledError:
-        if not received:
-            raise
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
-    return received[0] if received else ExitCode.FAILED
+    serving = asyncio.ensure_future(server.serve())
+    with StopSignals(lambda code: serving.cancel(), abort=lambda code: None) as signals:
+        try:
+            await serving
+        except asyncio.CancelledError:
+            if signals.exit_code is None:
+                raise
+    return signals.exit_code or ExitCode.FAILED
 
 
 def _keys(path: Path, say: Callable[[str], None]) -> CurveKeys:

@@ -10,66 +10,52 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
+
+import msgspec
 
 from tailrace.config import RunSettings
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
 from tailrace.lifecycle.memory import trainer_environment
-from tailrace.lifecycle.resources import remove_leftovers
-from tailrace.lifecycle.settings import ShutdownSettings
-from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
+from tailrace.lifecycle.roles import RoleSpec
+from tailrace.lifecycle.shutdown import ShutdownSettings, ShutdownStage, run_stage
 from tailrace.records import Generate
 from tailrace.run.devices import in_own_process, role_devices
 from tailrace.run.folder import RunPaths
-from tailrace.run.generators import Generators, ReplicaSource
-from tailrace.run.host_transports import HostTransports, host_transports, payload_folder
+from tailrace.run.generators import Generators
+from tailrace.run.host_transports import HostTransports, host_transports
 from tailrace.run.memory_transports import new_memory_transports
-from tailrace.run.replica_sources import StartedGenerator, connected_generators
-from tailrace.run.roles import RoleSettings, generator_specs, trainer_spec
+from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
+from tailrace.run.roles import GENERATOR, TRAINER, RoleSettings
 from tailrace.run.transports import Transports
-from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 SHUTDOWN = ShutdownSettings()
 
-Wait: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+Watch: TypeAlias = Callable[[], Coroutine[Any, Any, NoReturn]]
 
 
 class StartedRoles:
     """The roles of a run, as the orchestrator uses them. Make it on a running event loop; it starts them."""
 
-    generators: Generators
-    trainer: RoleHandle
-    batches: BatchSender
-    payloads: PayloadAccounts
-    """Who holds what in the payload store."""
+    def __init__(self, starter: _RoleStarter, log: MemoryEventLog) -> None:
+        self._launcher, self._transports = starter.launcher, starter.transports
+        self.trainer = starter.start_trainer()
+        self.batches = self._transports.batch_sender()
+        self._end_log = self._transports.serve_log(log)
+        self.payloads = self._transports.payload_accounts()
+        self.generators = starter.start_generators(payloads=self.payloads)
 
-    def __init__(self, ground: _Ground, log: MemoryEventLog) -> None:
-        transports = ground.transports
-        self._launcher, self._transports = ground.launcher, transports
-        self.trainer = ground.launcher.start(
-            trainer_spec(ground.role_settings, ground.devices.get("trainer"), trainer_environment(os.environ))
-        )
-        self.batches = transports.batch_sender()
-        self._end_log = transports.serve_log(log)
-        self.payloads = transports.payload_accounts()
-        self.generators = _start_generators(ground, payloads=self.payloads)
-
-    async def watch(self) -> None:
-        """Wait for a role that leaves early, or for the last generator's failure, and raise it. Returns never."""
-        watching = {asyncio.create_task(self._launcher.watch()), asyncio.create_task(self.generators.watch())}
-        try:
-            done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-            done.pop().result()
-        finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
+    async def watch(self) -> NoReturn:
+        """Wait for a role that leaves early, or for the last generator's failure, and raise it."""
+        await first_done(self._launcher.watch(), self.generators.watch())
 
     def pids(self) -> dict[str, int]:
         """Ids of the processes that run now, by role."""
@@ -100,12 +86,9 @@ class StartedRoles:
 
 @asynccontextmanager
 async def start_roles(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[StartedRoles]:
-    """Start the roles where the settings say. Close `log` before leaving the context: the trainer leaves with it.
-
-    Raises `SettingsError` for what cannot be started with these settings, and `LifecycleError`.
-    """
-    async with _opened(settings, paths, log) as ground:
-        roles = StartedRoles(ground, log)
+    """Start the roles. Close `log` before leaving, which ends the trainer. Raises `SettingsError`, `LifecycleError`."""
+    async with _role_starter(settings, paths, log) as starter:
+        roles = StartedRoles(starter, log)
         try:
             yield roles
         finally:
@@ -113,70 +96,74 @@ async def start_roles(settings: RunSettings, paths: RunPaths, log: MemoryEventLo
 
 
 @asynccontextmanager
-async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tuple[Generate, Wait]]:
-    """Who generates with the settings' own model, and what waits for its failure and raises it.
+async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tuple[Generate, Watch]]:
+    """`Generate` with the settings' own model, and a coroutine function that raises its failure once there is one.
 
-    A single generator runs in this process, several do in processes of their own; `folder` takes their logs.
+    A single generator runs in this process, several do in processes of their own, with logs in `folder`.
     """
     is_alone = settings.generator.replicas == 1 and not settings.generator.connect
     placed = settings.model_copy(update={"placement": "inline" if is_alone else "local"})
-    async with _opened(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as ground:
-        generators = _start_generators(ground, serving_model=settings.model.name)
+    async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
+        generators = starter.start_generators(serving_model=settings.model.name)
         try:
-            await generators.serving()
+            await first_done(generators.watch(), generators.router.serving())
             yield generators.router.generate, generators.watch
         finally:
             await generators.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Ground:
-    """What roles are started from."""
+class _RoleStarter:
+    """Starts roles with the launcher that the settings name, joined by the transports that suit it."""
 
     settings: RunSettings
     launcher: Launcher
     transports: Transports
     devices: Mapping[str, tuple[str, ...]]
-    role_settings: RoleSettings
+    role_settings: bytes
+
+    def start_trainer(self) -> RoleHandle:
+        environment = trainer_environment(os.environ)
+        return self.launcher.start(self._spec("trainer", TRAINER, self.settings.trainer.threads, environment))
+
+    def start_generators(
+        self, *, payloads: PayloadAccounts | None = None, serving_model: str | None = None
+    ) -> Generators:
+        """Those that the settings ask for, or name; the latter must serve `serving_model`, where given."""
+        chosen, launcher, transports = self.settings.generator, self.launcher, self.transports
+        if not chosen.connect:
+            specs = [self._spec(name, GENERATOR, chosen.threads) for name in chosen.replica_names]
+            started = [StartedGenerator(spec, launcher, transports, payloads) for spec in specs]
+            return Generators(self.settings, started)
+        assert isinstance(transports, HostTransports)
+        connect = partial(
+            ConnectedGenerator,
+            settings=chosen,
+            epoch=launcher.epoch,
+            lend_file=transports.lent_files(),
+            serving_model=serving_model,
+            payloads=payloads,
+        )
+        return Generators(self.settings, [*map(connect, chosen.replica_names, chosen.connect)])
+
+    def _spec(self, name: str, entry: str, threads: int, environment: Mapping[str, str] | None = None) -> RoleSpec:
+        return RoleSpec(name, entry, self.role_settings, threads, self.devices.get(name), environment or {})
 
 
 @asynccontextmanager
-async def _opened(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[_Ground]:
-    """The launcher that the settings name, and what will join its roles."""
+async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[_RoleStarter]:
+    """On leaving, every role that still runs is ended."""
     devices = await asyncio.to_thread(role_devices, settings)
     async with AsyncExitStack() as stack:
         launcher = launcher_class(settings.placement)(log.epoch, paths.logs, SHUTDOWN)
         stack.callback(launcher.kill)
+        where = None
         if launcher.runs_in_this_process:
             transports: Transports = stack.enter_context(new_memory_transports(log, settings.model.name))
         else:
-            await asyncio.to_thread(remove_leftovers)
-            if (folder := payload_folder(settings, paths)) is not None:
-                await asyncio.to_thread(remove_leftovers, folder)
-            transports = stack.enter_context(host_transports(settings, paths, launcher))
+            transports = host = await stack.enter_async_context(host_transports(settings, paths, launcher))
+            where = host.where
         await stack.enter_async_context(launcher)
-        role_settings = RoleSettings.of(in_own_process(settings, devices), paths, log.epoch, transports)
-        yield _Ground(settings, launcher, transports, devices, role_settings)
-
-
-def _start_generators(
-    ground: _Ground, *, payloads: PayloadAccounts | None = None, serving_model: str | None = None
-) -> Generators:
-    """Those that the settings ask for, or that they name.
-
-    Who sends no weights of its own says which model they must serve already (`serving_model`). `payloads` is told of
-    what completions bring.
-    """
-    settings, transports = ground.settings, ground.transports
-    if settings.generator.connect:
-        assert isinstance(transports, HostTransports)
-        lend_file, epoch = transports.lent_files(), ground.launcher.epoch
-        sources: Sequence[ReplicaSource] = connected_generators(
-            settings, epoch, lend_file, serving_model=serving_model, payloads=payloads
-        )
-    else:
-        sources = [
-            StartedGenerator(spec, ground.launcher, transports, payloads)
-            for spec in generator_specs(ground.role_settings, ground.devices)
-        ]
-    return Generators(settings, sources)
+        run = in_own_process(settings, devices).model_dump_json()
+        role_settings = msgspec.json.encode(RoleSettings(run, str(paths.root), log.epoch, where))
+        yield _RoleStarter(settings, launcher, transports, devices, role_settings)

@@ -30,9 +30,9 @@ from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
-from tailrace.run.folder import RunPaths, find_run_folder, make_run_folder
+from tailrace.run.folder import find_run_folder, make_run_folder
 from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks
-from tailrace.run.phases import ORCHESTRATOR, recording_phases, traced_run, watched_loop
+from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
 _logger = logging.getLogger(__name__)
 
@@ -40,10 +40,7 @@ _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
 async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummary:
-    """Train, and leave a run's folder under `parent`. The summary's exit code tells how it ended.
-
-    Raises `SettingsError`, `DataError` or `ModelError` before anything is started.
-    """
+    """Train, and leave a run's folder under `parent`. Raises `TailraceError` before anything is started."""
     is_apart = not launcher_class(settings.placement).runs_in_this_process
     if is_apart:  # a trainer in this process configures its own allocator
         share_one_arena()
@@ -63,8 +60,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
             stack.enter_context(hold_old_objects())
             reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
-        phases = await stack.enter_async_context(recording_phases(ORCHESTRATOR, paths, observability))
-        lag = await stack.enter_async_context(watched_loop(observability, phases))
+        phases, lag = await stack.enter_async_context(observed_process(ORCHESTRATOR, paths, observability))
         ground = RunGround(settings, paths, environments, renderer, phases, lag)
         live = LiveView(
             ground.view,
@@ -80,7 +76,10 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
                 ended = await run.orchestrator.run()
         summary = await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
     if observability.report:
-        await asyncio.to_thread(_write_report, paths)
+        try:
+            await asyncio.to_thread(write_report, paths.root)
+        except (TailraceError, OSError) as error:
+            _logger.warning("the report could not be written: %s", error)
     return summary
 
 
@@ -130,9 +129,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         versions=_versions(),
     )
     if orchestrator.has_begun:
-        summary = with_figures(
-            summary, run.scheduler.ledger, run.observer, waits=run.waits, processes=run.processes, lag=run.lag
-        )
+        summary = with_figures(summary, run.scheduler.ledger, run.observer, waits=run.waits, processes=run.processes)
     try:
         write_summary(ground.paths.root, summary)
     except OSError as error:
@@ -146,13 +143,6 @@ def _exit_code(ended: TrainerEnded, error: BaseException | None, signals: StopSi
     if ended.status is RunStatus.CANCELLED:
         return signals.exit_code or ExitCode.INTERRUPTED
     return exit_code_of(error) if isinstance(error, Exception) else ExitCode.FAILED
-
-
-def _write_report(paths: RunPaths) -> None:
-    try:
-        write_report(paths.root)
-    except (TailraceError, OSError) as error:
-        _logger.warning("the report could not be written: %s", error)
 
 
 def _versions() -> dict[str, str]:

@@ -1,16 +1,16 @@
 """What joins the roles of a run: event log, batches, weights, payloads, requests.
 
-A role is told of one `Transports`, and asks it for its ends: sockets and folders (`HostTransports`) where roles are
-processes of their own, objects (`MemoryTransports`) where all are in this one.
+A role asks the run's `Transports` for its ends: sockets and folders (`HostTransports`) where roles are processes of
+their own, objects (`MemoryTransports`) where all are in this one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.router.replica import ReplicaClient
@@ -22,6 +22,8 @@ from tailrace.transport.events.log import EventLog, MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.store import PayloadStore
 from tailrace.transport.weights.stores import ModelStateDictStore
+
+MakeGenerator: TypeAlias = Callable[[PayloadStore], Generator]
 
 BATCHES_AHEAD = 3
 """Capacity of the batch queue: more than the scheduler sends ahead, so that it never waits inside `send`."""
@@ -37,17 +39,8 @@ class TrainerEnds:
     payloads: PayloadStore
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorEnds:
-    """What a generator reads and writes."""
-
-    payloads: PayloadStore
-    serve: Callable[[Generator], Awaitable[None]]
-    """Says that the role is ready, and serves until a client closes the generator. Raises what its engine ends with."""
-
-
 class ReplicaConnection(ReplicaClient, Protocol):
-    """A connected generator, as whoever started it uses it."""
+    """A connected generator, with what its owner needs beside the router."""
 
     async def hello(self, epoch: str = "") -> WelcomeReply:
         """Wait for its engine to be built. Raises what building it raised."""
@@ -70,8 +63,8 @@ class Transports(ABC):
         """The trainer's ends, for as long as it runs."""
 
     @abstractmethod
-    def generator(self, role: Role) -> AbstractContextManager[GeneratorEnds]:
-        """A generator's ends, for one of its lives."""
+    async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
+        """Say that the role is ready, and serve until a client closes the generator. Raises its engine's failure."""
 
     @abstractmethod
     def batch_sender(self) -> BatchSender:
@@ -89,7 +82,7 @@ class Transports(ABC):
     def connect(
         self, address: str, name: str, on_report: ReportListener, payloads: PayloadAccounts | None
     ) -> ReplicaConnection:
-        """To a generator that is ready at `address`. `payloads` is told of what its completions bring."""
+        """To a generator that is ready at `address`. `payloads` records what its completions bring."""
 
     @abstractmethod
     def remove(self) -> None:

@@ -1,9 +1,9 @@
 """What runs now, and what is trained on next.
 
-Tasks flow in from the task stream, batches flow out to the trainer, and what the trainer says comes back as events.
-The stream scheduler keeps the engines full: it admits groups while the staleness budget and the engines have room,
-scores each group as soon as it is complete, and forms a batch the moment one is full. It never polls, never drops a
-rollout without a reason in the ledger, and never decides when training is over: the trainer does.
+In: tasks from the task stream, and the trainer's events. Out: batches. The stream scheduler keeps the engines full: it
+admits groups while the staleness budget and the engines have room, scores each group as soon as it is complete, and
+forms a batch once one is full. It never polls, never drops a rollout without a reason in the ledger, and never decides
+when training is over: the trainer does.
 """
 
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
@@ -13,7 +13,7 @@ from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
 from tailrace.scheduling.observer import SchedulerObserver, SchedulerStatistics
 from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
-from tailrace.scheduling.stream import SaveState, StreamScheduler
+from tailrace.scheduling.stream import StreamScheduler
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "Evaluator",
     "GroupRunner",
     "Ledger",
-    "SaveState",
     "SchedulerObserver",
     "SchedulerStatistics",
     "SchedulingSettings",

@@ -12,17 +12,17 @@ class Verdict(enum.StrEnum):
 
     ADMIT = "admit"
     ENGINES_FULL = "engines_full"
-    """Every slot of the engines is busy: starting more would only make it older."""
+    """Every slot of the engines is busy."""
     BUFFER_FULL = "buffer_full"
     """Enough finished groups wait for the trainer."""
     BUDGET_SPENT = "budget_spent"
     """The staleness budget is spent: the engines wait for the trainer."""
     WEIGHTS_OLD = "weights_old"
-    """What started now would be too old for its batch: a trained step or newer weights are awaited."""
+    """A group that starts now would be too old for its batch."""
     STEP_STARTED = "step_started"
-    """Under over-sampling: all groups of this step have started, the next ones start at its edge."""
+    """Under over-sampling: all groups of this step have started."""
     ENOUGH = "enough"
-    """What was started fills every step that is left: more would never be trained on."""
+    """What was started fills every remaining step."""
 
 
 class AdmissionState(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,32 +32,30 @@ class AdmissionState(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts whose agents run."""
     max_running: int
     waiting_for_trainer: int
-    """Rollouts of finished groups that no batch took yet, and of batches that wait."""
+    """In finished groups that are in no batch, and in batches that wait."""
     max_waiting: int
     is_trainer_fed: bool
     """Whether a batch is on its way or being trained on."""
     budget_free: int
     untaken: int
-    """Rollouts of groups that were started and that no batch took yet."""
+    """In started groups that are in no batch."""
     wanted: int | None = None
-    """Rollouts that the steps that are left can take; None where training has no last step."""
+    """What the remaining steps can take; None where training has no last step."""
     step_size: int | None = None
-    """Rollouts that one step starts; None where admission knows no steps."""
+    """What one step starts, under over-sampling; else None."""
     age: int = 0
-    """Versions by which a token sampled now will trail the next batch that is formed."""
+    """Versions by which a token sampled now will trail the next batch."""
     max_age: int = 0
     trainable_capacity: int | None = None
-    """Rollouts that the batches up to the one for which a token sampled now is too old can take; None: no matter."""
+    """What the batches can take for which a token sampled now is young enough; None: no limit."""
 
 
 def may_admit(state: AdmissionState) -> Verdict:
-    """Just in time: enough running to keep every slot busy and a small buffer ahead of the trainer, no more.
+    """Keep every slot busy and a small buffer ahead of the trainer, no more.
 
-    A full buffer holds even idle engines while the trainer is fed: a group that ran alone meanwhile would cost nearly
-    as many engine steps as a full house does.
-
-    Once what was started fills the steps that are left, nothing more starts, and the last step waits for stragglers: to
-    fill it with what is quicker would waste the stragglers and bias the last step toward short rollouts.
+    A full buffer holds even idle engines while the trainer is fed: a group alone on them would cost nearly as many
+    engine steps as full engines do. Once what was started fills the remaining steps, nothing more starts and the last
+    step waits for stragglers: filling it with quicker groups would waste them and bias it toward short rollouts.
 
     >>> state = AdmissionState(
     ...     running=8, max_running=64, waiting_for_trainer=0, max_waiting=64, is_trainer_fed=True, budget_free=10,

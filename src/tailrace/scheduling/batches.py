@@ -1,7 +1,7 @@
 """From ready groups to one batch: the oldest first, judged for staleness, laid out in slices.
 
-Pure but for the accounts: whoever calls awaits between two slices, since a batch of thousands of rollouts would hold
-the event loop for a while.
+Pure but for the accounts. The caller awaits between slices, as a batch of thousands of rollouts would hold the event
+loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAMPLED_AT_ONCE = 32
 
 
 class BatchFormer:
-    """Takes a batch's worth of what is ready."""
+    """Forms batches of what is ready."""
 
     def __init__(
         self,

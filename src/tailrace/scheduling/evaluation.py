@@ -1,6 +1,6 @@
 """Measure a policy on held-out tasks, each run once: alone, or beside training.
 
-    every n steps ─► the newest step that is due ─► its weights are installed ─► tasks, so many at once ─► result
+    every n steps ─► the newest step that is due ─► its weights are installed ─► tasks, in its slots ─► result
 
 Beside training an evaluation has slots of its own, which admission leaves free; nothing is paused. New weights arrive
 meanwhile, so a result says which versions sampled it. One evaluation runs at a time; of those that fall due meanwhile
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,16 +40,13 @@ class EvaluationResult:
     @property
     def mean_reward(self) -> float:
         """Mean reward; a lost rollout is left out, never counted as 0. NaN when all were lost."""
-        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else math.nan
+        return statistics.fmean(self.rewards) if self.rewards else math.nan
 
     @property
     def standard_error(self) -> float:
         """Of the mean reward; NaN below two rollouts."""
-        if len(self.rewards) < 2:
-            return math.nan
-        mean = self.mean_reward
-        variance = math.fsum((reward - mean) ** 2 for reward in self.rewards) / (len(self.rewards) - 1)
-        return math.sqrt(variance / len(self.rewards))
+        rewards = self.rewards
+        return statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else math.nan
 
     @property
     def policy_versions(self) -> tuple[int, int] | None:
@@ -84,7 +82,7 @@ class _Tally:
 
 
 class _Walk:
-    """One evaluation: every task once, at most so many at a time."""
+    """One evaluation: every task once, a limited number at a time."""
 
     def __init__(self, tasks: Iterable[Task], runner: GroupRunner, name: str) -> None:
         self._numbered = enumerate(tasks)
@@ -101,7 +99,7 @@ class _Walk:
         return {environment: tally.result() for environment, tally in self._tallies.items()}
 
     def widen(self, concurrency: int) -> None:
-        """Run so many at a time from now on, where that is more."""
+        """Run at least `concurrency` tasks at a time from now on."""
         if self._workers is not None:
             for _ in range(concurrency - self._concurrency):
                 self._workers.create_task(self._work(self._numbered))

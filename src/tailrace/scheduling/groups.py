@@ -35,11 +35,9 @@ class GroupRunner(Protocol):
 
     async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
         """One attempt at a task. Raises `RolloutError` or `RequestRefused` when this rollout alone is lost."""
-        ...
 
     async def score(self, group: Group) -> list[Group]:
         """Score a complete group; what the result leaves out is dropped. Raises `RolloutError` for the whole group."""
-        ...
 
 
 class GroupPlayer:

@@ -11,7 +11,7 @@ from tailrace.scheduling.observer import SchedulerObserver
 
 
 class Ledger:
-    """Knows every rollout. Its invariant: `admitted = terminal + in flight`.
+    """Counts every rollout. Its invariant: `admitted = terminal + in flight`.
 
     >>> ledger = Ledger()
     >>> ledger.admit(RolloutId("a"))
@@ -21,15 +21,16 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._admitted = 0
+        self.admitted = 0
+        """Rollouts ever admitted."""
         self._in_flight: set[RolloutId] = set()
         self._terminal: Counter[tuple[TerminalState, str]] = Counter()
 
     def admit(self, rollout_id: RolloutId) -> None:
-        """A rollout starts its life. Raises `AccountingError` when it is in flight already."""
+        """A rollout starts. Raises `AccountingError` when it is in flight already."""
         if rollout_id in self._in_flight:
             raise AccountingError(f"rollout {rollout_id} was admitted twice")
-        self._admitted += 1
+        self.admitted += 1
         self._in_flight.add(rollout_id)
 
     def end(self, rollout_id: RolloutId, outcome: Outcome) -> None:
@@ -40,20 +41,15 @@ class Ledger:
         self._terminal[outcome.state, outcome.reason] += 1
 
     def count(self, rollouts: int, outcome: Outcome) -> None:
-        """So many rollouts of an earlier run, admitted there, ended like this; nobody knows their names any more."""
+        """Count rollouts that an earlier run admitted and this one ends; their ids are not known."""
         if rollouts:
-            self._admitted += rollouts
+            self.admitted += rollouts
             self._terminal[outcome.state, outcome.reason] += rollouts
 
     def check(self) -> None:
         """Raise `AccountingError` unless the invariant holds."""
-        if self._admitted != self._terminal.total() + len(self._in_flight):
+        if self.admitted != self._terminal.total() + len(self._in_flight):
             raise AccountingError(f"the ledger does not balance: {self}")
-
-    @property
-    def admitted(self) -> int:
-        """Rollouts ever admitted."""
-        return self._admitted
 
     @property
     def in_flight(self) -> int:
@@ -61,7 +57,7 @@ class Ledger:
         return len(self._in_flight)
 
     def in_flight_ids(self) -> list[RolloutId]:
-        """Which those are, for ending them all."""
+        """Their ids, sorted."""
         return sorted(self._in_flight)
 
     def total(self, state: TerminalState) -> int:
@@ -74,15 +70,15 @@ class Ledger:
 
     def __str__(self) -> str:
         terminal = " + ".join(f"{self.total(state)} {state}" for state in TerminalState)
-        return f"{self._admitted} admitted = {terminal} + {self.in_flight} in flight"
+        return f"{self.admitted} admitted = {terminal} + {self.in_flight} in flight"
 
 
 class Accounts:
-    """The ledger, the budget and the observer, moved together: whatever ends a rollout gives its slot back.
+    """The ledger, the budget and the observer, changed together.
 
     The slots of the staleness budget are the rollouts in flight, so each is given back exactly once, whatever the
-    outcome. A member of a group that is tried again passes its slot on. A group is admitted whenever any slot is free
-    and may overdraw the budget by its size less one, so that no pattern of failures deadlocks.
+    outcome. A group is admitted whenever any slot is free and may overdraw the budget by its size less one, so that no
+    pattern of failures deadlocks.
     """
 
     def __init__(self, budget: int, observer: SchedulerObserver) -> None:
@@ -114,7 +110,7 @@ class Accounts:
 
 
 class UntrainableStreak:
-    """Rollouts in a row that held nothing to train on: when there are too many, the run says so and ends.
+    """Rollouts in a row with nothing to train on; too many end the run.
 
     >>> streak = UntrainableStreak(limit=16, ledger=Ledger())
     >>> streak.extend(8); streak.reset(); streak.extend(8)
@@ -125,11 +121,11 @@ class UntrainableStreak:
         self._rollouts = 0
 
     def reset(self) -> None:
-        """Something to train on came."""
+        """A group was trainable."""
         self._rollouts = 0
 
     def extend(self, rollouts: int) -> None:
-        """A group of so many held nothing. Raises `TrainingError` with the reasons once the limit is reached."""
+        """A group of `rollouts` was not. Raises `TrainingError` with the reasons at the limit."""
         self._rollouts += rollouts
         if self._rollouts >= self._limit:
             raise TrainingError(

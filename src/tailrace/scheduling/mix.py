@@ -138,7 +138,7 @@ class EnvironmentMix:
             )
 
     def state(self) -> MixState:
-        """What a checkpoint keeps. It changes with the mix: encode it at once."""
+        """What a checkpoint keeps; it changes with the mix, so encode it before the next call."""
         return self._state
 
     def restore(self, state: MixState) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler tells whoever counts, writes and shows."""
+"""What the scheduler reports: events, and a snapshot of its state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ class SchedulerObserver(Protocol):
 
     def rollout_finished(self, rollout: Rollout) -> None:
         """An agent returned."""
-        ...
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         """A rollout is terminal. `rollout` is None where it was lost; `message` then says why, for people."""
-        ...
 
     def group_scored(self, group: Group, filter_reason: str | None) -> None:
         """A group has rewards and advantages; with a reason it will not be trained on.
@@ -28,27 +26,23 @@ class SchedulerObserver(Protocol):
         Where parts of it were released before, it comes last, complete and without advantages; a reason then is that of
         the rest.
         """
-        ...
 
     def part_released(self, part: Group) -> None:
         """Some rollouts of a group have advantages and go on to be trained, before the group is complete."""
-        ...
 
     def batch_sent(self, formed: FormedBatch) -> None:
         """A batch is on its way to the trainer."""
-        ...
 
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
         """The trainer is done with a batch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Where everything is now. Counts are rollouts unless named otherwise."""
+    """A snapshot. Counts are rollouts unless named otherwise."""
 
     running: int
-    """Whose agents run."""
+    """Rollouts whose agents run."""
     waiting_groups: int
     batches_ahead: int
     in_flight: int
@@ -59,13 +53,13 @@ class SchedulerStatistics:
     waited_s: Mapping[Verdict, float]
     """Seconds that admission was held, by what held it."""
     trainer_waited_s: float
-    """Seconds in which no batch was on its way: the trainer waited for data."""
+    """Seconds without a batch on its way: the trainer waited for data."""
     held_s: float
     """Seconds in which a full batch was held for a group that would have become too old (`on_stale = wait`)."""
     restarted_groups: int
     """Groups stopped and started again."""
     set_aside: int
-    """Rollouts that stopped at the edge of a step and go on in the next one."""
+    """Rollouts that were set aside at the edge of a step and go on in the next one."""
 
 
 class Stopwatch:

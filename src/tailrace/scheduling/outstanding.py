@@ -1,8 +1,8 @@
-"""What was started and is in no batch yet: the one place that holds it and counts it.
+"""Groups that were started and are not wholly in batches: the one place that holds and counts them.
 
     start ─► running ─► ended: scored, or its parts released ─► ready ─► taken into a batch, oldest tokens first
 
-Whoever changes something here wakes the loops that wait for it.
+Each change wakes the loops that wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Member:
     rollout: Rollout | None = None
     """Of the attempt that succeeded."""
     is_released: bool = False
-    """That rollout went on to be trained before the group was complete."""
+    """Before the group was complete."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -44,13 +44,13 @@ class OpenGroup:
     key: TaskKey
     members: list[Member]
     floor: int
-    """Oldest version that any of its tokens may be of."""
+    """Oldest version that any of its tokens may have."""
     release: EarlyRelease | None = None
     """Where its rollouts may be trained before it is complete."""
     stop: Stop | None = None
     """Why it was stopped while it ran."""
     is_held: bool = False
-    """Set aside at the edge of a step: it takes no slot of the engines, and goes on in the next one."""
+    """Set aside at the edge of a step, without a slot of the engines, until the next one."""
     finished: list[Member] = field(default_factory=list)
     """Members whose rollouts have finished, in that order."""
     released: int = 0
@@ -58,9 +58,9 @@ class OpenGroup:
     taken: int = 0
     """Of those, the ones in batches."""
     unfinished: int = 0
-    """Members whose end was not told yet."""
+    """Members that have not ended."""
     parts: int = 1
-    """That wait for a batch, and one more until the group is over."""
+    """Parts that wait for a batch, and one more until the group is over."""
     is_over: bool = False
     """Nothing more of it will be released."""
 
@@ -69,7 +69,7 @@ class OpenGroup:
 
     @property
     def size(self) -> int:
-        """Rollouts that were asked for."""
+        """Rollouts that it started with."""
         return len(self.members)
 
     @property
@@ -91,7 +91,7 @@ class OpenGroup:
         return any(member.is_running for member in self.members)
 
     def stop_running(self, stop: Stop) -> None:
-        """Cancel its attempts, where some run. Whoever plays the group sees to the rest once they have ended."""
+        """Cancel its attempts, where some run. `GroupPlayer.play` does the rest once they have ended."""
         if self.stop is None and self.is_running:
             self.stop = stop
             for member in self.members:
@@ -107,53 +107,30 @@ class ReadyGroup:
     opened: OpenGroup
     """What it came from."""
     size: int
-    """What it counts for in a batch, in rollouts: the members that it lost included."""
-
-
-class ReadyQueue:
-    """Scored groups that wait for their batch: those with the oldest tokens first, then in arrival order.
-
-    Where more than a batch's worth waits, what would be past the bound soonest goes along. What stays behind only
-    becomes older, so nothing starves.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, ReadyGroup]] = []
-        self._arrivals = 0
-        self.size = 0
-        """What all of it counts for in batches, in rollouts."""
-        self.rollouts = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def push(self, ready: ReadyGroup) -> None:
-        """A group has been scored."""
-        self._arrivals += 1
-        heapq.heappush(self._heap, (ready.opened.floor, self._arrivals, ready))
-        self.size += ready.size
-        self.rollouts += len(ready.group.rollouts)
-
-    def pop(self) -> ReadyGroup:
-        """The next one to be trained on."""
-        ready = heapq.heappop(self._heap)[2]
-        self.size -= ready.size
-        self.rollouts -= len(ready.group.rollouts)
-        return ready
+    """In a batch, in rollouts, with the members that it lost."""
 
 
 class Outstanding:
-    """The groups that were started and are not wholly in batches, with running sums."""
+    """Groups and running sums over them.
+
+    What is ready is taken oldest tokens first, then in order of arrival: what stays behind only becomes older, so
+    nothing starves.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[OpenGroup, None] = {}
         self.floors = Floors[OpenGroup]()
-        """Of those that run or are scored."""
-        self.ready = ReadyQueue()
+        """Of groups that run or are scored."""
+        self.ready: list[tuple[int, int, ReadyGroup]] = []
+        """A heap of (floor, arrival, group)."""
+        self.ready_size = 0
+        """Of all that is ready, in rollouts of a batch."""
+        self.ready_rollouts = 0
+        self._arrivals = 0
         self.running = 0
         """Rollouts whose agents run."""
         self.untaken = 0
-        """Rollouts of groups that were started and that no batch took yet."""
+        """Rollouts of started groups that are in no batch."""
         self.admission_wake, self.batches_wake = asyncio.Event(), asyncio.Event()
 
     def wake(self) -> None:
@@ -178,12 +155,17 @@ class Outstanding:
         """A part of a group, or all of it, waits for its batch; it counts for `size` rollouts."""
         group.parts += 1
         group.released += size
-        self.ready.push(ReadyGroup(part, group, size))
+        self._arrivals += 1
+        heapq.heappush(self.ready, (group.floor, self._arrivals, ReadyGroup(part, group, size)))
+        self.ready_size += size
+        self.ready_rollouts += len(part.rollouts)
         self.wake()
 
     def take(self) -> ReadyGroup:
         """The oldest of what is ready goes into a batch."""
-        ready = self.ready.pop()
+        ready = heapq.heappop(self.ready)[2]
+        self.ready_size -= ready.size
+        self.ready_rollouts -= len(ready.group.rollouts)
         self.untaken -= ready.size
         ready.opened.taken += ready.size
         self._close_part(ready.opened)

@@ -1,4 +1,4 @@
-"""Where the trainer is, what is on its way to it, what the generators serve, and the ends of steps."""
+"""The trainer's position, the batches sent to it, the version that generators serve, and the ends of steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tailrace.scheduling.ledger import Accounts
 from tailrace.tracing.phases import phase
 
 ENDED_AT_ONCE = 128
-"""Rollouts whose end is written down before the event loop may turn to others."""
+"""Rollouts that end in one turn of the event loop."""
 FREED_AT_ONCE = 32
-"""Groups that are let go of before the event loop may turn to others."""
+"""Groups that are freed in one turn of the event loop."""
 
 
 class Progress:
     """Versions and steps, and the batches between scheduler and trainer. Plain numbers."""
 
     def __init__(self, *, step: int = 0, version: int = 0, serving_version: int | None = None) -> None:
-        """See `StreamScheduler.start`."""
+        """With the parameters of `StreamScheduler.start`."""
         self.step, self.version = step, version
         self.sent: deque[FormedBatch] = deque()
         self.is_forming = False
@@ -38,13 +38,13 @@ class Progress:
         return formed
 
     def install(self, version: int) -> None:
-        """No generator serves anything older any more."""
+        """No generator serves an older version any more."""
         if self._serving_version is not None:
             self._serving_version = max(self._serving_version, version)
         self.stop_awaiting(version)
 
     def stop_awaiting(self, version: int) -> None:
-        """Nobody waits for this version any more: it serves, or could not be installed."""
+        """This version is awaited no more: it serves, or could not be installed."""
         if self._awaited_version is not None:
             self._awaited_version = max(self._awaited_version, version)
 
@@ -60,7 +60,7 @@ class Progress:
 
     @property
     def waiting_rollouts(self) -> int:
-        """Of the batches sent that the trainer does not work on yet."""
+        """In batches sent that the trainer has not begun."""
         return sum(formed.batch.summary.num_rollouts for formed in list(self.sent)[1:])
 
     @property
@@ -91,7 +91,7 @@ class EndedSteps:
         return len(self._waiting)
 
     def add(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
-        """A step ended. A small batch is written down here and now, unless others wait."""
+        """A step ended. The rollouts of a small batch end at once, unless others wait."""
         self._waiting.append(self._end(event, formed))
         if len(self._waiting) == 1 and formed.batch.summary.num_rollouts <= ENDED_AT_ONCE:
             self.drain()
@@ -99,7 +99,7 @@ class EndedSteps:
             self._added.set()
 
     async def end_next(self) -> None:
-        """Waits for a step, and writes it down, the event loop's other tasks in between."""
+        """Waits for a step, and ends its rollouts in turns with the event loop's other tasks."""
         while not self._waiting:
             self._added.clear()
             await self._added.wait()
@@ -108,7 +108,7 @@ class EndedSteps:
         self._waiting.popleft()
 
     def drain(self) -> None:
-        """Write all of them down at once."""
+        """End all rollouts of all steps at once."""
         with phase("retire"):
             while self._waiting:
                 drained(self._waiting.popleft())
@@ -125,7 +125,7 @@ class EndedSteps:
         self._accounts.ledger.check()
         self._accounts.observer.step_ended(event, formed)
         groups = list(formed.groups)
-        del formed  # to free thousands of rollouts at once takes a while as well
+        del formed  # freeing thousands of rollouts at once would stall the loop too
         while groups:
             del groups[-FREED_AT_ONCE:]
             yield

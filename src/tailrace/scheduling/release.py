@@ -12,23 +12,6 @@ import math
 from tailrace.scheduling.settings import SchedulingSettings
 
 
-def min_known_siblings(settings: SchedulingSettings, group_size: int) -> int:
-    """Siblings that must be known before a group's first release: as chosen, or half the group.
-
-    >>> min_known_siblings(SchedulingSettings(), 8), min_known_siblings(SchedulingSettings(min_known_siblings=1), 8)
-    (4, 1)
-    """
-    chosen = group_size // 2 if settings.min_known_siblings is None else settings.min_known_siblings
-    return max(chosen, least_known_siblings(settings, group_size))
-
-
-def least_known_siblings(settings: SchedulingSettings, group_size: int) -> int:
-    """Siblings that must be known even where waiting for more would make the group too old: one, or what
-    `min_group_size` asks for.
-    """
-    return max(1, min(settings.min_group_size, group_size) - 1)
-
-
 class EarlyRelease:
     """One group's. Rollouts are numbered in the order in which they became known.
 
@@ -42,30 +25,27 @@ class EarlyRelease:
     """
 
     def __init__(self, min_known_siblings: int, least_known_siblings: int = 1) -> None:
-        """`least_known_siblings` are enough once the group expires."""
+        """The first release needs `min_known_siblings` of each rollout, or the least once the group expires."""
         self._min_known_siblings, self._least_known_siblings = min_known_siblings, least_known_siblings
         self._rewards: list[float] = []
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
+        """Numbers of the rollouts that are known and not released."""
 
     @classmethod
     def of_group(cls, settings: SchedulingSettings, group_size: int) -> EarlyRelease | None:
         """Of a group that starts; None where groups are trained on together."""
         if settings.group_release != "early":
             return None
-        return cls(min_known_siblings(settings, group_size), least_known_siblings(settings, group_size))
-
-    @property
-    def waiting(self) -> list[int]:
-        """Numbers of the rollouts that are known and not released."""
-        return list(self._waiting)
+        least = max(1, min(settings.min_group_size, group_size) - 1)
+        chosen = group_size // 2 if settings.min_known_siblings is None else settings.min_known_siblings
+        return cls(max(chosen, least), least)
 
     def learn(self, reward: float) -> list[tuple[int, float]]:
         """One more rollout is known; (number, advantage) of those that are released now.
 
-        The first release waits until every rollout has `min_known_siblings` siblings and not all rewards are equal:
-        an all-equal set says nothing yet.
+        The first release waits until every rollout has `min_known_siblings` siblings and not all rewards are equal.
         """
-        self._waiting.append(len(self._rewards))
+        self.waiting.append(len(self._rewards))
         self._rewards.append(reward)
         if len(self._rewards) <= self._min_known_siblings:
             return []
@@ -96,7 +76,7 @@ class EarlyRelease:
         others = len(self._rewards) - 1
         total = math.fsum(reward / others for reward in self._rewards)
         released = [
-            (number, self._rewards[number] - (total - self._rewards[number] / others)) for number in self._waiting
+            (number, self._rewards[number] - (total - self._rewards[number] / others)) for number in self.waiting
         ]
-        self._waiting.clear()
+        self.waiting.clear()
         return released

@@ -1,4 +1,4 @@
-"""How old tokens may be when they are trained on, and what `on_stale` does about those that are older. Pure.
+"""How old tokens may be when they are trained on, and what `on_stale` does about older ones. Pure.
 
 A group's floor is the oldest version that a generator served when the group started: none of its tokens is older. So a
 group of floor f fits a batch for a trainer of version v whole while `v - f <= max_staleness`.
@@ -23,17 +23,14 @@ GroupT = TypeVar("GroupT")
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a group that runs is stopped, and whether its task is started again."""
+    """Why a running group is stopped, and whether its task is started again."""
 
     reason: str
     restarts_task: bool
 
 
 class StalePolicy:
-    """`on_stale = mask`: stale tokens stay as context and carry no loss. No group is stopped, and no batch waits.
-
-    Each other choice overrides what it does otherwise.
-    """
+    """`on_stale = mask`: stale tokens stay as context and carry no loss. No group is stopped, and no batch waits."""
 
     drops_rollouts: ClassVar[bool] = False
     """Whether a finished rollout with a stale token is left out; otherwise only those tokens are masked."""
@@ -57,11 +54,11 @@ class StalePolicy:
         return False
 
     def holds_batch(self, oldest_floor: int | None, trainer_version: int) -> bool:
-        """Whether a full batch waits, as its step would push a running group, the oldest of them, past the bound."""
+        """Whether a full batch waits, as its step would push the oldest running group past the bound."""
         return False
 
     def trainable_capacity(self, age: int) -> int | None:
-        """Rollouts that may be started and in no batch while tokens sampled now are `age` versions old; None: any."""
+        """Started rollouts that may be in no batch while tokens sampled now are `age` versions old; None: any."""
         return None
 
 
@@ -112,7 +109,7 @@ _POLICIES: dict[OnStale, type[StalePolicy]] = {
 
 
 def stale_policy(settings: SchedulingSettings, max_staleness: int) -> StalePolicy:
-    """What `on_stale` chooses.
+    """The policy of `on_stale`.
 
     >>> policy = stale_policy(SchedulingSettings(on_stale="wait"), max_staleness=4)
     >>> policy.holds_batch(3, trainer_version=6), policy.holds_batch(3, trainer_version=7)
@@ -133,15 +130,12 @@ class Floors(Generic[GroupT]):
     def __init__(self) -> None:
         self._groups: defaultdict[int, dict[GroupT, None]] = defaultdict(dict)
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
     def add(self, group: GroupT, floor: int) -> None:
         """A group starts."""
         self._groups[floor][group] = None
 
     def remove(self, group: GroupT, floor: int) -> None:
-        """It has ended."""
+        """A group has ended."""
         del self._groups[floor][group]
         if not self._groups[floor]:
             del self._groups[floor]

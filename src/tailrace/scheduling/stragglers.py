@@ -29,11 +29,9 @@ class HoldsGroups(Protocol):
 
     async def hold(self, group_id: str) -> None:
         """Free the group's slots and start none of its requests; returns once none of them runs."""
-        ...
 
     def release(self, group_id: str) -> None:
         """Let its requests go on."""
-        ...
 
 
 class Stragglers:

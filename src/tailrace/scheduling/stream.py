@@ -2,18 +2,18 @@
 
     admission   waits for room (engines, buffer, budget, weights), starts the next task's group
     batches     waits for a batch's worth of groups and for the trainer to be at most one batch behind, sends it
-    ends        waits for the trainer's steps, writes down what became of their rollouts
+    ends        waits for the trainer's steps, gives their rollouts their terminal state
 
-Each group plays in a task of its own (see `groups`). What the trainer does comes back through `handle`, what the
-generators serve through `weights_installed`; both free room and wake the loops. Nothing here polls, and no event costs
-more the more is in flight: sums are kept, not taken.
+Each group runs in a task of its own (see `groups`). `handle` takes the trainer's events, `weights_installed` the
+generators' versions; both wake the loops. Nothing polls, and the cost of an event does not grow with what is in flight:
+sums are running sums.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import TypeAlias
 
 from tailrace.batching import FormedBatch
 from tailrace.batching.slices import in_turns
@@ -33,33 +33,24 @@ from tailrace.scheduling.tasks import TaskKey, TaskStream
 from tailrace.tracing.phases import phase
 
 MAX_BATCHES_AHEAD = 2
-"""Batches sent and not yet trained: one that the trainer works on, one that waits, so that it never idles."""
+"""Batches sent and not yet trained: one that is trained on and one that waits, so that the trainer never idles."""
 
 RESUMED = "resumed"
-"""Of a group that was trained in part before the run was resumed: the rest is not started over."""
+"""Reason for the rest of a group that was trained in part before the run was resumed."""
 
 STARTED_AT_ONCE = 16
-"""Rollouts started before the event loop may turn to others."""
+"""Rollouts started in one turn of the event loop."""
 
 
-class SendBatch(Protocol):
-    """Hands a batch over to the trainer."""
+SendBatch: TypeAlias = Callable[[PlannedBatch], Awaitable[None]]
+"""Hands a batch over to the trainer; returns once it is accepted.
 
-    async def __call__(self, batch: PlannedBatch, /) -> None:
-        """Return once the batch is accepted.
+Must keep nothing of the batch beyond the end of its step: the scheduler frees its rollouts in slices then, while the
+last owner of a whole batch frees it at once (16,384 samples: 46 ms in which no other thread runs).
+"""
 
-        Keep nothing of it beyond the end of its step: the scheduler frees its rollouts in slices then, while whoever
-        is the last to hold a whole batch frees it at once (16,384 samples: 46 ms in which no other thread runs).
-        """
-        ...
-
-
-class SaveState(Protocol):
-    """Keeps the scheduler's state: where a run that is resumed after `step` goes on."""
-
-    async def __call__(self, step: int, state: bytes, /) -> None:
-        """Return once it is kept. Awaited before the batch of `step` is sent."""
-        ...
+SaveState: TypeAlias = Callable[[int, bytes], Awaitable[None]]
+"""Keeps (step, state): where a run resumed after that step goes on. Awaited before the batch of the step is sent."""
 
 
 class StreamScheduler:
@@ -84,10 +75,9 @@ class StreamScheduler:
         save_state: SaveState | None = None,
         holder: HoldsGroups | None = None,
     ) -> None:
-        """`max_steps` is the trainer's very last step.
+        """`max_steps` is the trainer's last step; `whole_groups` are environments that need every member of a group.
 
-        `whole_groups` are environments that can do nothing with a group that lost members. `holder` sets groups aside,
-        which `on_straggler = resume_next_step` needs.
+        `holder` sets groups aside, which `on_straggler = resume_next_step` needs.
         """
         self._tasks, self._send, self._observer = tasks, send, observer
         self._settings, self._max_running, self._max_steps = settings, max_running, max_steps
@@ -117,8 +107,7 @@ class StreamScheduler:
         if state:
             self._tasks.restore(state)
         self._progress = Progress(step=step, version=version, serving_version=serving_version)
-        # Counts of groups begin anew with a run that is resumed: the step makes their names differ from those of the
-        # steps that survived.
+        # groups are counted anew in a resumed run: the step keeps their ids unique
         self._id_prefix = f"{step}." if step else ""
 
     @property
@@ -153,17 +142,17 @@ class StreamScheduler:
         self._outstanding.wake()
 
     def weights_not_installed(self, version: int) -> None:
-        """Nobody waits for `version` any more: it could not be installed, and the old weights go on serving."""
+        """Stop waiting for `version`: it could not be installed, and the old weights go on serving."""
         self._progress.stop_awaiting(version)
         self._outstanding.wake()
 
     def lend(self, slots: int) -> None:
-        """From now on leave so many of the engines' slots to somebody else; what runs in them goes on to its end."""
+        """From now on leave this number of engine slots free; what runs in them goes on to its end."""
         self._lent_slots = slots
         self._outstanding.wake()
 
     def finish(self, reason: str) -> None:
-        """The run is over: whatever is still in flight is cancelled, and the ledger must balance."""
+        """The run is over: rollouts still in flight end as cancelled, and the ledger must balance."""
         self._ended_steps.drain()
         for rollout_id in self.ledger.in_flight_ids():
             self.ledger.end(rollout_id, Outcome.cancelled(reason))
@@ -221,7 +210,7 @@ class StreamScheduler:
             AdmissionState(
                 running=outstanding.running,
                 max_running=self._max_running - self._lent_slots,
-                waiting_for_trainer=outstanding.ready.rollouts + progress.waiting_rollouts,
+                waiting_for_trainer=outstanding.ready_rollouts + progress.waiting_rollouts,
                 max_waiting=int(buffered_batches * settings.batch_size),
                 is_trainer_fed=progress.ahead > 0,
                 budget_free=self._accounts.budget_free,
@@ -251,7 +240,7 @@ class StreamScheduler:
         return size
 
     def _review_running(self) -> None:
-        """Groups that run and have become too old are stopped, where the settings say so."""
+        """Stop the running groups that have become too old, under a policy that does."""
         if self._stale.stops_groups:
             for group in self._outstanding.floors.below(self._stale.oldest_allowed(self._progress.trainer_version)):
                 if stop := self._stale.stale_action(self._tasks.restarts(group.key)):
@@ -278,11 +267,11 @@ class StreamScheduler:
         outstanding, progress = self._outstanding, self._progress
         if len(progress.sent) >= MAX_BATCHES_AHEAD or not outstanding.ready:
             return False
-        if outstanding.ready.size >= self._settings.batch_size:
+        if outstanding.ready_size >= self._settings.batch_size:
             is_held = self._stale.holds_batch(outstanding.floors.oldest, progress.trainer_version)
             self._held.set(is_held)
             return not is_held
-        if outstanding.floors or progress.sent:
+        if outstanding.floors.oldest is not None or progress.sent:
             return False
         return self._tasks.is_exhausted or self._verdict() not in (Verdict.ADMIT, Verdict.WEIGHTS_OLD)
 
@@ -295,10 +284,7 @@ class StreamScheduler:
             return await in_turns(self._former.form(step=step, trainer_version=trainer_version))
 
     def _release_expiring(self, oldest: int) -> None:
-        """Under early release what is known of a group goes into the last batch that takes `oldest`, its first tokens.
-
-        The batch takes the oldest first, so what waits with younger tokens stays behind for the next one.
-        """
+        """Under early release finished rollouts go into the last batch that takes their group's tokens of `oldest`."""
         if self._settings.group_release == "early":
             for group in self._outstanding.floors.below(oldest + 1):
                 self._player.expire(group)
@@ -314,10 +300,10 @@ class StreamScheduler:
         self._observer.batch_sent(formed)
 
     async def _save(self, step: int) -> None:
-        """Keep where a run that is resumed after `step` goes on, of what is outstanding once its batch is formed.
+        """Save where a run resumed after `step` goes on, now that its batch is formed.
 
-        A group of which a part is in a batch is not started over, or that part would be trained on twice: what is left
-        of it is lost to a run that is resumed, and counted.
+        A group of which a part is in a batch is not started over, or that part would be trained on twice: the rest of
+        it is lost to a resumed run, and counted.
         """
         if self._save_state is not None:
             lost = sum(group.left for group in self._outstanding.groups if group.taken)
@@ -326,7 +312,7 @@ class StreamScheduler:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     async def _end_steps(self) -> None:
-        """Writes down the ends of large batches' rollouts. Waits for steps, for ever."""
+        """End the rollouts of large batches. Waits for steps until cancelled."""
         while True:
             await self._ended_steps.end_next()
             self._outstanding.wake()

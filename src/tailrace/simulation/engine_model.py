@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.records import Int32Array
 from tailrace.simulation.settings import EngineSettings
 
@@ -237,11 +238,6 @@ class EngineModel:
         return np.repeat(np.asarray(values, np.int32), np.asarray(counts, np.int64))
 
     @property
-    def version(self) -> int:
-        """Version of the weights that the next step uses."""
-        return self._versions[-1]
-
-    @property
     def is_loading(self) -> bool:
         """Whether weights wait for the step in progress to end."""
         return self._load is not None
@@ -257,14 +253,24 @@ class EngineModel:
         return len(self._waiting)
 
     @property
-    def steps(self) -> int:
-        """Steps that ended, as last counted."""
-        return self._step
-
-    @property
     def running_tokens(self) -> int:
         """Tokens that running requests hold, prompts included."""
         return self._held_tokens + self._step * len(self._running)
+
+    def statistics(self, now_s: float) -> EngineStatistics:
+        """A snapshot."""
+        return EngineStatistics(
+            policy_version=self._versions[-1],
+            running=self.running,
+            waiting=self.waiting,
+            running_tokens=self.running_tokens,
+            kv_tokens=self.running_tokens,
+            kv_capacity_tokens=self._capacity,
+            steps_total=self._step,
+            sampled_tokens_total=self.sampled_tokens(now_s),
+            prefilled_tokens_total=self.prefilled_tokens,
+            preemptions_total=self.preemptions,
+        )
 
     def sampled_tokens(self, now_s: float) -> int:
         """Sampled since the start, by running requests too."""

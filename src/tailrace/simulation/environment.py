@@ -23,11 +23,9 @@ class Disturbance(Protocol):
 
     async def playing(self, rollout_id: RolloutId) -> None:
         """Between an agent's last turn and its reward; may raise, or never return."""
-        ...
 
     async def scoring(self, group: Group) -> Group | list[Group] | None:
         """As an environment's `score_group`."""
-        ...
 
 
 def modelled_environment(

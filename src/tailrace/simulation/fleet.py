@@ -87,7 +87,7 @@ class ModelledFleet:
             )
             self._alive[name] = replica
             try:
-                await self.router.use(name, replica, replica.statistics())
+                await self.router.use(name, replica, replica.engine.statistics(clock()))
             finally:
                 del self._alive[name]
                 self._sampled_by_dead += replica.engine.sampled_tokens(clock())

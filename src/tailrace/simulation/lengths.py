@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from tailrace.errors import DataError
 from tailrace.simulation.draws import standard_normal, uniform
-from tailrace.simulation.settings import EmpiricalLengths, LengthSettings, LognormalLengths, MixtureLengths
+from tailrace.simulation.settings import EmpiricalLengths, LengthSettings, LognormalLengths, MixtureLengths, MixturePart
 
 _NORMAL = NormalDist()
 _REMEMBERED = 8192
@@ -28,11 +28,7 @@ class LengthSource:
         self._seed = seed
         self._settings = settings
         self._observed = _read(settings.file) if isinstance(settings, EmpiricalLengths) else []
-        self._weights: list[float] = []
         self._cached_draw = lru_cache(_REMEMBERED)(self._draw)
-        if isinstance(settings, MixtureLengths):
-            total = math.fsum(part.weight for part in settings.parts)
-            self._weights = [part.weight / total for part in settings.parts]
 
     def draw(self, task: str, completion: str) -> int:
         """The length of a completion of a task, by their names."""
@@ -43,7 +39,7 @@ class LengthSource:
             case LognormalLengths():
                 return self._lognormal(self._settings, task, completion)
             case MixtureLengths():
-                return self._lognormal(self._choose(completion), task, completion)
+                return self._lognormal(self._choose(self._settings, completion), task, completion)
             case EmpiricalLengths():
                 return self._observed[int(uniform(self._seed, "length", completion) * len(self._observed))]
 
@@ -54,19 +50,17 @@ class LengthSource:
             case LognormalLengths():
                 return _mean(self._settings)
             case MixtureLengths():
-                parts = zip(self._weights, self._settings.parts, strict=True)
-                return math.fsum(weight * _mean(part.lengths) for weight, part in parts)
+                return math.fsum(share * _mean(part.lengths) for share, part in _shares(self._settings))
             case EmpiricalLengths():
                 return math.fsum(self._observed) / len(self._observed)
 
-    def _choose(self, completion: str) -> LognormalLengths:
-        assert isinstance(self._settings, MixtureLengths)
+    def _choose(self, mixture: MixtureLengths, completion: str) -> LognormalLengths:
         left = uniform(self._seed, "part", completion)
-        for weight, part in zip(self._weights, self._settings.parts, strict=True):
-            left -= weight
+        for share, part in _shares(mixture):
+            left -= share
             if left < 0:
                 return part.lengths
-        return self._settings.parts[-1].lengths
+        return mixture.parts[-1].lengths
 
     def _lognormal(self, lengths: LognormalLengths, task: str, completion: str) -> int:
         log = lengths.mean_log
@@ -74,6 +68,11 @@ class LengthSource:
             log += lengths.task_sigma * standard_normal(self._seed, "task", task)
         log += lengths.own_sigma * standard_normal(self._seed, "length", completion)
         return max(1, min(lengths.cap, round(math.exp(log))))
+
+
+def _shares(mixture: MixtureLengths) -> list[tuple[float, MixturePart]]:
+    total = math.fsum(part.weight for part in mixture.parts)
+    return [(part.weight / total, part) for part in mixture.parts]
 
 
 def _mean(lengths: LognormalLengths) -> float:

@@ -50,7 +50,7 @@ class ModelledReplica(ReplicaClient):
     ) -> None:
         """Loading weights takes `load_s` seconds, during which the engine stands still if `load_holds`."""
         self._loop = asyncio.get_running_loop()
-        self._settings, self._lengths, self._on_report = settings, lengths, on_report
+        self._lengths, self._on_report = lengths, on_report
         self._load_s, self._load_holds = load_s, load_holds
         self.engine = EngineModel(settings)
         self._calls: dict[str, _Call] = {}
@@ -138,22 +138,6 @@ class ModelledReplica(ReplicaClient):
 
     # --- the engine ----------------------------------------------------------------------------------------------
 
-    def statistics(self) -> EngineStatistics:
-        """A snapshot."""
-        engine = self.engine
-        return EngineStatistics(
-            policy_version=engine.version,
-            running=engine.running,
-            waiting=engine.waiting,
-            running_tokens=engine.running_tokens,
-            kv_tokens=engine.running_tokens,
-            kv_capacity_tokens=self._settings.kv_capacity_tokens,
-            steps_total=engine.steps,
-            sampled_tokens_total=engine.sampled_tokens(self._now()),
-            prefilled_tokens_total=engine.prefilled_tokens,
-            preemptions_total=engine.preemptions,
-        )
-
     @property
     def open_tokens(self) -> int:
         """Sampled of completions that are not finished, prefixes included."""
@@ -162,7 +146,7 @@ class ModelledReplica(ReplicaClient):
 
     def _changed(self) -> None:
         """After every change of the engine: report, and set the timer to its next event."""
-        self._on_report(self.statistics(), self._received)
+        self._on_report(self.engine.statistics(self._now()), self._received)
         due_s = self.engine.next_event_s()
         if self._timer is not None:
             if self._timer.when() == due_s and not self._timer.cancelled():

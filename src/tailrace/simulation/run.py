@@ -226,14 +226,14 @@ class Simulation:
         self._publishing: asyncio.TaskGroup | None = None
         self._scheduling: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        self._warm: Totals | None = Totals() if plan.warmup_steps == 0 else None
+        self._warm = Totals()
         self._watches = watch
         self._timeline: list[Moment] = []
 
     async def run(self) -> SimulatedRun:
         """Until the last step ended or the last task was trained. Raises what ends the run earlier.
 
-        In any case the ledger balances then, and nothing that was started here goes on.
+        The ledger balances in any case, and every task that was started here has ended.
         """
         work = asyncio.create_task(self._work(), name="cluster")
         ended = asyncio.create_task(self._ended.wait(), name="last step")
@@ -307,7 +307,6 @@ class Simulation:
         )
 
     def _result(self, totals: Totals) -> SimulatedRun:
-        assert self._warm is not None
         measured = totals.since(self._warm)
         begun = next((each for each in (measured, totals) if each.asked_completions), None)
         length = self._length_mean if begun is None else begun.asked_tokens / begun.asked_completions

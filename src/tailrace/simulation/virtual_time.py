@@ -15,6 +15,7 @@ from asyncio.base_events import BaseEventLoop
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from contextvars import Context
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from tailrace.errors import Deadlock
@@ -59,11 +60,10 @@ class VirtualTimeLoop(BaseEventLoop):
         """Call `func` at once; its result arrives in the next turn of the loop."""
         future: asyncio.Future[T] = self.create_future()
         try:
-            result = func(*args)
+            settle = partial(future.set_result, func(*args))
         except Exception as error:  # noqa: BLE001  (the future's owner gets it)
-            self.call_soon(_settle, future, future.set_exception, error)
-        else:
-            self.call_soon(_settle, future, future.set_result, result)
+            settle = partial(future.set_exception, error)
+        self.call_soon(lambda: future.done() or settle())
         return future
 
     def select(self, timeout: float | None) -> list[Any]:
@@ -119,11 +119,6 @@ class _NumberedTask(asyncio.Task[T]):
 
     def __hash__(self) -> int:
         return self._number
-
-
-def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: object) -> None:
-    if not future.done():
-        settle(value)
 
 
 def _where(coroutine: Any) -> str:

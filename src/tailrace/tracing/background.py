@@ -1,4 +1,4 @@
-"""One thread that writes, behind a bounded queue: nobody waits for a disk."""
+"""One thread that writes, behind a bounded queue: callers never wait for a disk."""
 
 from __future__ import annotations
 

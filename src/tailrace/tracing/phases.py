@@ -4,7 +4,7 @@
         with phase("score"):              anywhere below, in coroutines and in threads; costs nothing where none records
             ...
 
-A phase that awaits is charged only for what it ran itself. The tasks of a recording loop tell when they run and when
+A phase that awaits is charged only for what it ran itself. The tasks of a recording loop report when they run and when
 they wait; in between, time goes to the phase that is in force in that task (a context variable, which child tasks and
 `asyncio.to_thread` inherit). Time that no phase claims is counted as `OTHER`.
 """
@@ -232,7 +232,7 @@ class phase:
             clock.start(outer.surviving() if outer.has_ended else outer, now_ns)
 
     def add_bytes(self, num_bytes: int) -> None:
-        """So many bytes were worked on."""
+        """Count bytes that were worked on."""
         self._num_bytes += num_bytes
 
     def surviving(self) -> phase:

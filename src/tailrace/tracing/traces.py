@@ -4,7 +4,7 @@
     the run, at its end ── join_trace ──▶ trace.json ◀────────────────────────────────────┘
 
 Times are of the monotonic clock, which the processes of one host share. What overlaps lies in lanes: `rollouts 0`,
-`rollouts 1`, ... are one track each, and in one lane spans nest. A process writes so many bytes and no more; what comes
+`rollouts 1`, ... are one track each, and in one lane spans nest. The bytes of a process are bounded; what comes
 after is counted. Format: "Trace Event Format", Chromium project (complete, counter and metadata events).
 """
 
@@ -36,7 +36,7 @@ class TraceWriter:
     """One process's part of the trace. Any thread may add to it; a thread of its own writes."""
 
     def __init__(self, folder: Path, process: str, *, max_bytes: int) -> None:
-        """Write `folder/<process>.events`, at most so many bytes of it."""
+        """Write `folder/<process>.events`, at most `max_bytes` of it."""
         self._path = folder / (process + _PART_SUFFIX)
         self._left_bytes = max_bytes
         self._writer = BackgroundWriter(queue_records=_QUEUED_WRITES)
@@ -55,7 +55,7 @@ class TraceWriter:
         return heapq.heappop(free) if free else next(self._lanes[track])
 
     def give_lane_back(self, track: str, lane: int) -> None:
-        """Whoever took it has ended."""
+        """Make a lane free again."""
         heapq.heappush(self._free_lanes[track], lane)
 
     def add_span(

@@ -230,7 +230,7 @@ class Trainer:
         if self._open_payload is None:
             return None
         warn = partial(_log.warning, "tokens route themselves, since their recorded experts are gone: %s")
-        experts = row.routed_experts(self._open_payload, out=self._experts, on_lost=warn)
+        experts = row.payloads.read(self._open_payload, out=self._experts, on_lost=warn)
         if experts is not None and (self._experts is None or len(experts) > len(self._experts)):
             self._experts = experts
         return experts

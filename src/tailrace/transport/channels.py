@@ -1,7 +1,7 @@
 """Sockets between the processes of a run: ZMQ over ipc, msgpack messages, nothing pickled.
 
 A `Channel` is one end of a conversation of two. It says at once when the other end is gone: a socket's monitor reports
-the disconnect that the kernel reports when a process dies, so nobody polls and nobody waits for a heartbeat.
+the disconnect that the kernel reports when a process dies, without polling.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def runtime_folder() -> Path:
 
 
 def create_socket_folder() -> Path:
-    """A fresh folder under `runtime_folder()` that only this user can enter. Whoever asks for it removes it."""
+    """A fresh folder under `runtime_folder()` that only this user can enter. The caller removes it."""
     return Path(tempfile.mkdtemp(prefix="tailrace-", dir=runtime_folder()))
 
 
@@ -95,7 +95,7 @@ def decode(frame: bytes, message_type: type[MessageT]) -> MessageT:
 
 
 async def wait_until(changed: asyncio.Event, condition: Callable[[], bool]) -> None:
-    """Wait until `condition()` holds. Whoever changes what it looks at calls `changed.set()`, on the same loop."""
+    """Wait until `condition()` holds. What changes it calls `changed.set()`, on the same loop."""
     while not condition():
         changed.clear()
         await changed.wait()

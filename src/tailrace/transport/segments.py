@@ -103,7 +103,7 @@ class SegmentFile:
 
     @classmethod
     def nameless(cls, name: str) -> SegmentFile:
-        """One in memory that nobody else can open; `name` is for messages. It is gone once closed."""
+        """One in private memory; `name` is for messages. It is gone once closed."""
         if hasattr(os, "memfd_create"):
             return cls(Path(name), file=os.memfd_create(name, os.MFD_CLOEXEC))
         with tempfile.TemporaryFile() as file:

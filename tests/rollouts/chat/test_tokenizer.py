@@ -25,7 +25,7 @@ def test_conversations_become_the_tokens_that_transformers_makes_of_them(templat
 
     folder = save_chat_model(tmp_path, template=TEMPLATES[template])
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    ours = ChatTokenizer.from_folder(folder)
+    ours = ChatTokenizer(folder)
     for tools in (None, TOOLS):
         for add_generation_prompt in (True, False):
             options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
@@ -38,7 +38,7 @@ def test_conversations_become_the_tokens_that_transformers_makes_of_them(templat
 def test_it_satisfies_the_protocols_of_the_renderers_package(tmp_path: Path) -> None:
     from renderers.base import OffsetTokenizer, Tokenizer
 
-    tokenizer = ChatTokenizer.from_folder(save_chat_model(tmp_path))
+    tokenizer = ChatTokenizer(save_chat_model(tmp_path))
     assert isinstance(tokenizer, Tokenizer)
     assert isinstance(tokenizer, OffsetTokenizer)
     encoding = tokenizer("Ada, Bob", return_offsets_mapping=True)
@@ -47,31 +47,31 @@ def test_it_satisfies_the_protocols_of_the_renderers_package(tmp_path: Path) -> 
 
 
 def test_a_token_that_is_not_there_has_no_id(tmp_path: Path) -> None:
-    tokenizer = ChatTokenizer.from_folder(save_chat_model(tmp_path))
+    tokenizer = ChatTokenizer(save_chat_model(tmp_path))
     assert tokenizer.convert_tokens_to_ids("<|nothing|>") is None
     assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2]
 
 
 def test_a_model_without_a_chat_template_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no chat template.*instruct variant"):
-        ChatTokenizer.from_folder(save_chat_model(tmp_path, template=None))
+        ChatTokenizer(save_chat_model(tmp_path, template=None))
 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer.json.*save_pretrained"):
-        ChatTokenizer.from_folder(tmp_path)
+        ChatTokenizer(tmp_path)
 
 
 def test_a_broken_chat_template_is_refused_by_its_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"does not compile \(line 2\)"):
-        ChatTokenizer.from_folder(save_chat_model(tmp_path, template="ok\n{% for %}"))
+        ChatTokenizer(save_chat_model(tmp_path, template="ok\n{% for %}"))
 
 
 def test_a_template_may_stand_inside_the_tokenizers_settings(tmp_path: Path) -> None:
     folder = save_chat_model(tmp_path, template=None)
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": named}))
-    tokenizer = ChatTokenizer.from_folder(folder)
+    tokenizer = ChatTokenizer(folder)
     assert tokenizer.template.render(CONVERSATION, tools=TOOLS) == "1 tools"
     assert tokenizer.template.render(CONVERSATION[:1]).startswith("<|im_start|>user")
 
@@ -81,12 +81,12 @@ def test_a_template_cannot_reach_beyond_its_sandbox(tmp_path: Path) -> None:
 
     folder = save_chat_model(tmp_path, template="{{ messages.__class__.__mro__ }}")
     with pytest.raises(SecurityError):
-        ChatTokenizer.from_folder(folder).template.render(CONVERSATION)
+        ChatTokenizer(folder).template.render(CONVERSATION)
 
 
 def test_what_only_marks_generated_text_renders_as_its_body(tmp_path: Path) -> None:
     template = "{% for m in messages %}{% generation %}[{{ m.content }}]{% endgeneration %}{% endfor %}"
-    tokenizer = ChatTokenizer.from_folder(save_chat_model(tmp_path, template=template))
+    tokenizer = ChatTokenizer(save_chat_model(tmp_path, template=template))
     assert tokenizer.template.render([{"role": "user", "content": "hi"}]) == "[hi]"
 
 

@@ -18,8 +18,9 @@ import pytest
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.records import Event, RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.transport.channels import ipc_address
-from tailrace.transport.events.log import RECENT, EventLog, FileEventLog, MemoryEventLog, read_events
+from tailrace.transport.events.log import RECENT, EventLog, FileEventLog, MemoryEventLog
 from tailrace.transport.events.rpc import EventLogClient, EventLogServer
+from tests.support.event_files import read_events
 
 EPOCH = "this-epoch"
 

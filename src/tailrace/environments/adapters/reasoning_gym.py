@@ -63,7 +63,7 @@ def reasoning_gym(
 
 
 class ReasoningGymDataset:
-    """A data set whose configuration is checked at once and whose questions are generated when asked for."""
+    """A data set whose configuration is checked at once and whose questions are generated when they are read."""
 
     def __init__(self, name: str, config: Mapping[str, Json]) -> None:
         self._name = name

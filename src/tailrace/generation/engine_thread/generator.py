@@ -55,7 +55,7 @@ class Generator:
         *,
         payloads: PayloadStore | None = None,
     ) -> None:
-        """Start the thread, which builds the engine; `ready` tells when it is, or why it never will be.
+        """Start the thread, which builds the engine; `ready` waits for that.
 
         Routed experts that the engine recorded are left in `payloads`, and forgotten where there is none.
         """
@@ -63,7 +63,7 @@ class Generator:
         self._payloads = PayloadPutter(payloads)
         self._stager = Stager(self._inbox)
         self._worker = _Worker(engine_factory, self._inbox, self._stager, weights)
-        context = contextvars.copy_context()  # so that what it takes is measured
+        context = contextvars.copy_context()  # phases of the engine's thread are recorded
         self._thread = threading.Thread(
             target=context.run, args=(self._worker.run,), name="tailrace-engine", daemon=True
         )
@@ -107,7 +107,7 @@ class Generator:
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; how many there were.
 
-        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere.
+        Their completions say `ABORTED` and are the `prefix` of a request that goes on.
         """
         waiter: Waiter[int] = Waiter.on_current_loop()
         ids = None if request_ids is None else frozenset(request_ids)
@@ -141,7 +141,7 @@ class Generator:
 
 
 class _Worker:
-    """The engine's thread: what it builds, and what it tells when it ends."""
+    """The engine's thread: builds the engine, runs the loop, reports the end."""
 
     def __init__(
         self, engine_factory: Callable[[], Engine], inbox: Inbox, stager: Stager, weights: WeightPolicy

@@ -55,7 +55,7 @@ class Staged:
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:
-    """Run `callback` on the loop; on a loop that was closed there is nobody left to tell."""
+    """Run `callback` on the loop; a closed loop is ignored."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:

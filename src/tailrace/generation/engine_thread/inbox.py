@@ -145,7 +145,7 @@ class Inbox:
             return staged
 
     def fail(self, failure: Callable[[], Exception]) -> Taken:
-        """Refuse everything from now on with what `failure` makes; what still waited, to be told."""
+        """Refuse everything from now on with what `failure` makes; returns what still waited."""
         with self._changed:
             self._failure = failure
             taken = Taken(self._calls, self._aborted, self._interruptions)

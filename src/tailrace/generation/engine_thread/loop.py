@@ -68,7 +68,6 @@ class EngineLoop:
         """Called once the statistics are those after this iteration."""
         self._is_reset = False
         self._nonfinite = 0
-        self._load_stall_s = 0.0
         self.statistics = self._snapshot()
 
     @property
@@ -99,7 +98,7 @@ class EngineLoop:
         return True
 
     def fail(self, failure: Callable[[], Exception]) -> None:
-        """Fail what is in flight, what waits, and all that will come. From any thread: the engine's may be stuck."""
+        """Fail what is in flight, what waits, and every later call. From any thread: the engine's may be stuck."""
         fail_inbox(self._inbox, failure)
         for call in [*self._calls.values()]:
             call.waiter.fail(failure())
@@ -154,7 +153,7 @@ class EngineLoop:
     # --- interruption --------------------------------------------------------------------------------------------
 
     def _interrupt(self, interruption: Interruption) -> None:
-        """Abort what was asked for; its last chunks come with the next step. What the engine never had goes back."""
+        """Abort requests; their last chunks come with the next step. Those that the engine was not given go back."""
         ids = interruption.request_ids
         wanted = {name for name in self._calls if ids is None or name in ids}
         for name in wanted:
@@ -174,18 +173,16 @@ class EngineLoop:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def _change_weights(self, change: Callable[[], None]) -> None:
-        """One of the two actions before new weights serve. A failure is the load's: the old weights go on."""
-        began_s = time.perf_counter()
+        """Reset or load. An error is that of the load, and the old weights keep serving."""
         try:
             with phase("change_weights", track="weights"):
                 change()
         except EngineFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - raised to whoever asked for the weights, who tries again
+        except Exception as error:  # noqa: BLE001 - raised to the caller of the load, who tries again
             staged = self._inbox.take_staged()
             if staged is not None:
                 self._notifications.append(partial(staged.settle, error))
-        self._load_stall_s += time.perf_counter() - began_s
 
     def _reset(self) -> None:
         self._engine.reset_prefix_cache(preempt_running=self._policy.kv_cache == "recompute")
@@ -199,7 +196,7 @@ class EngineLoop:
             self._engine.load_model_state_dict(staged.tensors, staged.version)
         except EngineFailed:
             raise
-        except Exception as error:  # noqa: BLE001 - raised to whoever asked for the weights, who tries again
+        except Exception as error:  # noqa: BLE001 - raised to the caller of the load, who tries again
             self._notifications.append(partial(staged.settle, error))
         else:
             self._notifications.append(staged.settle)
@@ -210,12 +207,11 @@ class EngineLoop:
             own,
             in_flight=len(self._calls),
             nonfinite_logprobs_total=own.nonfinite_logprobs_total + self._nonfinite,
-            load_stall_s_total=self._load_stall_s,
         )
 
 
 def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:
-    """Fail what waits in it and all that will come."""
+    """Fail what waits in it and every later call."""
     taken = inbox.fail(failure)
     for call in taken.calls:
         call.waiter.fail(failure())

@@ -14,7 +14,7 @@ from tailrace.transport.payloads.store import PayloadStore, ThrottledWarning
 
 
 class PayloadPutter:
-    """Without a store everything is forgotten."""
+    """Without a store everything is dropped."""
 
     def __init__(self, store: PayloadStore | None) -> None:
         self._store = store
@@ -22,10 +22,7 @@ class PayloadPutter:
         self._not_kept = ThrottledWarning()
 
     async def put(self, experts: Sequence[RecordedExperts]) -> tuple[PayloadChunk, ...]:
-        """Where each stretch lies; without those that found no room, which is told and costs no completion.
-
-        Cancelled, it takes back what nobody will hear of.
-        """
+        """Where each stretch lies; those that found no room are logged and left out. Cancelled, it withdraws them."""
         if (store := self._store) is None or self._queue is None:
             return ()
         putting = [self._queue.put(recorded.array) for recorded in experts]
@@ -42,7 +39,7 @@ class PayloadPutter:
         )
 
     async def close(self) -> None:
-        """Wait for what is being put, and forget the rest. Closing twice does nothing."""
+        """Wait for puts in progress, and drop the rest. Closing twice does nothing."""
         self._store = None
         if self._queue is not None:
             await self._queue.close()

@@ -55,7 +55,7 @@ class LoadStatistics:
 
 
 class _Withdrawn(Exception):
-    """Nobody waits for this model state dict any more."""
+    """Its caller went away."""
 
 
 class Stager:
@@ -105,7 +105,7 @@ class Stager:
             self._changed.notify()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended, but not for ever: opening a model state dict is another part's code."""
+        """Wait until the thread has ended, or `timeout_s`: opening a model state dict may block."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -117,7 +117,7 @@ class Stager:
                     self._install(load)
             except _Withdrawn:
                 pass
-            except Exception as error:  # noqa: BLE001 - told to its caller; the old weights are whole
+            except Exception as error:  # noqa: BLE001 - raised to its caller; the old weights are whole
                 self._load_failed(load, error)
             else:
                 load.waiter.resolve(self._installed)
@@ -168,7 +168,7 @@ class Stager:
 
 
 def _as_load_error(version: int, error: Exception) -> GenerationError:
-    """Of our own tree: elsewhere any other error would count as the engine's end."""
+    """Of Tailrace's tree: any other error would count as the engine's end."""
     failure = GenerationError(f"version {version} was not installed: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -16,7 +16,7 @@ _SPARE_SHARE = 0.05
 
 
 def prefetch_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Read one byte of every page of what lies in main memory. Lets go of the interpreter lock meanwhile."""
+    """Read one byte of every page of what lies in main memory. Releases the interpreter lock meanwhile."""
     for tensor in tensors.values():
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             tensor.detach().reshape(-1).view(torch.uint8)[::_PAGE_BYTES].sum()

@@ -70,8 +70,6 @@ class EngineStatistics(EngineCounts, frozen=True, kw_only=True):  # type: ignore
     """Requests accepted and without a slot."""
     running_tokens: int = 0
     """Tokens of the running requests, prompts included."""
-    cached_sessions: int = 0
-    """Slots that keep the cache of a session between its turns."""
     kv_tokens: int
     """Tokens whose keys and values are cached."""
     kv_capacity_tokens: int
@@ -83,8 +81,6 @@ class EngineStatistics(EngineCounts, frozen=True, kw_only=True):  # type: ignore
     """Attempts to install one that failed; the old one went on serving."""
     load_error: str = ""
     """What the last attempt failed with; empty once one succeeded."""
-    load_stall_s_total: float = 0.0
-    """Wall time in which the engine did not step because weights were installed."""
 
 
 def request_metrics(
@@ -146,7 +142,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FailureListener: TypeAlias = Callable[[EngineFailed], None]
-"""Told, from any thread, that an engine can never step again."""
+"""Called from any thread when an engine can never step again."""
 
 
 class Engine(Protocol):
@@ -161,7 +157,7 @@ class Engine(Protocol):
         """Whether a step would do or return anything."""
 
     def watch(self, on_failure: FailureListener) -> None:
-        """Tell at once when the engine ends by itself, idle or in a step: a process or a rank of it died."""
+        """Report at once when the engine ends by itself, idle or in a step: a process or a rank of it died."""
 
     def add(self, request: GenerationRequest) -> None:
         """Accept a request. Raises `RequestRefused` for an impossible one, or one whose id is running; others go on."""
@@ -173,14 +169,14 @@ class Engine(Protocol):
         """End a request; its last chunk says `ABORTED`. Unknown ids (it may just have finished) are ignored."""
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """What `load_model_state_dict` had best be given: of its work all that can be done while the engine steps.
+        """Do what of a load can be done while the engine steps; what `load_model_state_dict` is to be given.
 
-        Called in another thread than the engine's own, for one model state dict after the other. Raises `ModelError`.
+        Called in another thread, for one model state dict after the other. Raises `ModelError`.
         """
 
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Install new weights: copies, never aliases. Raises `ModelError`, and then the old ones are still whole;
-        where they are not, `EngineFailed`. What was cached before is reused as `may_reuse` says.
+        where they are not, `EngineFailed`. What was cached before is reused as `generator.kv_cache` says.
         """
 
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
@@ -192,4 +188,4 @@ class Engine(Protocol):
         """A snapshot."""
 
     def close(self) -> None:
-        """Let go of the model and the cache."""
+        """Free the model and the cache."""

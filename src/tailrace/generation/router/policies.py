@@ -22,7 +22,7 @@ CACHE_WEIGHT = 0.25
 """What a full cache adds to a load: it may be evicted, but only at the price of what it saved."""
 
 REMEMBERED = 65_536
-"""Sessions, and groups, whose replica is remembered; those not heard of for longest are forgotten first."""
+"""Sessions, and groups, whose replica is remembered; the least recently used are forgotten first."""
 
 
 class RoutingPolicy(Protocol):

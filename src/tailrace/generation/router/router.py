@@ -6,7 +6,7 @@
 
     weights: every replica, a share of them at once, each straight to the newest (`weights`)
 
-A call waits only for a replica that serves; whoever owns the replicas says when there will be none (`fail`).
+A call waits only for a replica that serves; the owner of the replicas calls `fail` when there will be none.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ class Router:
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
         """Hand requests, all or these, back to their callers as they are; how many there were.
 
-        Their completions say `ABORTED`: whoever gets one goes on with it as `prefix`, here or elsewhere. Raises
-        `EngineFailed` when no replica is left.
+        Their completions say `ABORTED`. Raises `EngineFailed` when no replica is left.
         """
         if self._failure is not None:
             raise EngineFailed(str(self._failure)) from self._failure
@@ -252,7 +251,7 @@ class Router:
             raise EngineFailed(str(self._failure)) from self._failure
 
     def _update(self) -> None:
-        """Something may take requests that did not, or the other way round."""
+        """Which replicas take requests may have changed: wake waiters."""
         self._loads[:] = [replica.load for replica in self.replicas]
         self._changed.set()
 

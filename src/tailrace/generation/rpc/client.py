@@ -94,12 +94,11 @@ class GeneratorClient:
     ):
         """Connect to the server at `address`, which may come later. `name` is for messages.
 
-        Without a `progress_deadline_s` a server that is alive and stuck is waited for. With `lend_file` weights are
-        sent over the socket: the server does not see the store that references mean. `payloads` is told of every
-        payload that completions name, or, `by_value`, keeps those that come along and believes no other.
+        Without a `progress_deadline_s` a stuck server is waited for. With `lend_file` weights are sent over the socket.
+        `payloads` records every payload that completions name, or, `by_value`, keeps only those that come along.
         """
         self._payloads, self._by_value = payloads, by_value
-        self._name, self._address, self._on_report, self._lend_file = name, address, on_report, lend_file
+        self._name, self.address, self._on_report, self._lend_file = name, address, on_report, lend_file
         self._ids = itertools.count()
         self._calls: dict[int, _OpenCall] = {}
         self._failure: Exception | None = None
@@ -121,13 +120,8 @@ class GeneratorClient:
             asyncio.create_task(self._watch(), name=f"watch over {name}"),
         ]
 
-    @property
-    def address(self) -> str:
-        """Of the server."""
-        return self._address
-
     async def connected(self) -> None:
-        """Wait until the server is there; a client that failed is waited for no longer, and `hello` tells why."""
+        """Wait until the server is there, or the client failed: `hello` raises why."""
         await self._connected.wait()
 
     async def hello(self, epoch: str = "") -> messages.WelcomeReply:
@@ -140,7 +134,7 @@ class GeneratorClient:
             welcome, _ = await self._call(call, messages.WelcomeReply)
         except CorruptData as error:
             raise SettingsError(
-                f"generator.connect: what listens at {self._address} is no generator: {error}"
+                f"generator.connect: what listens at {self.address} is no generator: {error}"
             ) from error
         except EngineFailed as error:
             raise self._failure if isinstance(self._failure, SettingsError) else error from error
@@ -170,7 +164,7 @@ class GeneratorClient:
     async def _keep(
         self, reply: messages.CompletionReply, frames: Frames, owner: RolloutId | None
     ) -> tuple[PayloadChunk, ...]:
-        """Payloads that came along go into this side's store, or nowhere; references of the other side mean nothing."""
+        """Put payloads that came along into this side's store; the other side's references mean nothing here."""
         kept = []
         for chunk, array in messages.unpack_payloads(reply, frames):
             ref = await self._payloads.put(owner, array) if self._payloads is not None else None
@@ -188,7 +182,7 @@ class GeneratorClient:
         return reply.version
 
     async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
-        """Where the server has the file then. A few pieces are on their way at once, never the whole file."""
+        """The server's reference of the file. A few pieces are on their way at once, never the whole file."""
         with self._watched(), lend_file(ref) as (lent, content):
             uri, pieces = "", range(0, len(content), PIECE_BYTES)
             for first in range(0, len(pieces), PIECES_IN_FLIGHT):
@@ -216,7 +210,7 @@ class GeneratorClient:
         return self._failure
 
     async def failed(self) -> Exception:
-        """Wait for the end of this client's use; what ended it."""
+        """Wait until the client fails; why."""
         await self._failed.wait()
         assert self._failure is not None
         return self._failure
@@ -366,7 +360,7 @@ class GeneratorClient:
             return
         self.fail(
             SettingsError(
-                f"generator.connect_key: what listens at {self._address} (generator.connect) refuses the connection: "
+                f"generator.connect_key: what listens at {self.address} (generator.connect) refuses the connection: "
                 "give the file that `tailrace serve --key` was given, or none where it was given none"
             )
         )

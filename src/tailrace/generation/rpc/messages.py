@@ -64,7 +64,7 @@ class UploadCall(_Call, frozen=True, kw_only=True):
 
 
 class AbortCall(_Call, frozen=True, kw_only=True):
-    """Cancels the call of the same id, whose reply nobody waits for any more. Has no reply of its own."""
+    """Cancels the call of the same id. Has no reply."""
 
 
 class LoadCall(_Call, frozen=True, kw_only=True):
@@ -123,9 +123,8 @@ class CompletionReply(_Call, frozen=True, kw_only=True):
 
     completion: Completion
     payload_frames: int = 0
-    """So many of the completion's `routed_experts`, the last ones, came along; their references mean nothing but type
-    and shape.
-    """
+    """How many of the completion's `routed_experts`, the last ones, came along; of their references only type and shape
+    count."""
 
 
 class LoadedReply(_Call, frozen=True, kw_only=True):
@@ -183,7 +182,7 @@ def unpack_call(message: bytes) -> AnyCall:
 
 
 def call_id_of(message: bytes) -> int:
-    """Of what may be no call: so that an error reaches the one whom it concerns; `TO_ALL` where there is none."""
+    """The id in what may be no call, so that an error can answer it; `TO_ALL` where there is none."""
     try:
         return _CALL_IDS.decode(message).call_id
     except msgspec.DecodeError:

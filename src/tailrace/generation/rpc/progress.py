@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 GRACE_S = 1.0
-"""After a deadline: this process may have been the one that stood still, with good news unread in its sockets."""
+"""After a deadline: this process may have stood still itself, with progress unread in its sockets."""
 
 
 class ProgressDeadline:
@@ -21,7 +21,7 @@ class ProgressDeadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """A piece of work is outstanding from now on."""
+        """Work starts."""
         if self._outstanding == 0:
             self.progress()
         self._outstanding += 1
@@ -29,16 +29,16 @@ class ProgressDeadline:
             self._timer = self._loop.call_at(self._since_s + self._deadline_s, self._check)
 
     def end(self) -> None:
-        """A piece of work is outstanding no more."""
+        """Work ends."""
         self._outstanding -= 1
 
     def progress(self) -> None:
-        """Something moved."""
+        """Work moved."""
         self._since_s = self._loop.time()
         self._suspected = False
 
     def close(self) -> None:
-        """Call nobody any more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -96,7 +96,7 @@ class GeneratorServer:
 
     @property
     def address(self) -> str:
-        """Where it listens: with the port that the system chose where the address asked for port 0."""
+        """Where it listens; port 0 is resolved to the chosen one."""
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         return endpoint.decode()
@@ -129,7 +129,7 @@ class GeneratorServer:
         try:
             call = messages.unpack_call(header)
         except CorruptData as error:
-            _logger.warning("a client spoke nonsense: %s", error)
+            _logger.warning("a client sent no valid call: %s", error)
             await self._send(client, messages.pack_error(messages.call_id_of(header), error))
             return True
         if isinstance(call, messages.AbortCall):
@@ -147,7 +147,7 @@ class GeneratorServer:
         return not isinstance(call, messages.CloseCall) or self._stand_alone is not None
 
     def _drop(self, client: bytes) -> None:
-        """The client is gone: nobody waits for what it asked for."""
+        """The client is gone: cancel its calls."""
         self._clients.pop(client, None)
         for (asked_by, _), task in self._tasks.items():
             if asked_by == client:
@@ -240,7 +240,7 @@ class GeneratorServer:
         ), payloads
 
     def _take_payloads(self, completion: Completion) -> list[memoryview]:
-        """Out of a store that the client does not see, what the generator has just put: the memory itself."""
+        """The memory of payloads just put, from a store that the client does not see."""
         if (store := self._forwarded) is None:
             return []
         own = [chunk.ref for chunk in completion.routed_experts if chunk.ref is not None and store.holds(chunk.ref)]

@@ -10,8 +10,7 @@ from tailrace.errors import CorruptData, TransportError
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 PIECE_BYTES = 4 << 20
-PIECES_IN_FLIGHT = 4
-"""So that a whole model never waits in a socket's queue."""
+PIECES_IN_FLIGHT = 4  # a whole model never waits in a socket's queue
 
 _TRAILER_BYTES = 16
 

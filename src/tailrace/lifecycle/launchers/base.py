@@ -1,4 +1,4 @@
-"""What every launcher has in common: names, lives, deadlines, and who left before it was told to."""
+"""What all launchers share: names, lives, deadlines, and noticing a role that left before it was asked to."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.devices import visible_devices
 from tailrace.lifecycle.exit_codes import describe_exit
-from tailrace.lifecycle.roles import RoleSpec, instance_name
-from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.roles import Role, RoleSpec
+from tailrace.lifecycle.shutdown import ShutdownSettings
 from tailrace.transport.channels import wait_until
 
 _logger = logging.getLogger(__name__)
 
 
 class RoleHandle(ABC):
-    """A role, over all its lives. Its launcher makes it, on a running event loop.
-
-    A launcher's own handle implements `_begin`, `_terminate` and `_kill`, and calls `_was_ready` and `_has_left`.
-    """
+    """A role, over all its lives. Made by its launcher, on a running event loop."""
 
     def __init__(self, spec: RoleSpec, launcher: Launcher, *, is_replaceable: bool = False) -> None:
-        self.spec, self._launcher = spec, launcher
-        self.is_replaceable = is_replaceable
-        """Whoever started it looks after it: its early end fails nothing by itself."""
+        """The early end of one that `is_replaceable` fails nothing by itself: its owner sees to it."""
+        self.spec, self._launcher, self.is_replaceable = spec, launcher, is_replaceable
         self.life = -1
         """How often it was started before; -1 until it is."""
         self.status: int | None = None
@@ -36,12 +32,12 @@ class RoleHandle(ABC):
         self.is_done = False
         """Its work is over: it may leave, with status 0."""
         self.is_stopping = False
-        """It was told to leave."""
+        """It was asked to leave."""
 
     # --- what a launcher implements ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _begin(self, address: str) -> None:
+    def _begin(self, role: Role) -> None:
         """Start this life. Raises `LifecycleError` where that fails."""
 
     @abstractmethod
@@ -58,8 +54,10 @@ class RoleHandle(ABC):
         return None
 
     def early_exit(self) -> LifecycleError:
-        """What to raise when it left before it was told to."""
+        """The error to raise when it left before it was asked to."""
         return LifecycleError(f"the {self.spec.name} left early, {describe_exit(self.status or 0)}")
+
+    # --- what its launcher calls -------------------------------------------------------------------------------------
 
     def _was_ready(self, address: str) -> None:
         if not self._readied.done():
@@ -75,7 +73,7 @@ class RoleHandle(ABC):
     @property
     def instance(self) -> str:
         """Names this life of the role among all."""
-        return instance_name(self.spec.name, self.life)
+        return f"{self.spec.name}.{self.life}"
 
     @property
     def is_running(self) -> bool:
@@ -84,7 +82,7 @@ class RoleHandle(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it left before it was told to, or badly."""
+        """Whether it left before it was asked to, or with an error."""
         return self.status is not None and not self.is_stopping and not (self.is_done and self.status == 0)
 
     async def ready(self) -> str:
@@ -105,10 +103,7 @@ class RoleHandle(ABC):
         self._launcher.changed.set()
 
     async def stop(self) -> None:
-        """Ask it to end, and after a deadline end it; returns once it left.
-
-        Raises `LifecycleError` where even that does not end it by another deadline (a hung disk, a driver).
-        """
+        """Ask it to end, and kill it after a deadline; returns once it left. Raises `LifecycleError` as `kill` does."""
         self.is_stopping = True
         if self.is_running:
             self._terminate()
@@ -117,7 +112,7 @@ class RoleHandle(ABC):
                 await self.kill()
 
     async def kill(self) -> None:
-        """End it when it cannot be asked to, and wait for that. Raises `LifecycleError` as `stop` does."""
+        """End it, and wait for that. Raises `LifecycleError` where it lives on past a deadline (a hung disk)."""
         self.is_stopping = True
         if self.is_running:
             self._kill()
@@ -125,23 +120,20 @@ class RoleHandle(ABC):
                 raise LifecycleError(f"the {self.spec.name} ({self.pid}) cannot be killed: the system holds it")
 
     async def restart(self) -> None:
-        """Start it again under the same name, with an address of its own; what is left of it is killed before.
-
-        Raises `LifecycleError`.
-        """
+        """Start it again, under an address of its own, after killing what is left of it. Raises `LifecycleError`."""
         await self.kill()
-        self.begin()
+        self.start_life()
 
-    def begin(self) -> None:
-        """Start the next life. Raises `LifecycleError` while one goes on, and where it cannot be started."""
-        if self.is_running:
-            raise LifecycleError(f"the {self.spec.name} runs already")
+    def start_life(self) -> None:
+        """Start the next life, once the one before has ended. Raises `LifecycleError` where it cannot be started."""
         loop = asyncio.get_running_loop()
         self._readied: asyncio.Future[str] = loop.create_future()
         self._left: asyncio.Future[int] = loop.create_future()
         self.status, self.is_done, self.is_stopping = None, False, False
         self.life += 1  # a new address each time: the old life may still hold its own
-        self._begin(self._launcher.address(self.instance))
+        own_process = not self._launcher.runs_in_this_process
+        address = self._launcher.address(self.instance)
+        self._begin(Role(self.spec, self.life, address, self._was_ready, has_own_process=own_process))
 
     async def _leaves(self) -> bool:
         """Wait for it to leave, until the deadline; whether it did."""
@@ -150,12 +142,13 @@ class RoleHandle(ABC):
 
 
 class Launcher(ABC):
-    """Starts the roles of a run, tells at once when one leaves early, and stops them.
+    """Starts the roles of a run, notices at once when one leaves early, and stops them.
 
-    Use it as an async context manager: no role outlives it. A launcher implements `_new_handle` and `address`, and
-    `devices` where its roles are on other machines; one that owns something lets go of it in `kill`, too.
+    Use it as an async context manager: no role outlives it. A launcher has a `handle_class` and an `address`, and
+    `devices` of its own where roles are on other machines; what it owns it releases in `kill`, too.
     """
 
+    handle_class: ClassVar[type[RoleHandle]]
     runs_in_this_process: ClassVar[bool] = False
     """Whether its roles share this process's memory: what joins them are objects then, and no sockets."""
 
@@ -163,20 +156,16 @@ class Launcher(ABC):
         """`logs` is the folder for what roles print."""
         self.epoch, self.logs, self.settings = epoch, logs, settings or ShutdownSettings()
         self.changed = asyncio.Event()
-        """Something about a role that `watch` looks at."""
+        """Set when a role leaves, or may leave."""
         self._handles: dict[str, RoleHandle] = {}
 
     # --- what a launcher implements ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _new_handle(self, spec: RoleSpec, *, is_replaceable: bool) -> RoleHandle:
-        """Of a role that is not started yet."""
-
-    @abstractmethod
     def address(self, name: str) -> str:
-        """Where whoever is called `name` may listen, and every role of the run can connect: a ZMQ endpoint.
+        """A ZMQ endpoint for a listener of that name, which every role of the run can reach. Raises `SettingsError`.
 
-        A role that cannot listen there says where it does when it is ready (`Role.ready`). Raises `SettingsError`.
+        A role that cannot listen there says where it does when it is ready (`Role.ready`).
         """
 
     @classmethod
@@ -187,19 +176,16 @@ class Launcher(ABC):
     # --- what its owner does -----------------------------------------------------------------------------------------
 
     def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
-        """Start a role. Raises `LifecycleError` when one of its name runs, or it cannot be started.
-
-        `watch` does not report the early end of one that is replaceable.
-        """
+        """Start a role; `watch` ignores the end of a replaceable one. Raises `LifecycleError`, as for a taken name."""
         before = self._handles.get(spec.name)
         if before is not None and before.is_running:
             raise LifecycleError(f"a role named {spec.name} runs already")
-        handle = self._handles[spec.name] = self._new_handle(spec, is_replaceable=is_replaceable)
-        handle.begin()
+        handle = self._handles[spec.name] = self.handle_class(spec, self, is_replaceable=is_replaceable)
+        handle.start_life()
         return handle
 
-    async def watch(self) -> None:
-        """Wait for a role that leaves before it was told to, and raise its `LifecycleError`. Returns never."""
+    async def watch(self) -> NoReturn:
+        """Wait for a role that leaves before it was asked to, and raise its `LifecycleError`."""
         await wait_until(self.changed, lambda: any(self._failed()))
         raise self._failed()[0].early_exit()
 
@@ -213,7 +199,7 @@ class Launcher(ABC):
             await handle.stop()
 
     def kill(self) -> None:
-        """End every role at once, without waiting (for a second Ctrl-C), and let go of what the launcher owns."""
+        """End every role at once, without waiting (for a second Ctrl-C), and release what the launcher owns."""
         for handle in self._handles.values():
             handle.is_stopping = True
             if handle.is_running:

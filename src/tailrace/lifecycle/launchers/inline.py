@@ -9,15 +9,14 @@ from typing_extensions import override
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
-from tailrace.lifecycle.roles import Role, RoleSpec, resolve_entry
+from tailrace.lifecycle.roles import Role, resolve_entry
 
 
 class InlineHandle(RoleHandle):
     """One role's task. Nothing can end a task that ignores its cancellation."""
 
     @override
-    def _begin(self, address: str) -> None:
-        role = Role(self.spec, self.life, address, self._was_ready, has_own_process=False)
+    def _begin(self, role: Role) -> None:
         self._task = asyncio.create_task(self._run(role), name=self.spec.name)
         self._task.add_done_callback(self._ended)
 
@@ -25,9 +24,7 @@ class InlineHandle(RoleHandle):
     def _terminate(self) -> None:
         self._task.cancel()
 
-    @override
-    def _kill(self) -> None:
-        self._task.cancel()
+    _kill = _terminate
 
     @override
     def early_exit(self) -> LifecycleError:
@@ -53,10 +50,7 @@ class InlineLauncher(Launcher):
     """A task for each role. Their threads, devices and environment are this process's, whatever their specs say."""
 
     runs_in_this_process = True
-
-    @override
-    def _new_handle(self, spec: RoleSpec, *, is_replaceable: bool) -> InlineHandle:
-        return InlineHandle(spec, self, is_replaceable=is_replaceable)
+    handle_class = InlineHandle
 
     @override
     def address(self, name: str) -> str:

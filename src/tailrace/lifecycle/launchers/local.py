@@ -18,9 +18,10 @@ from tailrace.errors import LifecycleError
 from tailrace.lifecycle.exit_codes import describe_exit
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
 from tailrace.lifecycle.processes import call_on_exit, spawn_role
-from tailrace.lifecycle.resources import SocketFolder
-from tailrace.lifecycle.roles import RoleSpec
-from tailrace.lifecycle.settings import ShutdownSettings
+from tailrace.lifecycle.resources import own_socket_folder
+from tailrace.lifecycle.roles import Role
+from tailrace.lifecycle.shutdown import ShutdownSettings
+from tailrace.transport.channels import ipc_address
 
 _TAIL_BYTES = 8192
 _TAIL_LINES = 30
@@ -30,22 +31,21 @@ class LocalHandle(RoleHandle):
     """One role's process."""
 
     @override
-    def _begin(self, address: str) -> None:
-        logs = self._launcher.logs
+    def _begin(self, role: Role) -> None:
         try:
-            logs.mkdir(parents=True, exist_ok=True)
+            self._launcher.logs.mkdir(parents=True, exist_ok=True)
             with self._log_path.open("ab") as log:
                 self._process, self._socket = spawn_role(
                     self.spec,
-                    life=self.life,
-                    address=address,
+                    life=role.life,
+                    address=role.address,
                     orphan_grace_s=self._launcher.settings.terminate_s,
                     output=log,
                 )
         except OSError as error:
             self._has_left(1)
             raise LifecycleError(f"the {self.spec.name} cannot be started: {error}") from error
-        self._said = bytearray()
+        self._ready_line = bytearray()
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._listen)
         call_on_exit(self._process, self._exited)
@@ -84,17 +84,17 @@ class LocalHandle(RoleHandle):
     def _listen(self) -> None:
         """Its one line says that it is ready, and where it listens."""
         try:
-            self._said += self._socket.recv(4096)
+            self._ready_line += self._socket.recv(4096)
         except BlockingIOError:
             return
         except ConnectionResetError:
             pass
-        if self._said.endswith(b"\n"):
-            self._was_ready(self._said.decode().removesuffix("\n"))
+        if self._ready_line.endswith(b"\n"):
+            self._was_ready(self._ready_line.decode().removesuffix("\n"))
         asyncio.get_running_loop().remove_reader(self._socket)
 
     def _exited(self) -> None:
-        """The process has ended and is not reaped yet: take the rest of its group with it."""
+        """The process has ended and is not reaped yet: kill the rest of its group."""
         self._signal(signal.SIGKILL)
         self._listen()  # it may have said that it was ready a moment ago
         status = self._process.wait()
@@ -105,17 +105,15 @@ class LocalHandle(RoleHandle):
 class LocalLauncher(Launcher):
     """A process for each role; they meet at sockets in a private folder."""
 
+    handle_class = LocalHandle
+
     def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
         super().__init__(epoch, logs, settings)
-        self._sockets = SocketFolder(epoch)
-
-    @override
-    def _new_handle(self, spec: RoleSpec, *, is_replaceable: bool) -> LocalHandle:
-        return LocalHandle(spec, self, is_replaceable=is_replaceable)
+        self._sockets = own_socket_folder(epoch)
 
     @override
     def address(self, name: str) -> str:
-        return self._sockets.address(name)
+        return ipc_address(self._sockets.path, name)
 
     @override
     def kill(self) -> None:

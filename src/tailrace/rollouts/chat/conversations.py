@@ -1,7 +1,7 @@
 """Which branch a conversation extends: a pure comparison of messages, no tokens.
 
 exact        the message came back as it was handed out
-realigned    it came back changed in ways that mean nothing (outer whitespace, reasoning left out, arguments as a
+realigned    it came back changed in form only (outer whitespace, reasoning left out, arguments as a
              JSON string, characters that decoding had replaced): the sampled tokens stand
 different    the agent rewrote it
 """
@@ -61,7 +61,7 @@ class Match:
 def longest_match(
     conversations: Sequence[BranchConversation], messages: Sequence[Message], tools: Sequence[ToolSpec] | None
 ) -> Match | None:
-    """The latest reply, of all branches, up to which `messages` tell the same conversation and then go on."""
+    """The latest reply, of all branches, up to which `messages` are the same conversation and then continue."""
     best: Match | None = None
     for conversation in conversations:
         if not conversation.turns or (conversation.tools or None) != (tools or None):

@@ -74,7 +74,7 @@ def family_rendering(
     """The hand-written renderer for the model that `tokenizer` belongs to; None where there is none."""
     name = tokenizer.name_or_path
     if name.count("/") != 1 or Path(name).is_absolute() or Path(name).exists():
-        return None  # a folder: whatever made it, its own template tells the truth
+        return None  # a folder is no public name: its own template is right
     from renderers.base import MODEL_RENDERER_MAP, create_renderer
     from renderers.configs import AutoRendererConfig
 

@@ -67,7 +67,7 @@ class ChatRenderer(Renderer):
     """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
 
     `model` is the folder of its tokenizer; `name` the model's public name (`Qwen/Qwen3-0.6B`), by which its family is
-    known, where the folder's `config.json` does not tell it.
+    known, where the folder's `config.json` does not name it.
 
     `thinking_retention`: `all` keeps the reasoning of earlier turns (the tokens as they were sampled), so that a
     conversation that only grows stays one branch; `template` leaves that to the family's template.
@@ -80,7 +80,7 @@ class ChatRenderer(Renderer):
         name: str | None = None,
         thinking_retention: Literal["all", "template"] = "all",
     ) -> None:
-        self.tokenizer = model if isinstance(model, ChatTokenizer) else ChatTokenizer.from_folder(model, name=name)
+        self.tokenizer = model if isinstance(model, ChatTokenizer) else ChatTokenizer(model, name=name)
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
@@ -148,7 +148,7 @@ class ChatRenderer(Renderer):
         return self.tokenizer.encode(text) != token_ids
 
     def _read(self, completion: Completion) -> tuple[list[int], str]:
-        """Its tokens without the one that ended it, and their text. Asked for twice in a row, decoded once."""
+        """Its tokens without the one that ended it, and their text. Read twice in a row, decoded once."""
         read, token_ids, text = self._last_read
         if read is not completion:
             token_ids = completion.token_ids.tolist()

@@ -72,7 +72,7 @@ class TemplateRendering:
         return added[1:] if reply_is_closed and closes else added
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids, remembered for a while: the rollouts of a group begin alike and often go on alike."""
+        """Token ids, cached: the rollouts of a group begin alike and often continue alike."""
         if len(text) > _REMEMBERED_CHARACTERS:
             return self._tokenizer.encode(text)
         return self._remembered(text)

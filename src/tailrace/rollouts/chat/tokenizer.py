@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -29,51 +29,33 @@ class ChatTokenizer:
     folder tells it, and the folder otherwise.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        chat_templates: Mapping[str, str],
-        special_tokens: Mapping[str, str] | None = None,
-        end_token_ids: Iterable[int] = (),
-        name_or_path: str = "",
-    ) -> None:
-        # one text at a time: a thread pool would only fight with the engine's threads, and warn at every fork
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self.name_or_path = name_or_path
-        self.special_tokens: dict[str, str] = dict(special_tokens or {})
-        """By role: `eos_token`, `bos_token`, ..."""
-        self.eos_token_id = self._special_id("eos_token")
-        self.unk_token_id = self._special_id("unk_token")
-        self.added_token_ids: frozenset[int] = frozenset(tokenizer.get_added_tokens_decoder())
-        """Tokens that stand for themselves (`<|im_end|>`, `<tool_call>`, ...), never merged from text."""
-        known_ends = [] if self.eos_token_id is None else [self.eos_token_id]
-        self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*known_ends, *end_token_ids]))
-        """Tokens that the model's files say end a reply; the end-of-sequence token first."""
-        self.template = ChatTemplate(chat_templates, self.special_tokens)
-
-    @classmethod
-    def from_folder(cls, folder: str | Path, *, name: str | None = None) -> ChatTokenizer:
+    def __init__(self, folder: str | Path, *, name: str | None = None) -> None:
         """Read a model's folder; `name` is the model's public name where the caller knows it.
 
         Raises `ModelError` for what is missing, saying what to do.
         """
+        # one text at a time: a thread pool would only fight with the engine's threads, and warn at every fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        model_config = _read_json(folder / "config.json")
-        return cls(
-            _load(folder),
-            chat_templates=_chat_templates(folder, config),
-            special_tokens=_special_tokens(config, _read_json(folder / "special_tokens_map.json")),
-            end_token_ids=_end_token_ids(_read_json(folder / "generation_config.json"), model_config),
-            name_or_path=str(name or model_config.get("_name_or_path") or config.get("name_or_path") or folder),
-        )
+        config, model_config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+        self._tokenizer = _load(folder)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.name_or_path = str(name or model_config.get("_name_or_path") or config.get("name_or_path") or folder)
+        self.special_tokens = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        """By role: `eos_token`, `bos_token`, ..."""
+        self.eos_token_id = self._special_id("eos_token")
+        self.unk_token_id = self._special_id("unk_token")
+        self.added_token_ids: frozenset[int] = frozenset(self._tokenizer.get_added_tokens_decoder())
+        """Tokens that stand for themselves (`<|im_end|>`, `<tool_call>`, ...), never merged from text."""
+        known_ends = [] if self.eos_token_id is None else [self.eos_token_id]
+        known_ends += _end_token_ids(_read_json(folder / "generation_config.json"), model_config)
+        self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known_ends))
+        """Tokens that the model's files say end a reply; the end-of-sequence token first."""
+        self.template = ChatTemplate(_chat_templates(folder, config), self.special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; nothing is put around it unless asked for."""
+        """Token ids of `text`, by default without special tokens around it."""
         # the batch call skips the offsets, a third of the time
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 

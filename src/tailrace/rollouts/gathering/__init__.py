@@ -1,6 +1,6 @@
 """Groups without a run or a trainer: tasks and a coroutine that plays one in, scored groups out.
 
-Counts and shows where they are. What runs here and how it fails is `scoring`, as in a run.
+Counts them and shows their progress. Scoring and failures are those of a run, by `scoring`.
 """
 
 from tailrace.rollouts.gathering.progress import GroupBars, GroupCounts

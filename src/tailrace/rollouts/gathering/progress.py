@@ -1,4 +1,4 @@
-"""Where groups are that are gathered without a run: counts, and two progress bars over them.
+"""Progress of groups that are gathered without a run: counts, and two progress bars.
 
 rollouts       ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━  192/256  0:00:07  mean 1.3 s, 3 failed
 groups scored  ━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━   14/32   0:00:07  mean reward 0.431
@@ -19,7 +19,7 @@ from tailrace.records import Group
 
 @dataclass(slots=True)
 class GroupCounts:
-    """What became of rollouts and groups so far. Every rollout and group that is over is counted under one outcome."""
+    """Outcomes of rollouts and groups so far; each that has ended is counted under one of them."""
 
     rollouts_started: int = 0
     rollouts_finished: int = 0
@@ -59,7 +59,7 @@ class GroupCounts:
 
     @property
     def groups_over(self) -> int:
-        """Scored or not, nothing more will come of them."""
+        """Scored or not, they have ended."""
         left_out = self.groups_dropped + self.groups_empty + self.groups_failed
         return self.groups_scored + self.groups_unscored + left_out
 
@@ -73,7 +73,7 @@ class GroupCounts:
 
 
 class GroupBars(Progress):
-    """Two progress bars over counts that somebody else changes: `with GroupBars(counts, ...): ...`.
+    """Two progress bars over counts that change meanwhile: `with GroupBars(counts, ...): ...`.
 
     Rich draws them in a thread of its own, and they cost the event loop nothing. They are closed however the block
     is left, and then show the final counts.
@@ -82,7 +82,7 @@ class GroupBars(Progress):
     def __init__(
         self, counts: GroupCounts, *, groups: int | None, group_size: int, console: Console | None = None
     ) -> None:
-        """`groups` is how many there will be; None where nobody knows."""
+        """`groups` is how many there will be; None where that is unknown."""
         self._counts = counts
         super().__init__(
             TextColumn("{task.description}"),
@@ -115,23 +115,15 @@ class GroupBars(Progress):
 
 
 def _durations(counts: GroupCounts) -> str:
-    parts = []
-    if counts.mean_rollout_s is not None:
-        parts.append(f"mean {counts.mean_rollout_s:.3g} s")
-    if counts.rollouts_failed:
-        parts.append(f"{counts.rollouts_failed} failed")
-    return ", ".join(parts)
+    mean = "" if counts.mean_rollout_s is None else f"mean {counts.mean_rollout_s:.3g} s"
+    return _listed(mean, (counts.rollouts_failed, "failed"))
 
 
 def _rewards(counts: GroupCounts) -> str:
-    parts = []
-    if counts.mean_reward is not None:
-        parts.append(f"mean reward {counts.mean_reward:.3f}")
-    for count, what in (
-        (counts.groups_dropped + counts.groups_empty, "dropped"),
-        (counts.groups_failed, "failed"),
-        (counts.groups_unscored, "unscored"),
-    ):
-        if count:
-            parts.append(f"{count} {what}")
-    return ", ".join(parts)
+    mean = "" if counts.mean_reward is None else f"mean reward {counts.mean_reward:.3f}"
+    dropped = (counts.groups_dropped + counts.groups_empty, "dropped")
+    return _listed(mean, dropped, (counts.groups_failed, "failed"), (counts.groups_unscored, "unscored"))
+
+
+def _listed(mean: str, *counted: tuple[int, str]) -> str:
+    return ", ".join(filter(None, [mean, *(f"{count} {what}" for count, what in counted if count)]))

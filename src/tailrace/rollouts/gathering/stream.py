@@ -59,7 +59,7 @@ async def stream_groups(
         score_group: Rescores, splits or (None) discards a group when its last rollout ended and was scored.
         rollout_concurrency: Rollouts played at once at most; None: all. Tasks are drawn one ahead.
         score_concurrency: Calls of `score_group` at once at most; None: as many as there are.
-        rollout_errors: How many rollouts may fail. One that failed has nothing to keep, whatever it says.
+        rollout_errors: How many rollouts may fail. One that failed is always dropped.
         score_errors: How many rewards and groups may fail to be scored, and whether those are kept.
         progress: Show two progress bars, on this console if it is one.
         counts: Filled while it runs: what was dropped, failed or kept unscored.
@@ -68,7 +68,7 @@ async def stream_groups(
         ErrorBudgetSpent: More failed than an error budget allows; an `ExceptionGroup` of what failed.
         ExceptionGroup: An engine is gone or a setting is impossible, which no error budget covers.
 
-    Whatever ends it, also a cancellation, every task that it started has ended before.
+    Every task that it started has ended when it ends, also by a cancellation.
     """
     counts = counts if counts is not None else GroupCounts()
     gathering = _Gathering(
@@ -154,7 +154,7 @@ class _Gathering:
         return group
 
     async def run(self, tasks: Iterable[Task | Mapping[str, Json]]) -> None:
-        """Play and score everything. Waits for room; whatever ends it, nothing that it started still runs."""
+        """Play and score everything. Waits for room; nothing that it started still runs when it ends."""
         try:
             with _one_exception_group():
                 async with asyncio.TaskGroup() as groups:
@@ -168,7 +168,7 @@ class _Gathering:
             self._finished.put_nowait(None)
 
     async def _wait_for_room(self) -> None:
-        """Where rollouts need slots: until all have one, and whoever takes the groups is not far behind."""
+        """With bounded concurrency: until all rollouts have a slot, and few finished groups wait to be taken."""
         while self.concurrency is not None and (self._waiting or self._finished.qsize() > self.concurrency):
             self._room.clear()
             await self._room.wait()
@@ -248,12 +248,12 @@ def _as_task(task: Task | Mapping[str, Json], index: int) -> Task:
 
 
 class _CancelledItself(Exception):
-    """User code raised `CancelledError` though nobody had cancelled it; carried to whoever awaits the groups."""
+    """User code raised `CancelledError` though nobody had cancelled it; becomes that of the caller."""
 
 
 @contextmanager
 def _surfaced_cancellation() -> Iterator[None]:
-    """Task groups forget a task that ends as cancelled; here nothing is forgotten."""
+    """Raise `_CancelledItself`: task groups ignore a task that ends as cancelled."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -296,6 +296,6 @@ async def _ended(task: asyncio.Task[None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if not task.cancelled():
-        task.exception()  # somebody has seen it, also where nobody waits for it any more
+        task.exception()  # retrieved, so that asyncio logs nothing where the caller is gone
     if cancelled is not None:
         raise cancelled

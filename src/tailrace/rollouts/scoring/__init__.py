@@ -1,4 +1,4 @@
-"""What a rollout and a group earned: the one place where rewards are set, and what may say how high they are.
+"""Rewards of rollouts and groups: the one place that sets them, reward functions and judges.
 
 In: a rollout that ended with its `AgentResult`, or a complete group. Out: the same with `reward` set, or an error that
 an error budget has counted. Reward functions and judges only return results; `Scorer` alone sets them, finite numbers

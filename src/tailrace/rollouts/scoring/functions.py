@@ -32,8 +32,10 @@ class RewardFunctions:
         """
         clock = asyncio.get_running_loop().time
         since = clock()
-        if spec.reward is not None:
-            result = as_agent_result(await self._call(rollout, spec))
+        if spec.reward is not None and (spec.trusted or is_async(spec.reward)):
+            result = as_agent_result(await settled(spec.reward(rollout.task, rollout.messages)))
+        elif spec.reward is not None:
+            result = await self._workers.reward(rollout.task, rollout.messages)
         else:
             alone = {name: reward for name, reward in spec.rewards.items() if not reward.together}
             (result,) = await self._weighted(rollout.task, [rollout.messages], alone, spec)
@@ -55,12 +57,6 @@ class RewardFunctions:
             else replace(result, reward=rollout.reward.value + result.reward)
             for rollout, result in zip(group.rollouts, added, strict=True)
         ]
-
-    async def _call(self, rollout: Rollout, spec: EnvironmentSpec) -> object:
-        assert spec.reward is not None
-        if spec.trusted or is_async(spec.reward):
-            return await settled(spec.reward(rollout.task, rollout.messages))
-        return await self._workers.reward(rollout.task, rollout.messages)
 
     async def _weighted(
         self,

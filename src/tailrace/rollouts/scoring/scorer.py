@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 from tailrace.environments import AgentResult, ScoreGroup
 from tailrace.environments.results import as_agent_result, finite_number
@@ -153,7 +153,7 @@ async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Seque
     """Run them in order; each sees the rewards that those before it set. What the last returned, or the group."""
     for stage in stages:
         returned: object = await stage(group)
-        if not _are_results(returned):
+        if not (isinstance(returned, list | tuple) and returned and isinstance(returned[0], AgentResult)):
             return returned
         if len(returned) != len(members):
             raise ScoringFailed(
@@ -164,10 +164,6 @@ async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Seque
                 merged = result.over(as_agent_result(rollout.reward))
                 rollout.reward = Reward(result.reward, merged.metrics, merged.info)
     return group
-
-
-def _are_results(returned: object) -> TypeGuard[Sequence[AgentResult]]:
-    return isinstance(returned, list | tuple) and bool(returned) and isinstance(returned[0], AgentResult)
 
 
 def _adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[Group]:

@@ -1,8 +1,7 @@
 """A rollout worker: runs users' synchronous environments and rewards in a process that can be killed.
 
-Started by `WorkerPool` as `python -m tailrace.rollouts.workers.process`, in a process group of its own. Calls run one
-after another on the main thread. A second thread reads the pipe, so that the process ends the moment its parent does,
-even in the middle of a call that never returns.
+Started by `WorkerPool` in a process group of its own. Calls run one after another on the main thread. A second thread
+reads the pipe, so that the process ends when its parent does, even during a call that never returns.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     send ──► accepted ──► receive (each rank its own rows) ──► (training) ──► acknowledge (every rank) ──► forgotten
              └─────────────────── at most `capacity` of them ───────────────────┘
 
-`send` waits while `capacity` batches are unacknowledged and is woken by an acknowledgement; `receive` waits while there
-is nothing to receive and is woken by a send; both are woken by the end of the queue, and then raise `PeerGone`. What
-is sent is a plan over branches (`PlannedBatch`): its bytes move once, in a thread, to where the trainer maps or
-receives them (`Batch`).
+`send` waits for an acknowledgement while `capacity` batches have none; `receive` waits for a send; where the queue ends
+both raise `PeerGone`. What is sent is a plan over branches (`PlannedBatch`): its bytes move once, in a thread, to where
+the trainer maps or receives them (`Batch`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class BatchSender(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the queue: whoever waits on it is woken by `PeerGone`. Closing twice does nothing."""
+        """End the queue: all waits on it raise `PeerGone`. Closing twice does nothing."""
         ...
 
 
@@ -57,7 +56,7 @@ class BatchReceiver(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the queue: whoever waits on it is woken by `PeerGone`. Closing twice does nothing."""
+        """End the queue: all waits on it raise `PeerGone`. Closing twice does nothing."""
         ...
 
 

@@ -164,9 +164,9 @@ class ValueStore(_RecyclingStore):
 class FileStore(BatchStore):
     """Fresh files, one folder for each batch, which is there with all its ranks' parts or not at all.
 
-    What was accepted is on the disk. With `keep` it outlives both processes: what an earlier sender left there and
-    nobody acknowledged is offered again, so that a batch may come twice after a crash, and never half. Without it,
-    leftovers are removed, at the start and at the end.
+    What was accepted is on the disk. With `keep` it outlives both processes: what an earlier sender left there
+    unacknowledged is offered again; after a crash a batch may come twice, and never half. Without it, leftovers are
+    removed, at the start and at the end.
     """
 
     def __init__(self, folder: Path, *, keep: bool = False) -> None:
@@ -194,7 +194,7 @@ class FileStore(BatchStore):
 
     @override
     def close(self) -> None:
-        """With `keep`, what nobody acknowledged stays."""
+        """With `keep`, unacknowledged batches stay."""
         if not self._keep:
             self._remove([_HALF_WRITTEN, _BATCH])
             _remove_if_empty(self._folder)

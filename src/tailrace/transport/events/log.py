@@ -1,23 +1,24 @@
 """The run's one log of events: its processes append to it, and all of them read it in one order.
 
-Whoever follows it first gets what was logged before, then every new event as it comes, woken by its append. A log
+A follower gets what was logged before, then every new event as it comes, woken by its append. A log
 belongs to one epoch (one start of the run): events of another are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import itertools
 import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import CorruptData, TransportError
+from tailrace.errors import TransportError
 from tailrace.records import Event, StepTrained
 from tailrace.transport.channels import wait_until
 
@@ -68,20 +69,11 @@ class MemoryEventLog(EventLog):
     """An event log within one process."""
 
     def __init__(self, epoch: str) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
+        """Events of others are refused."""
+        self.closed = False
         self._events: list[Event] = []
         self._changed = asyncio.Event()
-        self._closed = False
-
-    @property
-    def epoch(self) -> str:
-        """The epoch whose events it takes."""
-        return self._epoch
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no event any more."""
-        return self._closed
 
     @override
     async def append(self, event: Event) -> None:
@@ -91,28 +83,26 @@ class MemoryEventLog(EventLog):
 
     @override
     async def follow(self, after: int = 0) -> AsyncIterator[Event]:
-        position = after
-        while events := await self.read(position):
-            for event in events:
-                yield event
-            position += len(events)
+        for position in itertools.count(after):
+            await wait_until(self._changed, partial(self._is_decided, position))
+            if position >= len(self._events):
+                return
+            yield self._events[position]
 
-    async def read(self, after: int = 0) -> list[Event]:
-        """Every event but the first `after`; waits until there is one. Empty when the log ended before."""
-        await wait_until(self._changed, lambda: self._closed or len(self._events) > after)
-        return self._events[after:]
+    def _is_decided(self, position: int) -> bool:
+        return self.closed or position < len(self._events)
 
     @override
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         self._changed.set()
 
     def _require_acceptable(self, event: Event) -> None:
-        if self._closed:
+        if self.closed:
             raise TransportError(f"the event log is closed and takes no {type(event).__name__}")
-        if event.epoch != self._epoch:
+        if event.epoch != self.epoch:
             raise TransportError(
-                f"{type(event).__name__} of epoch {event.epoch!r} refused: this run's epoch is {self._epoch!r}"
+                f"{type(event).__name__} of epoch {event.epoch!r} refused: this run's epoch is {self.epoch!r}"
             )
 
 
@@ -141,7 +131,7 @@ class FileEventLog(MemoryEventLog):
     @override
     async def close(self) -> None:
         async with self._writing:
-            if not self._closed:
+            if not self.closed:
                 os.close(self._file)
                 self._thread.shutdown(wait=False)
             await super().close()
@@ -164,21 +154,6 @@ class FileEventLog(MemoryEventLog):
             raise TransportError(f"cannot append to the event log {self._path}: its disk is full")
 
 
-def read_events(path: Path) -> list[Event]:
-    """Every event of an `events.jsonl`, of all epochs; a torn last line is left out.
-
-    Raises `CorruptData` for any other line that is no event. A metric that was not finite is NaN.
-    """
-    content = path.read_bytes()
-    events: list[Event] = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            events.append(_decode_event(line))
-        except msgspec.DecodeError as error:
-            raise CorruptData(f"{path}, line {number} is not an event: {error}") from error
-    return events
-
-
 def _cut_torn_line(file: int) -> None:
     """Truncate what follows the last newline."""
     size = end = os.fstat(file).st_size
@@ -191,13 +166,3 @@ def _cut_torn_line(file: int) -> None:
         end = start
     if end < size:
         os.ftruncate(file, end)
-
-
-def _decode_event(line: bytes) -> Event:
-    """JSON has no NaN: msgspec writes one as null, which is a NaN again here."""
-    fields = msgspec.json.decode(line)
-    metrics = fields.get("metrics") if isinstance(fields, dict) else None
-    if isinstance(metrics, dict):
-        fields["metrics"] = {name: math.nan if value is None else value for name, value in metrics.items()}
-    event: Event = msgspec.convert(fields, Event)
-    return event

@@ -193,4 +193,4 @@ class EventLogClient(EventLog):
             case AppendAnswered(id) if id in self._waiting:
                 self._answers[id] = answer
             case _:
-                pass  # of another epoch, or for an append that nobody waits for any more
+                pass  # of another epoch, or for an append that was cancelled

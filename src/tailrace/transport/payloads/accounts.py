@@ -1,7 +1,7 @@
 """Who holds which payloads: every one from the moment a completion names it until its owner has ended.
 
     completion ──► record(owner, chunks) ──► held ──► release(owner) ──► the store has room again
-               └─► drop(chunks), where nobody waits for it any more
+               └─► drop(chunks), where its request was cancelled
 
 An owner is a rollout. Deciding is O(payloads) on the event loop; the store is called in a thread.
 """
@@ -55,7 +55,7 @@ class PayloadAccounts:
     def record(self, owner: str | None, chunks: Iterable[PayloadChunk]) -> None:
         """A completion of `owner` names these; naming one again changes nothing.
 
-        Those of nobody, or of an owner that has ended, are dropped.
+        Those without an owner, or of one that has ended, are dropped.
         """
         if owner is None or owner in self._ended:
             self.drop(chunks)
@@ -66,21 +66,19 @@ class PayloadAccounts:
             self._recorded_bytes += ref.num_bytes
 
     async def put(self, owner: str | None, array: NDArray[np.generic]) -> PayloadRef | None:
-        """Leave what arrived here in the store, in a thread, for `owner`. None where nobody owns it, and without room
-        for it, which is logged.
-        """
+        """Put what arrived by value into the store, in a thread. None without an owner, or (logged) without room."""
         if owner is None or self._is_closed:
             return None
         putting = self._puts.put(array)
         putting.add_done_callback(partial(self._record_put, owner))
         try:
-            return await asyncio.shield(putting)  # so that it is recorded even if nobody waits any more
+            return await asyncio.shield(putting)  # it is recorded even where the caller was cancelled
         except TransportError as error:
             self._not_kept.warn(error)
             return None
 
     def drop(self, chunks: Iterable[PayloadChunk]) -> None:
-        """A completion that nobody waits for names these. What an owner holds stays."""
+        """A completion of a cancelled request names these. What an owner holds stays."""
         dropped = self._unknown(chunks)
         num_bytes = sum(ref.num_bytes for ref in dropped)
         self._recorded_bytes += num_bytes
@@ -88,7 +86,7 @@ class PayloadAccounts:
         self._release(dropped)
 
     def release(self, owner: str) -> None:
-        """The owner has ended: nobody will read what it held. Ending twice does nothing."""
+        """The owner has ended: what it held is not read any more. Ending twice does nothing."""
         self._ended[owner] = None
         if len(self._ended) > _ENDED_REMEMBERED:
             self._ended.popitem(last=False)
@@ -126,7 +124,7 @@ class PayloadAccounts:
             self.record(owner, [PayloadChunk(0, 0, putting.result())])
 
     def _unknown(self, chunks: Iterable[PayloadChunk]) -> list[PayloadRef]:
-        """What the chunks refer to and nobody holds, each once."""
+        """What the chunks refer to and no owner holds, each once."""
         refs = {chunk.ref.uri: chunk.ref for chunk in chunks if chunk.ref is not None}
         return [ref for uri, ref in refs.items() if uri not in self._owners]
 

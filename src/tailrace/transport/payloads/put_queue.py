@@ -21,7 +21,7 @@ _Put: TypeAlias = "asyncio.Future[PayloadRef]"
 
 
 class PutQueue:
-    """Safe across event loops; a future that nobody awaits any more is resolved all the same."""
+    """Safe across event loops; a future is resolved even where its awaiter was cancelled."""
 
     def __init__(self, store: PayloadStore) -> None:
         self._store = store

@@ -174,7 +174,7 @@ class _Tallies:
         self._abandoned: dict[str, int] = {}  # payloads that are still held
 
     def add(self, slab: str, generation: int, count: int) -> None:
-        """So many payloads more are released."""
+        """Count `count` more payloads as released."""
         if slab in self._abandoned:
             self.abandon(slab, self._abandoned[slab] - count)
             return
@@ -188,7 +188,7 @@ class _Tallies:
             del self._released[slab]
 
     def abandon(self, slab: str, held: int) -> None:
-        """Nobody will write to it any more, and so many of its payloads are not released yet: the last one ends it."""
+        """Its writer is gone and `held` of its payloads are not released yet: the last one deletes it."""
         self._released.pop(slab, None)
         if held > 0:
             self._abandoned[slab] = held

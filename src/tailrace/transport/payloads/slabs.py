@@ -109,7 +109,7 @@ class OwnedSlab:
         return self.generation, offset
 
     def is_released(self) -> bool:
-        """Whether nobody needs any of its payloads any more."""
+        """Whether all of its payloads are released."""
         return self.withdrawn + read_tally(self.path, self.generation) == self.payloads
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class MappedSlab:
 
 
 def slab_bytes_for(num_bytes: int) -> int:
-    """Size of a slab with room for one payload of so many bytes.
+    """Size of a slab with room for one payload of `num_bytes`.
 
     >>> slab_bytes_for(1 << 16)
     131072

@@ -3,7 +3,7 @@
     put (generator) ──► PayloadRef ──► completions, branches, batches ──► open (trainer)
                                    └──► release (the ledger), once the rollout is terminal ──► room for others
 
-A reference is all that travels. Nobody but `put` writes, and nobody copies what `open` lends. `PayloadAccounts` knows
+Only the reference travels. Only `put` writes; what `open` lends is not copied. `PayloadAccounts` knows
 who holds what; a store knows only how many of a file's payloads are released.
 """
 
@@ -71,7 +71,7 @@ class ThrottledWarning:
 
 
 class MemoryPayloadStore(PayloadStore):
-    """A store within one process. It keeps the very array that was put, which nobody may write to any more.
+    """A store within one process. It keeps the array that was put, which must not change any more.
 
     >>> store = MemoryPayloadStore()
     >>> ref = store.put(np.arange(3, dtype=np.uint8))

@@ -99,9 +99,9 @@ class MemoryModelStateDictStore(ModelStateDictStore):
 class SharedMemoryModelStateDictStore(ModelStateDictStore):
     """A store across processes of one host: each state dict is one file of `folder`, and files are recycled.
 
-    A reader holds a shared lock on the file it has open, so a file is overwritten only when nobody reads it, and the
-    newest one never; the kernel lets go of the locks of a process that dies. So there are at most two files more than
-    readers at any one time. One end publishes, and removes the files when it closes; the other ends open them.
+    A reader holds a shared lock on the file it has open, so only files without readers are overwritten, and the newest
+    one never; the kernel frees the locks of a process that dies. So there are at most two files more than readers at a
+    time. One end publishes, and removes the files when it closes; the other ends open them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -139,7 +139,7 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
     def lend_file(self, ref: ModelStateDictRef) -> Iterator[tuple[ModelStateDictRef, memoryview]]:
         """Lend the file that holds the tensors, as it is, to be sent to where this folder is not. Never imports torch.
 
-        Beside it a reference that tells the version really lent. Raises as `open` does.
+        The reference beside it names the version that is lent. Raises as `open` does.
         """
         with self._reading(ref, private=False) as (path, segment):
             version = _version(path, segment, ref)
@@ -171,7 +171,7 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
             os.close(file)
 
     def _take_free_slot(self) -> SegmentFile:
-        """The oldest file that nobody reads, or a new one, under an exclusive lock. Never the newest."""
+        """The oldest file without readers, or a new one, under an exclusive lock. Never the newest."""
         for slot in self._slots[:-1]:
             try:
                 fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)

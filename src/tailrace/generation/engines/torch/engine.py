@@ -213,7 +213,6 @@ class TorchEngine(Engine):
             running=running,
             waiting=len(self._waiting),
             running_tokens=int(self._table.total[state >= RowState.PREFILL].sum()),
-            cached_sessions=int(np.count_nonzero(state == RowState.IDLE)),
             kv_tokens=int(self._table.cached.sum()),
             kv_capacity_tokens=self._table.slots * self._table.capacity,
             **msgspec.structs.asdict(self._counts),
@@ -369,7 +368,7 @@ class TorchEngine(Engine):
         return chunks
 
     def _report(self, row: int, reason: FinishReason | None, now_s: float) -> SampledTokens:
-        """The row's unreported tokens; with a reason, the row is let go of."""
+        """The row's unreported tokens; with a reason, the row is released."""
         table = self._table
         request = table.requests[row]
         assert request is not None

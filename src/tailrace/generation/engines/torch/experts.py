@@ -93,7 +93,7 @@ class ExpertStore:
         """Give the row to a request, with what is there already.
 
         What an earlier request of the session was handed is not handed out again, unless its tokens were rewritten, or
-        it was aborted and this one does not continue it: then whoever got them may have let go of them.
+        it was aborted and this one does not continue it.
         """
         row, kept, handed = placement.row, placement.kept_tokens, 0
         if placement.donor is not None:

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.generation.decisions import KvCache, may_reuse
+from tailrace.generation.decisions import KvCache
 from tailrace.records import GenerationRequest, Int32Array
 
 WORTH_COPYING_TOKENS = 8
@@ -59,14 +59,15 @@ class Reuse:
     share_across_versions: bool = False
 
     def allows(self, cache_version: int, *, own_session: bool) -> bool:
-        """Whether those of a row whose oldest are of `cache_version`."""
-        return may_reuse(
-            cache_version=cache_version,
-            version=self.version,
-            own_session=own_session,
-            kv_cache=self.kv_cache,
-            share_across_versions=self.share_across_versions,
-        )
+        """Whether those of a row whose oldest are of `cache_version`.
+
+        Under `keep` a session goes on over its own older prefix, and over another's if sharing was asked for.
+
+        >>> Reuse(version=2).allows(1, own_session=True), Reuse(version=2).allows(1, own_session=False)
+        (True, False)
+        """
+        may_be_older = self.kv_cache == "keep" and (own_session or self.share_across_versions)
+        return cache_version == self.version or may_be_older
 
 
 @dataclass(frozen=True, slots=True)

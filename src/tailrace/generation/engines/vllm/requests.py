@@ -22,7 +22,7 @@ class PrefixSalts:
     """Which prefix cache a request may read: vLLM shares cached blocks only between requests of one salt.
 
     Under `keep` a session keeps the salt of the version that it began with, so that its later turns find its own older
-    prefix; a new session never meets what older weights computed. Under the other rules nobody does (`may_reuse`).
+    prefix; a new session never meets what older weights computed. Under the other rules nobody does.
 
     >>> salts = PrefixSalts()
     >>> salts.salt(SessionId("a"), version=0), salts.salt(SessionId("a"), version=1), salts.salt(SessionId("b"), 1)

@@ -86,7 +86,7 @@ class ReturnedExperts:
     def take(self, rows: NDArray[np.generic], sampled: int) -> None:
         """What the output brought that sampled so many tokens; `sampled` follows.
 
-        Rows that do not go on where the last ones ended would be taken for those of other tokens: then all are let go.
+        Rows that do not go on where the last ones ended would be taken for those of other tokens: then all are dropped.
         """
         end, expected = self._count + len(rows), self._num_tokens + sampled - 1 - self.start
         if end != expected and self._is_whole:
