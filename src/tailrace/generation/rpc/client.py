@@ -286,9 +286,8 @@ class GeneratorClient:
     def _send(self, call: AnyCall, frames: Frames = ()) -> None:
         """Never waits: what is connected, or will be, takes any number of messages."""
         self._socket.send_multipart([encode(call), *frames], zmq.NOBLOCK)
-        if (
-            int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        ):  # sending may have taken the signal that something came
+        # Sending may have taken the signal that something came.
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._readable.set()
 
     async def _receive(self) -> None:
