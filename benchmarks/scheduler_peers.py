@@ -127,10 +127,8 @@ class PeersLauncher(LocalLauncher):
 async def generator(role: Role) -> None:
     """Serves an engine that does no work, as a run's generator serves its own."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
-    engine = Generator(lambda: InstantEngine(role_settings.run.max_running))
-    with role_settings.transports().generator(role) as ends:
-        await ends.serve(engine)
-    await engine.close()
+    make_engine = lambda: InstantEngine(role_settings.run.max_running)  # noqa: E731
+    await role_settings.transports().serve_generator(role, lambda _: Generator(make_engine))
 
 
 async def trainer(role: Role) -> None:

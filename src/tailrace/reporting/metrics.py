@@ -10,8 +10,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tailrace.reporting.metric_table import METRICS, MetricSpec, Reduction
 
@@ -47,49 +46,76 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
 
 
-@dataclass(slots=True)
-class _Running:
-    """Weighted mean and spread of a stream, with its extremes.
+_VALUES_AT_ONCE = 512
 
-    Source: West, "Updating Mean and Variance Estimates: An Improved Method" (1979).
+
+class _Running:
+    """What one metric's values come to. Those of weight 1 wait in a list, and many are taken in at once.
+
+    Means and spreads of parts are joined by the pairwise update of Chan, Golub and LeVeque, "Updating Formulae and a
+    Pairwise Algorithm for Computing Sample Variances" (1979), eq. 2.1.
     """
 
-    weight: float = 0.0
-    total: float = 0.0
-    """Plain sum, without weights."""
-    mean: float = 0.0
-    squares: float = 0.0
-    """Weighted sum of squared differences from the mean."""
-    minimum: float = math.inf
-    maximum: float = -math.inf
-    last: float = math.nan
+    __slots__ = ("_mean", "_reduction", "_result", "_squares", "_weight", "values")
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        self.values: list[float] = []
+        """Of weight 1, not taken in yet."""
+        self._weight = self._mean = self._squares = 0.0
+        self._result: float | None = None
+        """Sum, minimum, maximum or last, where that is asked for."""
 
     def add(self, value: float, weight: float) -> None:
-        """Take in one value."""
-        self.weight += weight
-        difference = value - self.mean
-        self.mean += difference * weight / self.weight
-        self.squares += weight * difference * (value - self.mean)
-        self.total += value
-        self.minimum = min(self.minimum, value)
-        self.maximum = max(self.maximum, value)
-        self.last = value
+        """Take in one value that stands for many, after those that wait."""
+        self.take_in()
+        if self._reduction in (Reduction.MEAN, Reduction.STD):
+            self._join(value, weight, 0.0)
+        else:
+            self.values.append(value)
 
-    def reduced(self, reduction: Reduction) -> float:
+    def take_in(self) -> None:
+        """The values that wait."""
+        values = self.values
+        if not values:
+            return
+        if self._reduction in (Reduction.MEAN, Reduction.STD):
+            mean = sum(values) / len(values)
+            squares = sum([(value - mean) ** 2 for value in values]) if self._reduction is Reduction.STD else 0.0
+            self._join(mean, len(values), squares)
+        else:
+            known = values if self._result is None else [self._result, *values]
+            self._result = _CHOSEN[self._reduction](known)
+        self.values = []
+
+    def reduced(self) -> float:
         """One number."""
-        match reduction:
-            case Reduction.MEAN:
-                return self.mean
-            case Reduction.STD:
-                return math.sqrt(max(self.squares / self.weight, 0.0))
-            case Reduction.SUM:
-                return self.total
-            case Reduction.MAX:
-                return self.maximum
-            case Reduction.MIN:
-                return self.minimum
-            case Reduction.LAST:
-                return self.last
+        self.take_in()
+        if self._reduction is Reduction.MEAN:
+            return self._mean
+        if self._reduction is Reduction.STD:
+            return math.sqrt(max(self._squares / self._weight, 0.0))
+        assert self._result is not None  # a metric is there from its first value on
+        return self._result
+
+    def _join(self, mean: float, weight: float, squares: float) -> None:
+        self._weight += weight
+        difference = mean - self._mean
+        moved = difference * weight / self._weight
+        self._mean += moved
+        self._squares += squares + difference * moved * (self._weight - weight)
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+_CHOSEN: Mapping[Reduction, Callable[[Sequence[float]], float]] = {
+    Reduction.SUM: sum,
+    Reduction.MIN: min,
+    Reduction.MAX: max,
+    Reduction.LAST: _last,
+}
 
 
 class MetricsAccumulator:
@@ -112,11 +138,18 @@ class MetricsAccumulator:
         """
         if weight < 0:
             raise ValueError(f"metric {name!r} was added with weight {weight}; weights are 0 or above")
-        metric_spec(name)
-        if weight > 0:
-            running = self._running.get(name)
-            if running is None:
-                running = self._running[name] = _Running()
+        running = self._running.get(name)
+        if running is None:
+            reduction = metric_spec(name).reduction
+            if weight == 0:
+                return
+            running = self._running[name] = _Running(reduction)
+        if weight == 1:
+            waiting = running.values
+            waiting.append(float(value))
+            if len(waiting) >= _VALUES_AT_ONCE:
+                running.take_in()
+        elif weight > 0:
             running.add(float(value), weight)
 
     def add_values(self, name: str, values: Iterable[float]) -> None:
@@ -132,4 +165,4 @@ class MetricsAccumulator:
     def flush(self) -> dict[str, float]:
         """The reduced values by name, sorted; starts over. Metrics without a value are absent, never 0."""
         running, self._running = self._running, {}
-        return {name: running[name].reduced(metric_spec(name).reduction) for name in sorted(running)}
+        return {name: running[name].reduced() for name in sorted(running)}

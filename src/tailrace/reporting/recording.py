@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -11,18 +12,20 @@ from typing_extensions import override
 from tailrace.records import BatchSummary, Completion, Group, Outcome, Rollout, RolloutId, TerminalState
 from tailrace.reporting.metrics import MetricsAccumulator
 
-_SUMMED = ("drifted_turns", "realigned_turns", "rewritten_turns", "tool_calls", "malformed_tool_calls")
-_AVERAGED = ("generate_s", "score_s", "environment_s")
-_OF_COMPLETIONS = (
-    "queue_s",
-    "time_to_first_token_s",
-    "decode_s",
-    "cached_prompt_tokens",
-    "in_flight",
-    "preemptions",
-    "mixed_cache_tokens",
-    "nonfinite_logprobs",
-)
+_OF_ROLLOUTS = {
+    name: f"rollout/{name}"
+    for name in (
+        *("drifted_turns", "realigned_turns", "rewritten_turns", "tool_calls", "malformed_tool_calls"),
+        *("generate_s", "score_s", "environment_s"),
+    )
+}
+_OF_COMPLETIONS = {
+    name: f"generation/{name}"
+    for name in (
+        *("queue_s", "time_to_first_token_s", "decode_s", "cached_prompt_tokens"),
+        *("in_flight", "preemptions", "mixed_cache_tokens", "nonfinite_logprobs"),
+    )
+}
 
 
 @dataclass(slots=True)
@@ -139,9 +142,7 @@ class RunRecorder(MetricsAccumulator):
     def completion(self, completion: Completion) -> None:
         """A request ended."""
         self.add("generation/completion_tokens", completion.num_tokens)
-        for name in _OF_COMPLETIONS:
-            if name in completion.metrics:
-                self.add(f"generation/{name}", completion.metrics[name])
+        self._add_known(_OF_COMPLETIONS, completion.metrics)
 
     def rollout_finished(self, rollout: Rollout) -> None:
         """An agent returned."""
@@ -152,9 +153,13 @@ class RunRecorder(MetricsAccumulator):
         self.add("rollout/completion_tokens", rollout.num_completion_tokens)
         self.add("rollout/truncated_share", float(rollout.truncated))
         self.add("rollout/duration_s", max(0.0, rollout.ended_s - rollout.started_s))
-        for name in (*_SUMMED, *_AVERAGED):
-            if name in rollout.metrics:
-                self.add(f"rollout/{name}", rollout.metrics[name])
+        self._add_known(_OF_ROLLOUTS, rollout.metrics)
+
+    def _add_known(self, names: Mapping[str, str], found: Mapping[str, float]) -> None:
+        """Of what a rollout or a completion brings, what is a metric."""
+        for name, value in found.items():
+            if (metric := names.get(name)) is not None:
+                self.add(metric, value)
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome) -> None:
         """A rollout is terminal; None where it was lost."""

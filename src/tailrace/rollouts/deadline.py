@@ -40,8 +40,9 @@ class rollout_deadline:
         """The line that was waiting when the deadline passed."""
 
     def __enter__(self) -> None:
-        loop, runner = asyncio.get_running_loop(), asyncio.current_task()
+        runner = asyncio.current_task()
         assert runner is not None  # coroutines run in tasks
+        loop = runner.get_loop()  # `get_running_loop` asks the system for the process id each time (Python 3.11)
         self._runner, self._cancelling = runner, runner.cancelling()
         ends_s = loop.time() + self._limit_s if self._ends_s is None else self._ends_s
         self._deadline = loop.call_at(ends_s, self._expire)

@@ -195,7 +195,7 @@ class RolloutPolicy:
         self._rollout.turns += 1
 
     async def _sample(self, conversation: BranchConversation, limit: int, task: asyncio.Task[object]) -> Completion:
-        clock = asyncio.get_running_loop()
+        clock = task.get_loop()
         turn = self._rollout.turns
         conversation.is_waiting = True
         self._reserved_tokens += limit

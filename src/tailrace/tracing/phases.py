@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from tailrace.records import Json
-from tailrace.tracing.phase_totals import PhaseTotals, PhaseUsage
+from tailrace.tracing.phase_totals import LONG_NS, PhaseTotals, PhaseUsage
 from tailrace.tracing.traces import TraceWriter
 from tailrace.tracing.watched_tasks import watching_task_factory
 
@@ -53,7 +53,7 @@ class PhaseRecorder:
         loop = asyncio.get_running_loop()
         before = loop.get_task_factory()
         clock = self._loop_clock = self.clock()
-        clock.is_loop = True
+        clock.is_loop, clock.turn = True, 0
         outermost = phase(self._other)
         outermost.enter_outermost(self)
 
@@ -96,15 +96,28 @@ class PhaseRecorder:
 class _Clock:
     """One thread's: which phase is in force, and since when. Touched by that thread alone, but for reading."""
 
-    __slots__ = ("_cpu_ns", "_cpu_since_ns", "_since_ns", "is_loop", "now_ns", "runs", "scope", "totals", "turn")
+    __slots__ = (
+        "_charged",
+        "_cpu_ns",
+        "_cpu_since_ns",
+        "_since_ns",
+        "is_loop",
+        "now_ns",
+        "runs",
+        "scope",
+        "totals",
+        "turn",
+    )
 
     def __init__(self, clock_ns: Callable[[], int], cpu_clock_ns: Callable[[], int]) -> None:
         self.now_ns, self._cpu_ns = clock_ns, cpu_clock_ns
         self.totals: dict[str, PhaseTotals] = {}
         self.is_loop = self.runs = False
-        self.turn = 0
-        """Counts the turns that tasks take on the event loop."""
+        self.turn = -1
+        """Counts the turns that tasks take on the event loop; -1 in a thread that runs none."""
         self.scope: phase | None = None
+        self._charged: PhaseTotals | None = None
+        """The totals of `scope`."""
         self._since_ns = 0
         self._cpu_since_ns = -1
 
@@ -121,28 +134,29 @@ class _Clock:
         """It waits, or has ended."""
         self.charge(self.now_ns())
         self.runs = False
-        self.scope = None
+        self.scope = self._charged = None
 
     def start(self, scope: phase | None, now_ns: int) -> None:
         """From now on time is that of `scope`."""
         self.scope = scope
         self._since_ns = now_ns
         if scope is None:
+            self._charged = None
             return
         totals = self.totals.get(scope.name)
         if totals is None:
             totals = self.totals[scope.name] = PhaseTotals()
-        self._cpu_since_ns = self._cpu_ns() if totals.is_long or not self.is_loop else -1
+        self._charged = totals
+        self._cpu_since_ns = self._cpu_ns() if totals.mean_ns > LONG_NS or not self.is_loop else -1
 
     def charge(self, now_ns: int) -> None:
         """Time until now was that of the scope in force."""
-        scope = self.scope
-        if scope is None:
+        totals = self._charged
+        if totals is None:
             return
         held_ns = now_ns - self._since_ns
         # A stretch that is short is all computation: to ask the system would cost more than it.
-        cpu_ns = held_ns if self._cpu_since_ns < 0 else self._cpu_ns() - self._cpu_since_ns
-        self.totals[scope.name].add(held_ns, cpu_ns, self.turn if self.is_loop else -1)
+        totals.add(held_ns, held_ns if self._cpu_since_ns < 0 else self._cpu_ns() - self._cpu_since_ns, self.turn)
 
 
 class phase:
@@ -155,7 +169,6 @@ class phase:
     __slots__ = (
         "_about",
         "_began_ns",
-        "_clock",
         "_inside",
         "_inside_ns",
         "_lane",
@@ -177,10 +190,6 @@ class phase:
         self._track, self._num_bytes, self._about = track, num_bytes, about
         self._recorder: PhaseRecorder | None = None
         self._outer: phase | None = None
-        self._inside = 0  # 1 while another phase lies in this one's lane
-        self._inside_ns = 0
-        self._lane = -1
-        self._shares_lane = self._owns_turn = False
 
     def __enter__(self) -> phase:
         outer = _scope.get()
@@ -189,7 +198,9 @@ class phase:
         self._outer = outer = outer.surviving() if outer.has_ended else outer
         assert outer._recorder is not None
         self._recorder = recorder = outer._recorder
-        clock = recorder.clock()
+        self._inside = self._inside_ns = 0  # `_inside` is 1 while another phase lies in this one's lane
+        self._lane, self._owns_turn = -1, False
+        clock = recorder._clocks.get(_thread()) or recorder.clock()  # without a call, as a rule
         now_ns = clock.now_ns()
         if clock.runs:
             clock.charge(now_ns)
@@ -208,7 +219,7 @@ class phase:
         recorder, outer = self._recorder, self._outer
         if recorder is None or outer is None:
             return
-        clock = recorder.clock()
+        clock = recorder._clocks.get(_thread()) or recorder.clock()
         now_ns = clock.now_ns()
         self.has_ended = True
         if clock.runs:
@@ -216,9 +227,9 @@ class phase:
         self._sum_up(recorder.trace, clock, outer, now_ns - self._began_ns)
         _scope.set(outer)
         if self._owns_turn:
-            clock.runs, clock.scope = False, None
+            clock.runs, clock.scope, clock._charged = False, None, None
         elif clock.runs:
-            clock.start(outer.surviving(), now_ns)
+            clock.start(outer.surviving() if outer.has_ended else outer, now_ns)
 
     def add_bytes(self, num_bytes: int) -> None:
         """Count bytes that were worked on."""
@@ -233,7 +244,7 @@ class phase:
 
     def enter_outermost(self, recorder: PhaseRecorder) -> None:
         """What is in no phase is in this one, and nothing shares its lane."""
-        self._recorder, self._outer, self._inside = recorder, _scope.get(), 1
+        self._recorder, self._outer, self._inside, self._inside_ns, self._lane = recorder, _scope.get(), 1, 0, -1
         _scope.set(self)
 
     def leave_outermost(self) -> None:

@@ -98,23 +98,23 @@ class TraceWriter:
 
     def _write(self, events: Iterable[Mapping[str, Json]]) -> None:
         """In the writer's thread."""
-        lines = [_line(event) for event in events]
-        num_bytes = sum(map(len, lines))
-        if num_bytes > self._left_bytes:
+        events = list(events)
+        lines = _ENCODER.encode_lines(events)
+        if len(lines) > self._left_bytes:
             self._is_full = True
-            self._dropped += len(lines)
+            self._dropped += len(events)
             return
-        self._left_bytes -= num_bytes
+        self._left_bytes -= len(lines)
         self._append(lines)
 
     def _write_note(self) -> None:
         if self._dropped:
             about: dict[str, Json] = {"dropped": self._dropped}
-            self._append([_line({"ph": "M", "name": "trace_is_full", "pid": self._pid, "args": about})])
+            self._append(_line({"ph": "M", "name": "trace_is_full", "pid": self._pid, "args": about}))
 
-    def _append(self, lines: Iterable[bytes]) -> None:
+    def _append(self, lines: bytes) -> None:
         with self._path.open("ab") as file:
-            file.writelines(lines)
+            file.write(lines)
 
     def _events(self, spans: Sequence[_Span]) -> Iterator[Mapping[str, Json]]:
         for name, track, lane, began_ns, duration_ns, about in spans:
@@ -170,4 +170,7 @@ def remove_parts(parts: Path) -> None:
 
 
 def _line(event: Mapping[str, Json]) -> bytes:
-    return msgspec.json.encode(event) + b"\n"
+    return _ENCODER.encode(event) + b"\n"
+
+
+_ENCODER = msgspec.json.Encoder()

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -104,11 +104,15 @@ async def wait_until(changed: asyncio.Event, condition: Callable[[], bool]) -> N
 class PeerMonitor:
     """Learns from a socket's monitor, without polling, that the peer has connected, and that it is gone."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, *, refusals: bool = False) -> None:
-        """Make it before the socket is bound or connected. With `refusals` a failed handshake ends the watch, too."""
+    def __init__(self, socket: zmq.Socket[Any], *, refusals: bool = False) -> None:
+        """`socket` belongs to a `zmq.asyncio.Context`. Make it before the socket is bound or connected.
+
+        With `refusals` a failed handshake ends the watch, too.
+        """
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(events | _REFUSALS if refusals else events)
+        monitor = socket.get_monitor_socket(events | _REFUSALS if refusals else events)
+        self._monitor = cast(zmq.asyncio.Socket, monitor)
 
     async def watch(self, on_connected: Callable[[], None]) -> bool:
         """Wait for the peer to go away; whether it had been there, or else refused the handshake."""

@@ -51,6 +51,8 @@ ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 """Gets the engine's statistics, and how many requests of this client had been received by then."""
 
 _COPIED_BYTES = 1 << 16
+_TAKEN_AT_ONCE = 64
+"""Replies taken before others have a turn of the event loop: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ class GeneratorClient:
         self._connected, self._failed = asyncio.Event(), asyncio.Event()
         self._progress = ProgressDeadline(progress_deadline_s or float("inf"), lambda: self._stuck(progress_deadline_s))
         self._last_seen = (-1, -1)
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        # A plain socket in the run's context: one of `zmq.asyncio` makes futures and wakes a task for each message.
+        self._socket: zmq.Socket[bytes] = zmq.Socket(zmq.asyncio.Context.instance(), zmq.DEALER)
+        self._readable = asyncio.Event()
         self._socket.set_hwm(0)
         if keys:
             keys.apply_to_client(self._socket)
@@ -234,7 +238,7 @@ class GeneratorClient:
         if self._socket.closed:
             return
         if self._failure is None:
-            self._socket.send_multipart([encode(messages.LeaveCall(call_id=next(self._ids)))])
+            self._send(messages.LeaveCall(call_id=next(self._ids)))
         self.fail(EngineFailed("the client is closed"))
         self._progress.close()
         for task in self._tasks:
@@ -256,11 +260,11 @@ class GeneratorClient:
         future: asyncio.Future[tuple[AnyReply, Frames]] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = _OpenCall(call, future, on_chunk)
         try:
-            await self._socket.send_multipart([encode(call), *frames])
+            self._send(call, frames)
             reply, arrays = await future
         except BaseException:  # cancelled, or `on_chunk` raised: the server need not go on
             if self._failure is None:
-                self._socket.send_multipart([encode(messages.AbortCall(call_id=call.call_id))])
+                self._send(messages.AbortCall(call_id=call.call_id))
             raise
         finally:
             del self._calls[call.call_id]
@@ -279,21 +283,45 @@ class GeneratorClient:
         finally:
             self._progress.end()
 
+    def _send(self, call: AnyCall, frames: Frames = ()) -> None:
+        """Never waits: what is connected, or will be, takes any number of messages."""
+        self._socket.send_multipart([encode(call), *frames], zmq.NOBLOCK)
+        # Sending may have taken the signal that something came.
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._readable.set()
+
     async def _receive(self) -> None:
-        """Waits for replies; ends with the client."""
+        """Takes replies, many for each time that it is woken; ends with the client."""
+        loop, descriptor = asyncio.get_running_loop(), self._socket.FD
+        loop.add_reader(descriptor, self._readable.set)
         try:
             while True:
-                header, frames = await self._next_message()
-                self._handle(messages.unpack_reply(header), frames)
+                self._readable.clear()
+                if self._take_waiting():
+                    await asyncio.sleep(0)
+                else:
+                    await self._readable.wait()
         except (CorruptData, EngineFailed) as error:
             self.fail(error)
+        finally:
+            loop.remove_reader(descriptor)
 
-    async def _next_message(self) -> tuple[bytes, Frames]:
-        """Small frames are copied; big ones stay where the socket received them."""
+    def _take_waiting(self) -> bool:
+        """Take the replies that have come; whether others may be left."""
+        for _ in range(_TAKEN_AT_ONCE):
+            try:
+                header, frames = self._next_message()
+            except zmq.Again:
+                return False
+            self._handle(messages.unpack_reply(header), frames)
+        return True
+
+    def _next_message(self) -> tuple[bytes, Frames]:
+        """Small frames are copied; big ones stay where the socket received them. Raises `zmq.Again` without one."""
         if not self._by_value:
-            header, *frames = await self._socket.recv_multipart()
+            header, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             return header, frames
-        first, *rest = await self._socket.recv_multipart(copy=False)
+        first, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         return first.bytes, [frame.bytes if len(frame) < _COPIED_BYTES else frame.buffer for frame in rest]
 
     def _handle(self, reply: AnyReply, frames: Frames) -> None:

@@ -8,6 +8,7 @@ import ipaddress
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,7 +38,7 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
         return cls(*(key.decode() for key in pairs))
 
-    def apply_to_client(self, socket: zmq.asyncio.Socket) -> None:
+    def apply_to_client(self, socket: zmq.Socket[Any]) -> None:
         """Before it connects."""
         socket.curve_serverkey = self.server_public.encode()
         socket.curve_publickey = self.client_public.encode()
@@ -94,7 +95,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def keep_alive(socket: zmq.asyncio.Socket) -> None:
+def keep_alive(socket: zmq.Socket[Any]) -> None:
     """Notice a connection that broke silently (a machine that lost its power)."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
