@@ -74,7 +74,7 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
 
         async with asyncio.timeout(PATIENCE_S):
             calls = [asyncio.create_task(ask_until_one_is_lost(number)) for number in range(len(LENGTHS))]
-            while (await clients[0].hello()).statistics.sampled_tokens_total < 8 * 20:
+            while (await clients[0].hello("run")).statistics.sampled_tokens_total < 8 * 20:
                 pass
             first.send_signal(signal.SIGKILL)
             done = await asyncio.gather(*calls)
@@ -86,7 +86,7 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
                 assert completion.token_ids.tolist() == expected
         assert router.replicas[0].failovers > 0
         tokens = sum(completion.num_tokens for completions in done for completion in completions)
-        kept = tokens - (await clients[1].hello()).statistics.sampled_tokens_total
+        kept = tokens - (await clients[1].hello("run")).statistics.sampled_tokens_total
         assert kept > clients[0].completed_tokens  # also of what it had begun
         for task, client in zip(uses, clients, strict=True):
             task.cancel()

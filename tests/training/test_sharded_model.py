@@ -24,6 +24,9 @@ SHORT = ClippedRatio(LossSettings())
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
+    if distributed.is_initialized():  # vLLM's, of this one process too, is there for good once one of its tests has run
+        yield
+        return
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
