@@ -9,8 +9,8 @@ import pytest
 
 from tailrace.errors import SettingsError
 from tailrace.generation.holding import HoldingGenerate
+from tailrace.generation.recorded_generate import RecordedGenerate
 from tailrace.records import Completion, FinishReason, GenerationRequest, OnChunk, SamplingParams, TerminalState
-from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.simulation import SimulatedRun, simulate
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import make_world

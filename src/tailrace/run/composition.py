@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 from tailrace.config import RunSettings
 from tailrace.generation.holding import HoldingGenerate
+from tailrace.generation.recorded_generate import RecordedGenerate
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, heap_of_process
 from tailrace.lifecycle.trimming import MemoryTrimmer
@@ -36,7 +37,6 @@ from tailrace.rollouts import ChatRenderer, LoadedEnvironment
 from tailrace.run.folder import RunPaths
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import held_out_tasks, make_rollouter
-from tailrace.run.recorded_generate import RecordedGenerate
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
 from tailrace.scheduling import Evaluator, StreamScheduler, TaskSource, TaskStream
