@@ -156,7 +156,7 @@ def with_tailrace(engine: TorchEngine, prompts: np.ndarray, tokens: int, run: in
 
 
 def with_transformers(model: PreTrainedModel, prompts: np.ndarray, tokens: int) -> None:
-    ids = torch.from_numpy(prompts)
+    ids = torch.from_numpy(prompts).to(model.device)
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

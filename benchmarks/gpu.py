@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import kit  # isort: skip  - pins threads
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -25,11 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine import with_tailrace, with_transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.models.heads import OutputHead
-from tailrace.records import Batch, BatchSummary, GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
+from tailrace.records import Batch, BatchSummary
 from tailrace.training.head import LogprobHead
 from tailrace.training.losses import LossTokens, load_loss
 from tailrace.training.settings import TrainerSettings
@@ -249,40 +251,13 @@ def head_rows(shape: Shape, device: torch.device, runs: int, chunks: Sequence[in
 def engine_rows(shape: Shape, device: torch.device, tokens: int, slots: int = SLOTS) -> list[EngineRow]:
     """Against transformers' own `generate`, from the same prompts."""
     model = random_model(shape, device, torch.bfloat16)
-    prompts = torch.randint(0, shape.vocabulary, (slots, PROMPT_TOKENS), device=device)
-
-    def with_transformers() -> None:
-        model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=True,
-            top_k=0,
-            pad_token_id=0,
-        )
-
-    theirs_s = timed(with_transformers, device, runs=1)
+    prompts = np.random.default_rng(0).integers(0, shape.vocabulary, (slots, PROMPT_TOKENS))
+    theirs_s = timed(partial(with_transformers, model, prompts, tokens), device, runs=1)
+    runs = itertools.count()  # ids of requests are never used twice
     engine = TorchEngine(model, slots=slots, max_model_tokens=PROMPT_TOKENS + tokens, prefill_chunk_tokens=8192)
-    ours_s = timed(partial(decode_all, engine, prompts.cpu().numpy(), tokens), device, runs=1)
+    ours_s = timed(lambda: with_tailrace(engine, prompts, tokens, next(runs)), device, runs=1)
     total = slots * tokens
     return [EngineRow(f"engine-{slots}", slots, total / ours_s, total / theirs_s, theirs_s / ours_s)]
-
-
-def decode_all(engine: TorchEngine, prompts: np.ndarray, tokens: int) -> None:
-    for index, prompt in enumerate(prompts):
-        name = f"{time.monotonic_ns()}/{index}"
-        engine.add(
-            GenerationRequest(
-                request_id=RequestId(name),
-                session_id=SessionId(name),
-                group_id=GroupId(name),
-                prompt_token_ids=prompt.astype(np.int32),
-                sampling=SamplingParams(max_tokens=tokens),
-            )
-        )
-    while engine.has_work:
-        engine.step()
 
 
 def publish_rows(shape: Shape, device: torch.device, runs: int) -> list[PublishRow]:
