@@ -75,6 +75,7 @@ class GeneratorServer:
         """`forwarded` is the generator's payload store where clients do not see it: payloads then go along."""
         self._generator, self._open, self._forwarded = generator, open_model_state_dict, forwarded
         self._model, self._report_every_s, self._stand_alone = model, report_every_s, stand_alone
+        self._outboxes: dict[bytes, Outbox[AnyReply]] = {}
         keys = stand_alone.keys if stand_alone else None
         self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -89,7 +90,6 @@ class GeneratorServer:
             self.close()
             raise SettingsError(f"the generator cannot listen at {address} (--address): {error}") from error
         self._clients: dict[bytes, _Client] = {}
-        self._outboxes: dict[bytes, Outbox[AnyReply]] = {}
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._watching: asyncio.Task[None] | None = None
