@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace import __version__
 from tailrace.cli import main
 from tailrace.config import list_recipes
 
@@ -24,6 +25,11 @@ from tailrace.config import list_recipes
             ["train", "quickstart", "--dry-run", "--environment.args.max_name", "3"],
             "command line: environment.args.max_name: ",
         ),
+        (
+            ["train", "quickstart", "--environment.args.max_turns", "--dry-run"],
+            "max_turns of alphabet-sort is no switch",
+        ),
+        (["train", "quickstart", "--trainer.learning_rate", "--dry-run"], "learning_rate is no switch"),
         (["recipes", "extra"], "this command takes no 'extra'"),
         (["eval", "quickstart", "--limit", "0"], "--limit is 0"),
         (["eval", "quickstart", "--environment.eval_tasks", "0", "--environment.name", "reverse-text"], "no held-out"),
@@ -68,6 +74,19 @@ def test_an_argument_that_the_environment_refuses_is_told_with_its_file_and_line
     path.write_text(ARGUMENTS.format(arguments))
     assert main([*command, str(path)]) == 2
     assert f"run.toml, line {line}: environment.args" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tailrace {__version__}\n"
+
+
+def test_help_shows_what_names_and_resumes_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "--name NAME" in shown
+    assert "--resume" in shown
 
 
 def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

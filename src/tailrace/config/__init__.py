@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.plan import Plan, plan_run
-from tailrace.config.problems import explain
+from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
@@ -43,10 +41,7 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
     table = apply_overrides(file.table, parse_overrides(overrides))
     name = re.sub(r"[^\w.-]+", "-", Path(recipe).name.removesuffix(".toml"))  # `my run.toml` becomes `my-run`
     table.setdefault("name", name.lstrip(".-") or "run")
-    try:
-        return RunSettings.model_validate(table)
-    except ValidationError as error:
-        raise explain(error, RunSettings, _places(file, overrides)) from None
+    return validated(RunSettings, table, _places(file, overrides))
 
 
 @contextmanager
