@@ -77,6 +77,37 @@ def test_an_argument_that_the_environment_refuses_is_told_with_its_file_and_line
     assert f"run.toml, line {line}: environment.args" in capsys.readouterr().err
 
 
+WORDS = """
+from tailrace.environments import EnvironmentSpec, Observation
+
+class Word:
+    def reset(self, task):
+        return Observation.user(task["word"])
+    def step(self, reply):
+        return Observation.end(reward=1.0)
+
+words_beside_the_file = EnvironmentSpec(
+    name="words", environment=Word, train_tasks=[{"word": "a"}, {"word": "b"}], held_out=1
+)
+"""
+
+
+def test_a_module_beside_the_settings_file_is_found_from_anywhere_and_in_workers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beside, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    beside.mkdir()
+    elsewhere.mkdir()
+    (beside / "module_beside.py").write_text(WORDS)
+    settings = (
+        ARGUMENTS.partition("[[environments]]")[0] + "[[environments]]\nname = 'module_beside:words_beside_the_file'"
+    )
+    (beside / "run.toml").write_text(settings)
+    monkeypatch.chdir(elsewhere)
+    assert main(["eval", str(beside / "run.toml"), "--json", "--rollouts.max_tokens", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["words"]["reward_mean"] == 1.0
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"tailrace {__version__}\n"
