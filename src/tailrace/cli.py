@@ -7,6 +7,7 @@ tailrace serve bundled:quickstart
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200
 tailrace recipes
+tailrace --version
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tailrace import __version__
 from tailrace.errors import SettingsError, TailraceError
 
 ResultT = TypeVar("ResultT")
@@ -35,6 +37,7 @@ _TABLE_WIDTH = 100
 
 Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
 Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
@@ -55,6 +58,10 @@ class Train:
 
     recipe: Recipe
     """A packaged recipe (`tailrace recipes`), or a .toml file."""
+    name: Name = None
+    """Name of the run's folder under runs/; without one, the recipe's or file's."""
+    resume: bool = False
+    """Go on from the newest checkpoint of the folder of that name."""
     dry_run: bool = False
     """Only show the resolved settings and what they come to."""
     capture: Steps = None
@@ -65,6 +72,10 @@ class Train:
         from tailrace.config import load_settings, placed
         from tailrace.reporting.summary import summary_text
 
+        if self.name is not None:
+            overrides = [*overrides, f"--name={json.dumps(self.name, ensure_ascii=False)}"]
+        if self.resume:
+            overrides = [*overrides, "--resume"]
         if self.capture is not None:
             overrides = [*overrides, "--observability.capture", str(self.capture)]
         settings = load_settings(self.recipe, overrides)
@@ -89,19 +100,25 @@ class Evaluate:
     """Only the first so many held-out tasks of each environment."""
     save: Save = None
     """Append the rollouts, readable, to this .jsonl file."""
+    greedy: bool = False
+    """Measure greedy decoding as well."""
+    show: Annotated[int, tyro.conf.arg(metavar="TASKS")] = 0
+    """Print the conversations about the first so many held-out tasks of each environment."""
     json: bool = False
     """Print the result as one line of JSON."""
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed
-        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_text
+        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_samples, evaluation_text
 
         if self.limit is not None and self.limit < 1:
             raise SettingsError(f"--limit is {self.limit}; it counts held-out tasks, so it must be 1 or above")
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
-            found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
+            found = _run(evaluate_model(settings, save=self.save, limit=self.limit, greedy=self.greedy))
+        if self.show > 0:
+            _print(evaluation_samples(found, self.show) + "\n")
         _print(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
         return 0
 
@@ -278,6 +295,9 @@ def _status_of(given: Sequence[str]) -> int:
     from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 
     try:
+        if list(given) == ["--version"]:
+            _print(f"tailrace {__version__}")
+            return ExitCode.FINISHED
         _require_command(given)
         command, overrides = _parse(given)
         return command(overrides)
@@ -302,7 +322,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[s
     command, overrides = tyro.cli(
         commands,
         prog="tailrace",
-        description="Reinforcement learning of language models, asynchronous throughout.",
+        description="Reinforcement learning of language models, asynchronous throughout. "
+        "`tailrace --version` tells its version.",
         args=arguments or ["--help"],
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
