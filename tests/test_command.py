@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace import __version__
 from tailrace.cli import main
 from tailrace.config import list_recipes, load_settings
 
@@ -24,6 +25,11 @@ from tailrace.config import list_recipes, load_settings
             ["train", "quickstart", "--dry-run", "--environment.args.max_name", "3"],
             "command line: environment.args.max_name: ",
         ),
+        (
+            ["train", "quickstart", "--environment.args.max_turns", "--dry-run"],
+            "max_turns of alphabet-sort is no switch",
+        ),
+        (["train", "quickstart", "--trainer.learning_rate", "--dry-run"], "learning_rate is no switch"),
         (["recipes", "extra"], "this command takes no 'extra'"),
         (["eval", "quickstart", "--limit", "0"], "--limit is 0"),
         (["eval", "quickstart", "--environment.eval_tasks", "0", "--environment.name", "reverse-text"], "no held-out"),
@@ -68,6 +74,50 @@ def test_an_argument_that_the_environment_refuses_is_told_with_its_file_and_line
     path.write_text(ARGUMENTS.format(arguments))
     assert main([*command, str(path)]) == 2
     assert f"run.toml, line {line}: environment.args" in capsys.readouterr().err
+
+
+WORDS = """
+from tailrace.environments import EnvironmentSpec, Observation
+
+class Word:
+    def reset(self, task):
+        return Observation.user(task["word"])
+    def step(self, reply):
+        return Observation.end(reward=1.0)
+
+words_beside_the_file = EnvironmentSpec(
+    name="words", environment=Word, train_tasks=[{"word": "a"}, {"word": "b"}], held_out=1
+)
+"""
+
+
+def test_a_module_beside_the_settings_file_is_found_from_anywhere_and_in_workers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beside, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    beside.mkdir()
+    elsewhere.mkdir()
+    (beside / "module_beside.py").write_text(WORDS)
+    settings = (
+        ARGUMENTS.partition("[[environments]]")[0] + "[[environments]]\nname = 'module_beside:words_beside_the_file'"
+    )
+    (beside / "run.toml").write_text(settings)
+    monkeypatch.chdir(elsewhere)
+    assert main(["eval", str(beside / "run.toml"), "--json", "--rollouts.max_tokens", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["words"]["reward_mean"] == 1.0
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tailrace {__version__}\n"
+
+
+def test_help_shows_what_names_and_resumes_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "--name NAME" in shown
+    assert "--resume" in shown
 
 
 def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

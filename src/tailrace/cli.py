@@ -7,6 +7,7 @@ tailrace serve bundled:quickstart
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200
 tailrace recipes
+tailrace --version
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tailrace import __version__
 from tailrace.errors import SettingsError, TailraceError
 
 ResultT = TypeVar("ResultT")
@@ -35,6 +37,7 @@ _TABLE_WIDTH = 100
 
 Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
 Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
@@ -55,6 +58,10 @@ class Train:
 
     recipe: Recipe
     """A packaged recipe (`tailrace recipes`), or a .toml file."""
+    name: Name = None
+    """Name of the run's folder under runs/; without one, the recipe's or file's."""
+    resume: bool = False
+    """Go on from the newest checkpoint of the folder of that name."""
     dry_run: bool = False
     """Only show the resolved settings and what they come to."""
     capture: Steps = None
@@ -65,6 +72,10 @@ class Train:
         from tailrace.config import load_settings, placed
         from tailrace.reporting.summary import summary_text
 
+        if self.name is not None:
+            overrides = [*overrides, f"--name={json.dumps(self.name, ensure_ascii=False)}"]
+        if self.resume:
+            overrides = [*overrides, "--resume"]
         if self.capture is not None:
             overrides = [*overrides, "--observability.capture", str(self.capture)]
         settings = load_settings(self.recipe, overrides)
@@ -278,6 +289,9 @@ def _status_of(given: Sequence[str]) -> int:
     from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 
     try:
+        if list(given) == ["--version"]:
+            _print(f"tailrace {__version__}")
+            return ExitCode.FINISHED
         _require_command(given)
         command, overrides = _parse(given)
         return command(overrides)
@@ -302,7 +316,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[s
     command, overrides = tyro.cli(
         commands,
         prog="tailrace",
-        description="Reinforcement learning of language models, asynchronous throughout.",
+        description="Reinforcement learning of language models, asynchronous throughout. "
+        "`tailrace --version` tells its version.",
         args=arguments or ["--help"],
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),

@@ -17,6 +17,7 @@ from tailrace.config import (
     settings_reference,
     simulation_reference,
 )
+from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
 
@@ -166,6 +167,54 @@ def test_overrides_win_over_the_file() -> None:
     )
     assert (settings.max_steps, settings.trainer.learning_rate, settings.name) == (7, 1e-3, "mine")
     assert settings.environments[0].args["max_turns"] == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["--trainer.learning_rate"],
+            "trainer.learning_rate is no switch, it needs a value, as in --trainer.lear.* 1e-05",
+        ),
+        (["--trainer.learning_rate", "true"], "trainer.learning_rate is no switch"),
+        (["--max_steps", "--environment.weight=2"], "max_steps is no switch"),
+        (["--environment.weight"], "environment.weight is no switch"),
+        (["--name"], "name is no switch"),
+        (["--generator.connect"], "generator.connect is no switch"),
+        (["--trainer"], "trainer = True: it is a section"),
+    ],
+)
+def test_a_setting_without_a_value_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"^command line: {message}"):
+        load_settings("quickstart", overrides)
+
+
+def test_a_switch_needs_no_value() -> None:
+    assert load_settings("quickstart", ["--trainer.gradient_checkpointing"]).trainer.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("lr", "trainer.learning_rate"),
+        ("trainer.lr", "trainer.learning_rate"),
+        ("learning-rat", "trainer.learning_rate"),
+        ("correction", "trainer.loss.correction"),
+        ("group_size", "environment.group_size or rollouts.group_size"),
+        ("num_generations", "rollouts.group_size"),
+        ("epochs", "max_epochs"),
+    ],
+)
+def test_a_name_from_elsewhere_is_told_what_it_is_called_here(name: str, meant: str) -> None:
+    with pytest.raises(SettingsError, match=rf"is no setting; did you mean {meant}\?"):
+        load_settings("quickstart", [f"--{name}", "2"])
+
+
+@pytest.mark.parametrize("meant", sorted(set(ELSEWHERE_CALLED.values())))
+def test_every_name_that_is_suggested_is_a_setting(meant: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings("quickstart", [f"--{meant}.inside", "2"])
+    assert "is no setting" not in str(caught.value)
 
 
 def test_naming_another_environment_drops_the_arguments_of_the_old_one(write) -> None:  # type: ignore[no-untyped-def]
