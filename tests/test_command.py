@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,14 @@ def test_an_evaluation_measures_and_saves(capsys: pytest.CaptureFixture[str], tm
     assert 0.0 <= found["reward_mean"] <= 1.0
     rewards = [json.loads(line)["reward"] for line in saved.read_text().splitlines()]
     assert sum(rewards) / 3 == pytest.approx(found["reward_mean"])
+
+
+def test_an_evaluation_prints_greedy_reward_and_conversations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "quickstart", "--limit", "2", "--greedy", "--show", "1"]) == 0
+    *conversation, figures = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"alphabet-sort/eval/0: reward [01]\.\d{3}", conversation[0])
+    assert [line.split()[0] for line in conversation[1:3]] == ["user", "assistant"]
+    assert re.match(r"alphabet-sort: mean reward \S+ ± \S+ \(greedy \S+ ± \S+\) over 2 held-out tasks", figures)
 
 
 @pytest.mark.parametrize("module", ["tailrace", "tailrace.cli", "tailrace.run.training"])
