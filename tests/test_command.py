@@ -12,7 +12,7 @@ import pytest
 
 from tailrace import __version__
 from tailrace.cli import main
-from tailrace.config import list_recipes
+from tailrace.config import list_recipes, load_settings
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,18 @@ def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in list_recipes())
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_a_dry_run_of_every_recipe_loads_its_environments_and_shows_settings_that_can_be_run(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", recipe, "--dry-run"]) == 0
+    shown, _, planned = capsys.readouterr().out.partition("\n\n  ")
+    (tmp_path / "again.toml").write_text(shown)
+    settings = load_settings(str(tmp_path / "again.toml"))
+    assert settings == load_settings(recipe, ["--name", settings.name])
+    assert f"The run finishes after about {settings.max_steps:,} steps." in planned
 
 
 def test_a_dry_run_shows_settings_and_budgets_and_makes_nothing(
