@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_every_metric_is_a_documented_one(folder: Path, summary: RunSummary) -> 
         metric.replace(f"{{{family}}}", name) for metric in METRICS for family in names for name in names[family]
     }
     assert {name for line in lines for name in line} <= documented | {"step", "wall_s"}
+
+
+def test_the_reward_of_a_step_is_that_of_the_rollouts_in_its_file(folder: Path) -> None:
+    written = rollouts(folder)
+    for line in records(folder / "metrics.jsonl"):
+        ended = [one for one in written if one["step"] == line["step"]]
+        trained = [one["reward"] for one in ended if one["outcome"]["state"] == "trained"]
+        assert line["batch/reward_mean"] == pytest.approx(statistics.fmean(trained))
+        filtered = [one["reward"] for one in ended if one["outcome"]["state"] == "filtered"]
+        assert line["reward/mean"] == pytest.approx(statistics.fmean(trained + filtered))
 
 
 def _phases(folder: Path) -> list[str]:
