@@ -3,10 +3,12 @@
 tailrace train quickstart --trainer.learning_rate 3e-4
 tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
+tailrace try own:shout
 tailrace serve bundled:quickstart
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200
 tailrace recipes
+tailrace --version
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tailrace import __version__
 from tailrace.errors import SettingsError, TailraceError
 
 ResultT = TypeVar("ResultT")
@@ -34,7 +37,9 @@ _TABLE_WIDTH = 100
 """Columns that a table of figures needs, wherever it is printed."""
 
 Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+EnvironmentName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
 Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
 Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
@@ -55,6 +60,10 @@ class Train:
 
     recipe: Recipe
     """A packaged recipe (`tailrace recipes`), or a .toml file."""
+    name: Name = None
+    """Name of the run's folder under runs/; without one, the recipe's or file's."""
+    resume: bool = False
+    """Go on from the newest checkpoint of the folder of that name."""
     dry_run: bool = False
     """Only show the resolved settings and what they come to."""
     capture: Steps = None
@@ -65,6 +74,10 @@ class Train:
         from tailrace.config import load_settings, placed
         from tailrace.reporting.summary import summary_text
 
+        if self.name is not None:
+            overrides = [*overrides, f"--name={json.dumps(self.name, ensure_ascii=False)}"]
+        if self.resume:
+            overrides = [*overrides, "--resume"]
         if self.capture is not None:
             overrides = [*overrides, "--observability.capture", str(self.capture)]
         settings = load_settings(self.recipe, overrides)
@@ -89,21 +102,56 @@ class Evaluate:
     """Only the first so many held-out tasks of each environment."""
     save: Save = None
     """Append the rollouts, readable, to this .jsonl file."""
+    greedy: bool = False
+    """Measure greedy decoding as well."""
+    show: Annotated[int, tyro.conf.arg(metavar="TASKS")] = 0
+    """Print the conversations about the first so many held-out tasks of each environment."""
     json: bool = False
     """Print the result as one line of JSON."""
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed
-        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_text
+        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_samples, evaluation_text
 
         if self.limit is not None and self.limit < 1:
             raise SettingsError(f"--limit is {self.limit}; it counts held-out tasks, so it must be 1 or above")
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
-            found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
+            found = _run(evaluate_model(settings, save=self.save, limit=self.limit, greedy=self.greedy))
+        if self.show > 0:
+            _print(evaluation_samples(found, self.show) + "\n")
         _print(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
         return 0
+
+
+@dataclass(frozen=True)
+class Try:
+    """Play a few rollouts of an environment without training, and tell what is wrong with it."""
+
+    environment: EnvironmentName
+    """A built-in environment, your own as `module:attribute`, or a recipe or .toml file for all of its own."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = "quickstart"
+    """Whose model and limits to take."""
+    tasks: Annotated[int, tyro.conf.arg(metavar="TASKS")] = 2
+    """Play the first so many tasks."""
+    each: Annotated[int, tyro.conf.arg(metavar="ROLLOUTS")] = 4
+    """Rollouts of each task."""
+    tokens: bool = False
+    """Show prompts token by token."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command; 1 where nothing of it could be trained on."""
+        from tailrace.config import placed
+        from tailrace.run.trying import settings_to_try, try_environments
+
+        if self.tasks < 1 or self.each < 1:
+            raise SettingsError(f"--tasks is {self.tasks} and --each {self.each}; at least 1 of both")
+        settings, recipe, overrides = settings_to_try(self.environment, self.recipe, overrides)
+        with placed(recipe, overrides):
+            tried = _run(try_environments(settings, tasks=self.tasks, group_size=self.each, tokens=self.tokens))
+        _print("\n\n".join(text for _, text in tried))
+        return int(not all(trial.is_trainable for trial, _ in tried))
 
 
 @dataclass(frozen=True)
@@ -255,6 +303,7 @@ class FetchSmollm2:
 _COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
     "train": Train,
     "eval": Evaluate,
+    "try": Try,
     "serve": Serve,
     "simulate": Simulate,
     "replay": Replay,
@@ -278,6 +327,9 @@ def _status_of(given: Sequence[str]) -> int:
     from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 
     try:
+        if list(given) == ["--version"]:
+            _print(f"tailrace {__version__}")
+            return ExitCode.FINISHED
         _require_command(given)
         command, overrides = _parse(given)
         return command(overrides)
@@ -302,7 +354,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[s
     command, overrides = tyro.cli(
         commands,
         prog="tailrace",
-        description="Reinforcement learning of language models, asynchronous throughout.",
+        description="Reinforcement learning of language models, asynchronous throughout. "
+        "`tailrace --version` tells its version.",
         args=arguments or ["--help"],
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),

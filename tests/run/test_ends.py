@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tailrace.lifecycle.shutdown import ShutdownSettings
 from tailrace.records import RunStatus
+from tailrace.reporting.summary import read_summary
 from tailrace.run import orchestrator
 from tests.run.runs import command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
@@ -37,6 +39,21 @@ async def test_a_run_that_diverges_fails(tmp_path: Path) -> None:
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert summary.steps < 20
     assert "finite" in summary.reason
+
+
+@pytest.mark.parametrize("name", ["summary.json", "report.html"])
+async def test_a_run_whose_summary_or_report_cannot_be_written_does_not_end_with_status_0(
+    tmp_path: Path, name: str
+) -> None:
+    running = asyncio.create_task(run_inline(tmp_path, "--max_steps", "2"))
+    while not (tmp_path / "run" / "events.jsonl").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    (tmp_path / "run" / name).mkdir()  # where a file should go
+    summary = await running
+    assert (summary.status, summary.steps, summary.exit_code) == (RunStatus.FINISHED, 2, 1)
+    assert f"the {name.partition('.')[0]} could not be written: [Errno 21] Is a directory" in summary.reason
+    if name == "report.html":
+        assert read_summary(tmp_path / "run") == summary
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

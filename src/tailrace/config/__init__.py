@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.plan import Plan, plan_run
-from tailrace.config.problems import explain
+from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
+from tailrace.user_code import modules_beside
 
 __all__ = [
     "Plan",
@@ -43,15 +42,12 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
     table = apply_overrides(file.table, parse_overrides(overrides))
     name = re.sub(r"[^\w.-]+", "-", Path(recipe).name.removesuffix(".toml"))  # `my run.toml` becomes `my-run`
     table.setdefault("name", name.lstrip(".-") or "run")
-    try:
-        return RunSettings.model_validate(table)
-    except ValidationError as error:
-        raise explain(error, RunSettings, _places(file, overrides)) from None
+    return validated(RunSettings, table, _places(file, overrides))
 
 
 @contextmanager
 def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Errors in these settings that show only when they are used name their file and line, as in `load_settings`.
+    """Use settings: modules beside their file are found, and errors name their file and line, as in `load_settings`.
 
     >>> with placed("quickstart", ["--environment.args.max_name", "3"]):
     ...     raise SettingsError("no such argument", key=("environments", 0, "args", "max_name"))
@@ -59,8 +55,10 @@ def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
         ...
     tailrace.errors.SettingsError: command line: no such argument
     """
+    path = Path(recipe)
     try:
-        yield
+        with modules_beside(path) if path.suffix == ".toml" else nullcontext():
+            yield
     except SettingsError as error:
         if not error.key:
             raise

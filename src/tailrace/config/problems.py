@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tailrace.config.contradictions import Contradictions
-from tailrace.config.sources import Key, Places
+from tailrace.config.sources import Key, Places, Table
 from tailrace.errors import SettingsError
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
-def explain(error: ValidationError, model: type[BaseModel], given: Places) -> SettingsError:
-    """Name each key, where it stands, what it should be, and for an unknown one the nearest that exists."""
-    problems = error.errors()
-    keys = [tuple(problem["loc"]) for problem in problems]
+ELSEWHERE_CALLED = {
+    "batch": "scheduling.batch_size",
+    "env": "environment.name",
+    "epochs": "max_epochs",
+    "lr": "trainer.learning_rate",
+    "max_completion_length": "rollouts.max_tokens",
+    "max_new_tokens": "rollouts.max_tokens",
+    "model_name_or_path": "model.name",
+    "num_generations": "rollouts.group_size",
+    "num_train_epochs": "max_epochs",
+    "output_dir": "name",
+    "run_name": "name",
+    "save_steps": "trainer.checkpoint_every_steps",
+    "steps": "max_steps",
+}
+"""Names of other programs, and of haste, for settings that are called otherwise here."""
+
+
+def validated(model: type[ModelT], table: Table, given: Places) -> ModelT:
+    """The settings in `table`. Raises `SettingsError` that says all that is wrong with them, and where it stands."""
     formatter = _ProblemFormatter(model, given)
-    lines = []
-    for problem, key in zip(problems, keys, strict=True):
-        inside = any(other[: len(key)] == key and len(other) > len(key) for other in keys)
-        if not (problem["type"] == "too_short" and inside):  # a list is short only of the entry that is wrong
-            lines += formatter.lines(problem, key)
-    return SettingsError("\n".join(lines))
+    try:
+        settings = model.model_validate(table)
+    except ValidationError as error:
+        raise SettingsError(formatter.message(error)) from None
+    if lacking := [*_without_value(table, settings)]:
+        raise SettingsError("\n".join(f"{given.where(key)}: {formatter.no_value(key)}" for key in lacking))
+    return settings
+
+
+def _without_value(given: Any, settings: Any, key: Key = ()) -> Iterator[Key]:
+    """What was given as true or false, of which pydantic made 1 or 0; without a value the command line gives true."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            inner = settings[name] if isinstance(settings, dict) else getattr(settings, name)
+            yield from _without_value(value, inner, (*key, name))
+    elif isinstance(given, list):
+        for index, (value, inner) in enumerate(zip(given, settings, strict=False)):
+            yield from _without_value(value, inner, (*key, index))
+    elif isinstance(given, bool) and not isinstance(settings, bool):
+        yield key
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +66,17 @@ class _ProblemFormatter:
 
     model: type[BaseModel]
     given: Places
+
+    def message(self, error: ValidationError) -> str:
+        """A line for each key: where it stands, what it should be, and for an unknown one the nearest that exists."""
+        problems = error.errors()
+        keys = [tuple(problem["loc"]) for problem in problems]
+        lines = []
+        for problem, key in zip(problems, keys, strict=True):
+            inside = any(other[: len(key)] == key and len(other) > len(key) for other in keys)
+            if not (problem["type"] == "too_short" and inside):  # a list is short only of the entry that is wrong
+                lines += self.lines(problem, key)
+        return "\n".join(lines)
 
     def lines(self, problem: ErrorDetails, key: Key) -> list[str]:
         """One line per problem."""
@@ -51,6 +94,13 @@ class _ProblemFormatter:
             key = ("environment", *key[2:])
         return dotted(key)
 
+    def no_value(self, key: Key) -> str:
+        """For a setting that is true and should be something else."""
+        section = _section(self.model, key[:-1])
+        default = section.model_fields[str(key[-1])].default if section and key[-1] in section.model_fields else None
+        example = default if isinstance(default, str | int | float) else "VALUE"
+        return f"{self.name(key)} is no switch, it needs a value, as in --{self.name(key)} {example}"
+
     def _what(self, problem: ErrorDetails, key: Key) -> str:
         match problem["type"]:
             case "extra_forbidden":
@@ -60,6 +110,8 @@ class _ProblemFormatter:
             case "model_type" | "model_attributes_type":
                 how = _how_to_give(key, _section(self.model, key))
                 return f"{self.name(key)} = {problem['input']!r}: it is a section, not a value; {how}"
+            case _ if problem["input"] is True:
+                return self.no_value(key)
             case "tuple_type":
                 return f"{self.name(key)} = {problem['input']!r}: it is a list; each entry is a table [[{dotted(key)}]]"
             case "string_pattern_mismatch":
@@ -70,14 +122,12 @@ class _ProblemFormatter:
                 return f"{self.name(key)} = {problem['input']!r}: {message}"
 
     def _unknown(self, key: Key) -> str:
-        section = _section(self.model, key[:-1])
+        section, name = _section(self.model, key[:-1]), str(key[-1])
         names = sorted(section.model_fields) if section else []
-        close = get_close_matches(str(key[-1]), names, n=1, cutoff=0.66)
-        elsewhere = [] if close else _find_elsewhere(str(key[-1]), self.model)
-        if close:
-            hint = f"did you mean {self.name((*key[:-1], close[0]))}?"
-        elif elsewhere:
-            hint = f"did you mean {elsewhere[0]}?"
+        close = get_close_matches(name, () if name in ELSEWHERE_CALLED else names, n=1, cutoff=0.66)
+        meant = self.name((*key[:-1], close[0])) if close else _find_elsewhere(name, self.model)
+        if meant:
+            hint = f"did you mean {meant}?"
         else:
             hint = f"known {'in ' + self.name(key[:-1]) if key[:-1] else 'here'}: {', '.join(names)}"
         given = [one for one in self.given.overridden if one[: len(key)] == key]
@@ -122,11 +172,18 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _find_elsewhere(name: str, model: type[BaseModel]) -> list[str]:
-    """Settings of that name in other sections: `learning_rate` at the top level is `trainer.learning_rate`."""
-    found = [name] if name in model.model_fields else []
-    for section, field in model.model_fields.items():
-        inner = model_in(field.annotation)
-        if inner and name in inner.model_fields:
-            found.append(f"{'environment' if section == 'environments' else section}.{name}")
-    return found
+def _find_elsewhere(name: str, model: type[BaseModel]) -> str:
+    """The settings of that name, or nearly that name, anywhere: `learning_rate` alone is `trainer.learning_rate`."""
+    keys = [*_all_keys(model)]
+    if (meant := ELSEWHERE_CALLED.get(name)) in keys:
+        return meant
+    close = get_close_matches(name, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.8)
+    return " or ".join(key for key in keys if close and key.rpartition(".")[2] == close[0])
+
+
+def _all_keys(model: type[BaseModel]) -> Iterator[str]:
+    """Every setting, those of the outer sections first."""
+    inner = {name: section for name, field in model.model_fields.items() if (section := model_in(field.annotation))}
+    yield from (name for name in model.model_fields if name not in inner)
+    for name, section in inner.items():
+        yield from (f"{'environment' if name == 'environments' else name}.{key}" for key in _all_keys(section))

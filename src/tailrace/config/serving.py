@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from tailrace.config.overrides import apply_overrides, parse_overrides
-from tailrace.config.problems import explain
+from tailrace.config.problems import validated
 from tailrace.config.sources import Places, SettingsFile
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
@@ -34,7 +34,4 @@ def load_serve_settings(model: str, overrides: Sequence[str]) -> ServeSettings:
     if misplaced := [key for key in given if key[0] == "generator" and key[1:2] and key[1] in _OF_RUNS]:
         raise SettingsError(f"--{'.'.join(misplaced[0])} is a setting of runs: `tailrace serve` starts one generator")
     table = apply_overrides({"model": {"name": model}}, given)
-    try:
-        return ServeSettings.model_validate(table)
-    except ValidationError as error:
-        raise explain(error, ServeSettings, Places(SettingsFile("command line", table), set(given))) from None
+    return validated(ServeSettings, table, Places(SettingsFile("command line", table), set(given)))

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from tailrace.config.overrides import apply_overrides, parse_overrides
-from tailrace.config.problems import explain
+from tailrace.config.problems import validated
 from tailrace.config.sources import Places, Table, read_settings_file, recipe_folder
 from tailrace.errors import SettingsError
 from tailrace.scheduling import SchedulingSettings
@@ -50,10 +48,7 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
                 name = table.get("name", "")
                 table = apply_overrides(table, {key: value})
                 table["name"] = f"{name}, {key[-1]} = {value}" if name else f"{key[-1]} = {value}"
-            try:
-                plans.append(SimulationPlan.model_validate(table))
-            except ValidationError as error:
-                raise explain(error, SimulationPlan, Places(file, set(given))) from None
+            plans.append(validated(SimulationPlan, table, Places(file, set(given))))
     return plans
 
 

@@ -52,11 +52,15 @@ def unknown_argument(name: str, known: list[str], *, owner: str) -> SettingsErro
 def convert_argument(name: str, value: Json, annotation: Any, *, owner: str) -> Any:
     """The value as the annotated type. Raises `SettingsError` naming the argument and what was expected."""
     try:
-        return TypeAdapter(annotation).validate_python(value)
+        converted = TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
         said = f"environment.args.{name} of {owner} is {value!r}: {problem}"
         raise SettingsError(said, key=("args", name)) from error
+    if isinstance(value, bool) and not isinstance(converted, bool):  # pydantic makes the number 1 of true
+        said = f"environment.args.{name} of {owner} is no switch, it needs a value"
+        raise SettingsError(said, key=("args", name))
+    return converted
 
 
 def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _WAITS = {
     Verdict.BUFFER_FULL: "buffer_wait_s",
     Verdict.WEIGHTS_OLD: "weights_wait_s",
     Verdict.STEP_STARTED: "edge_wait_s",
+    Verdict.ENVIRONMENTS_FAIL: "failing_wait_s",
 }
 
 

@@ -53,6 +53,7 @@ class Totals:
     lag_max_s: float = 0.0
     """Of the event loop, since the first rollout."""
     failures: Counter[str] = field(default_factory=Counter)
+    """Rollouts that failed, by reason."""
     rewards: list[float] = field(default_factory=list)
     """One mean per step, like the rates below."""
     generation_tokens_per_s: list[float] = field(default_factory=list)
@@ -103,6 +104,10 @@ class RunObserver(SchedulerObserver):
         self._started_s = self._last_step_s = self._clock()
         self._tokens_before = 0
         self._advantages: dict[RolloutId, float] = {}
+        self._lost: dict[RolloutId, Rollout] = {}
+        """Rollouts that never finished and are not terminal yet."""
+        self._told: set[tuple[str, str]] = set()
+        """(environment, reason) of failures whose first one is in the log."""
         self._entries: list[RolloutEntry] = []
 
     def add_gauges(self, *gauges: Gauge) -> None:
@@ -141,17 +146,29 @@ class RunObserver(SchedulerObserver):
         Comes after `request_cancelled` for the completion that it was waiting for.
         """
         self.totals.tokens_generated += self._recorder.bias.losing(rollout)
+        self._lost[rollout.rollout_id] = rollout
 
     @override
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         self._release(rollout_id)
-        if outcome.state is TerminalState.FAILED:
-            self.totals.failures[outcome.reason] += 1
-            if self.totals.failures[outcome.reason] == 1:
-                _logger.warning("a rollout failed, and more of %r are only counted: %s", outcome.reason, message)
         self._recorder.rollout_ended(rollout_id, rollout, outcome)
+        known = rollout or self._lost.pop(rollout_id, None)
+        has_failed = outcome.state is TerminalState.FAILED
+        if has_failed:
+            self._count_failure(known, outcome.reason, message)
+        if known is not None and (rollout is not None or has_failed):
+            advantage = self._advantages.pop(rollout_id, None)
+            self._entries.append(RolloutEntry(known, outcome, advantage, message))
+
+    def _count_failure(self, rollout: Rollout | None, reason: str, message: str) -> None:
+        """Count it. The first of its environment and reason is told, with its traceback; `rollout` may be unknown."""
+        self.totals.failures[reason] += 1
+        environment = "" if rollout is None else rollout.task.environment
         if rollout is not None:
-            self._entries.append(RolloutEntry(rollout, outcome, self._advantages.pop(rollout_id, None)))
+            self._recorder.add(f"environment/{environment}/failed/{reason}", 1)
+        if (environment, reason) not in self._told:
+            self._told.add((environment, reason))
+            _logger.warning("a rollout failed, and more of %r are only counted: %s", reason, message)
 
     @override
     def group_scored(self, group: Group, filter_reason: str | None) -> None:

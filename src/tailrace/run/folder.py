@@ -1,7 +1,9 @@
-"""A run's folder: made once, never overwritten."""
+"""A run's folder: made once, never overwritten, and one run's at a time."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ import tomli_w
 from tailrace.config import RunSettings
 from tailrace.errors import DataError
 from tailrace.reporting.sinks import evaluation_path, rollouts_path
+from tailrace.run.ownership import OWNER_FILE, own_folder
 
 
 class RunPaths:
@@ -43,24 +46,34 @@ class _MetricsLine(msgspec.Struct):
     step: int = 0
 
 
-def find_run_folder(settings: RunSettings, parent: Path) -> RunPaths:
-    """The folder, not made yet. Raises `DataError` where it is there without `resume`, or not there with it."""
+@contextlib.contextmanager
+def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
+    """The run's folder, with nobody else in it while in here. Without `resume` it is new, with it a run is there.
+
+    Raises `DataError` where that is not so, or it cannot be written.
+    """
     paths = RunPaths(parent / settings.name)
-    exists = paths.root.is_dir() and any(paths.root.iterdir())
-    if exists and not settings.resume:
-        raise DataError(
-            f"the run folder {paths.root} exists already, and nothing in it will be overwritten: choose another "
-            "--name, or add --resume to go on from its newest checkpoint"
-        )
-    if settings.resume and not exists:
-        raise DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
-    return paths
+    if settings.resume and not paths.root.is_dir():
+        raise _nothing_to_resume(paths)
+    with own_folder(paths.root):
+        is_there = any(path.name != OWNER_FILE for path in paths.root.iterdir())
+        if settings.resume and not is_there:
+            raise _nothing_to_resume(paths)
+        if is_there and not settings.resume:
+            raise DataError(
+                f"the run folder {paths.root} exists already, and nothing in it will be overwritten: choose another "
+                "--name, or add --resume to go on from its newest checkpoint"
+            )
+        yield paths
 
 
-def make_run_folder(settings: RunSettings, paths: RunPaths) -> None:
-    """Make the folder, with the resolved settings in it. Raises `DataError` when it cannot be written."""
+def _nothing_to_resume(paths: RunPaths) -> DataError:
+    return DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
+
+
+def write_settings(settings: RunSettings, paths: RunPaths) -> None:
+    """Write the resolved settings into the folder. Raises `DataError` when it cannot be written."""
     try:
-        paths.root.mkdir(parents=True, exist_ok=True)
         paths.settings.write_text(settings_as_toml(settings), encoding="utf-8")
     except OSError as error:
         raise DataError(f"cannot write the run folder {paths.root}: {error.strerror}") from error

@@ -9,13 +9,16 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 
+import msgspec
+
 from tailrace.config import RunSettings, plan_run
 from tailrace.errors import TailraceError
-from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
+from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import reserve_memory, share_one_arena
@@ -30,8 +33,8 @@ from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
-from tailrace.run.folder import find_run_folder, make_run_folder
-from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks
+from tailrace.run.folder import RunPaths, open_run_folder, write_settings
+from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks, within_own_context
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
 _logger = logging.getLogger(__name__)
@@ -41,14 +44,25 @@ _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummary:
     """Train, and leave a run's folder under `parent`. Raises `TailraceError` before anything is started."""
-    is_apart = not launcher_class(settings.placement).runs_in_this_process
-    if is_apart:  # a trainer in this process configures its own allocator
+    if not launcher_class(settings.placement).runs_in_this_process:  # a trainer in it configures its own allocator
         share_one_arena()
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(_load_environments, settings)
-    paths = find_run_folder(settings, parent)
+    with open_run_folder(settings, parent) as paths:
+        summary = await _train_in(paths, settings, environments, devices)
+        return await asyncio.to_thread(_written, summary, paths, with_report=settings.observability.report)
+
+
+async def _train_in(
+    paths: RunPaths,
+    settings: RunSettings,
+    environments: dict[str, LoadedEnvironment],
+    devices: Mapping[str, tuple[str, ...]],
+) -> RunSummary:
+    """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
-    make_run_folder(settings, paths)
+    given, settings = settings, within_own_context(settings, renderer)
+    write_settings(given, paths)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
@@ -56,7 +70,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
     for sentence in [*plan.sentences, *describe_devices(devices)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
-        if is_apart:  # tensors in cycles live elsewhere
+        if not launcher_class(settings.placement).runs_in_this_process:  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects())
             reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
@@ -74,13 +88,7 @@ async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummar
             live.follow(run.view)
             with _stop_signals(run, live) as signals:
                 ended = await run.orchestrator.run()
-        summary = await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
-    if observability.report:
-        try:
-            await asyncio.to_thread(write_report, paths.root)
-        except (TailraceError, OSError) as error:
-            _logger.warning("the report could not be written: %s", error)
-    return summary
+        return await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
 
 
 def _load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
@@ -109,7 +117,7 @@ def _stop_signals(run: ComposedRun, live: LiveView) -> StopSignals:
 
 
 async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
-    """Write what is left to write, the summary last."""
+    """The run in figures, once everything else is written."""
     run.observer.write_rest(ended.step)
     await asyncio.to_thread(run.writer.close)
     writer, orchestrator, ground = run.writer, run.orchestrator, run.ground
@@ -130,11 +138,30 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
     )
     if orchestrator.has_begun:
         summary = with_figures(summary, run.scheduler.ledger, run.observer, waits=run.waits, processes=run.processes)
-    try:
-        write_summary(ground.paths.root, summary)
-    except OSError as error:
-        _logger.error("the summary could not be written: %s", error.strerror)
     return summary
+
+
+def _written(summary: RunSummary, paths: RunPaths, *, with_report: bool) -> RunSummary:
+    """The summary, written, and the report of it: where either is missing, the run did not succeed."""
+    try:
+        write_summary(paths.root, summary)
+    except OSError as error:
+        summary = _incomplete(summary, f"the summary could not be written: {error}")
+    if not with_report:
+        return summary
+    try:
+        write_report(paths.root)
+    except (TailraceError, OSError) as error:
+        summary = _incomplete(summary, f"the report could not be written: {error}")
+        with contextlib.suppress(OSError):  # the one there says that the run succeeded
+            write_summary(paths.root, summary)
+    return summary
+
+
+def _incomplete(summary: RunSummary, why: str) -> RunSummary:
+    _logger.error(why)
+    reason, exit_code = f"{summary.reason}; {why}".removeprefix("; "), summary.exit_code or ExitCode.FAILED
+    return msgspec.structs.replace(summary, reason=reason, exit_code=int(exit_code))
 
 
 def _exit_code(ended: TrainerEnded, error: BaseException | None, signals: StopSignals) -> int:
@@ -142,7 +169,9 @@ def _exit_code(ended: TrainerEnded, error: BaseException | None, signals: StopSi
         return ExitCode.FINISHED
     if ended.status is RunStatus.CANCELLED:
         return signals.exit_code or ExitCode.INTERRUPTED
-    return exit_code_of(error) if isinstance(error, Exception) else ExitCode.FAILED
+    if ended.error or not isinstance(error, Exception):
+        return exit_code_named(ended.error)
+    return exit_code_of(error)
 
 
 def _versions() -> dict[str, str]:

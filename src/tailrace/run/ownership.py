@@ -1,0 +1,163 @@
+"""One run at a time in a run's folder.
+
+    runs/<name>/owner.json    who runs in it; locked by that process, and gone once its run has ended
+
+The lock (`flock`) is the kernel's: it goes with its process, however that ends, so what a crash leaves holds nobody up.
+Not every shared file system tells one host of another's locks. So the owner renews the file's time stamp, and where the
+lock proves nothing, the folder is taken to be in use until the file has not been renewed for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tailrace.errors import DataError
+
+OWNER_FILE = "owner.json"
+RENEWED_EVERY_S = 20.0
+LAPSES_AFTER_S = 120.0
+"""Above the minute for which a client of NFS may show an old time stamp."""
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that runs in a folder."""
+
+    pid: int
+    host: str
+    kernel: str
+    """Names the kernel that would know of its lock: containers of one machine share it."""
+    started_at: str
+
+    @classmethod
+    def of_this_process(cls) -> Owner:
+        """From now on."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(pid=os.getpid(), host=socket.gethostname(), kernel=_kernel(), started_at=now)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.started_at}"
+
+
+@contextlib.contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Make the folder, and be its only owner in here; what this made and is empty at the end is removed again.
+
+    Raises `DataError` where another process owns it, or where it cannot be written.
+    """
+    path = folder / OWNER_FILE
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _take(path)
+    except OSError as error:
+        raise DataError(f"cannot write the run folder {folder}: {error.strerror}") from error
+    released = threading.Event()
+    threading.Thread(target=_renew, args=(path, released), name="run-folder-owner", daemon=True).start()
+    try:
+        yield
+    finally:
+        released.set()
+        with contextlib.suppress(OSError):  # a disk that fails now has told so before
+            path.unlink()
+        with contextlib.suppress(OSError):  # it is not empty: the rule
+            for parent in made:
+                parent.rmdir()
+        os.close(file)
+
+
+def may_be_alive(owner: Owner, *, is_locked_by_us: bool, silent_s: float) -> bool:
+    """Whether an owner that did not remove its file may still run. A pure decision.
+
+    Where we hold the lock, an owner of this very kernel is gone. Of any other we only know when it renewed its file.
+    """
+    is_known = is_locked_by_us and owner.kernel == _kernel()
+    return not is_known and silent_s < LAPSES_AFTER_S
+
+
+def _take(path: Path) -> int:
+    """The descriptor of the file, locked and with this process in it. Raises `DataError` and `OSError`."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            is_locked = _lock(file, path)
+            if not _is_at(file, path):  # its owner removed it between our two calls
+                os.close(file)
+                continue
+            _require_gone(file, path, is_locked=is_locked)
+            os.ftruncate(file, 0)
+            os.pwrite(file, msgspec.json.encode(Owner.of_this_process()) + b"\n", 0)
+            return file
+        except BaseException:
+            os.close(file)
+            raise
+
+
+def _lock(file: int, path: Path) -> bool:
+    """Lock it; False on a file system without locks. Raises `DataError` where another process has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = _owner(file)
+        stop = f"wait until that run has ended, or stop it (kill {owner.pid})" if owner else "wait until it has ended"
+        raise _in_use(path, owner, stop) from None
+    except OSError:
+        return False
+    return True
+
+
+def _require_gone(file: int, path: Path, *, is_locked: bool) -> None:
+    owner = _owner(file)
+    if owner is None:
+        return
+    os.utime(path.parent)  # so that both times are of the file system's own clock
+    silent_s = path.parent.stat().st_mtime - os.fstat(file).st_mtime
+    if may_be_alive(owner, is_locked_by_us=is_locked, silent_s=silent_s):
+        lapses = (
+            f"if that process is gone, start again {LAPSES_AFTER_S:g} s after its end; else wait for it, or stop it"
+        )
+        raise _in_use(path, owner, lapses)
+
+
+def _in_use(path: Path, owner: Owner | None, what_to_do: str) -> DataError:
+    who = owner or "a process that has just begun"
+    return DataError(f"a run is going on in {path.parent} ({who}), and two would mix their files: {what_to_do}")
+
+
+def _owner(file: int) -> Owner | None:
+    """Who stands in the file; None in one that is new, or was cut short."""
+    try:
+        return msgspec.json.decode(os.pread(file, 4096, 0), type=Owner)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _renew(path: Path, released: threading.Event) -> None:
+    """In a thread of its own: no stall of the event loop makes the owner look gone."""
+    while not released.wait(RENEWED_EVERY_S):
+        with contextlib.suppress(OSError):  # a disk that fails for a while: the next one counts
+            os.utime(path)
+
+
+def _kernel() -> str:
+    """Unique to this machine since it was started; its name where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,116 @@
+"""A run's folder is one run's at a time, and what a crash leaves holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tailrace.errors import DataError
+from tailrace.run.ownership import LAPSES_AFTER_S, OWNER_FILE, Owner, may_be_alive, own_folder
+from tests.run.runs import command, run_inline
+
+ELSEWHERE = Owner(pid=7, host="node-12", kernel="another", started_at="2026-01-01T00:00:00+00:00")
+HOLD = """
+import sys, time
+from pathlib import Path
+from tailrace.run.ownership import own_folder
+with own_folder(Path(sys.argv[1])):
+    print("owned", flush=True)
+    time.sleep(600)
+"""
+
+
+def left_by(owner: Owner, folder: Path, *, silent_s: float) -> Path:
+    """What a file system without common locks shows of an owner elsewhere."""
+    folder.mkdir()
+    path = folder / OWNER_FILE
+    path.write_bytes(msgspec.json.encode(owner))
+    then_s = time.time() - silent_s
+    os.utime(path, (then_s, then_s))
+    return path
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(DataError, match=message), own_folder(folder):
+        pass
+
+
+def test_an_owner_is_named_to_whoever_comes_second(tmp_path: Path) -> None:
+    us = os.getpid()
+    with own_folder(tmp_path / "run"):
+        refused(tmp_path / "run", rf"process {us} on .*kill {us}")
+    assert not (tmp_path / "run").exists()
+    with own_folder(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / OWNER_FILE).read_text())["pid"] == us
+
+
+def test_a_process_that_was_killed_owns_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "owned\n"
+        refused(tmp_path, f"process {owner.pid}")
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    assert (tmp_path / OWNER_FILE).is_file()
+    with own_folder(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_owner_whose_lock_cannot_be_seen_is_believed_until_it_falls_silent(tmp_path: Path) -> None:
+    path = left_by(ELSEWHERE, tmp_path / "run", silent_s=30)
+    refused(tmp_path / "run", r"process 7 on node-12.*start again 120 s after its end")
+    path.unlink()
+    path.parent.rmdir()
+    left_by(ELSEWHERE, tmp_path / "run", silent_s=LAPSES_AFTER_S + 1)
+    with own_folder(tmp_path / "run"):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_locked", "silent_s", "alive"),
+    [
+        ("ours", True, 0.0, False),
+        ("ours", False, 0.0, True),
+        ("ours", False, LAPSES_AFTER_S, False),
+        ("another", True, 0.0, True),
+        ("another", True, LAPSES_AFTER_S, False),
+    ],
+)
+def test_only_a_lock_of_this_kernel_proves_that_an_owner_is_gone(
+    kernel: str, is_locked: bool, silent_s: float, alive: bool
+) -> None:
+    ours = Owner.of_this_process()
+    owner = ours if kernel == "ours" else ELSEWHERE
+    assert may_be_alive(owner, is_locked_by_us=is_locked, silent_s=silent_s) is alive
+
+
+def test_a_file_that_a_crash_cut_short_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / OWNER_FILE).write_text('{"pid": 1')
+    with own_folder(tmp_path):
+        pass
+
+
+async def test_a_run_beside_a_live_one_of_its_name_is_refused_and_one_after_its_end_is_not(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "1000", "--placement", "inline") as run:
+        await asyncio.to_thread(run.wait_for_steps, 1)
+        before = (run.folder / "config.toml").read_bytes()
+        for resume in [(), ("--resume",)]:
+            with pytest.raises(DataError, match=f"a run is going on in .*process {run.pid}"):
+                await run_inline(run.folder.parent, "--max_steps", "1", *resume)
+        assert (run.folder / "config.toml").read_bytes() == before
+        run.process.kill()
+        run.process.wait()
+    assert (run.folder / OWNER_FILE).is_file()
+    summary = await run_inline(run.folder.parent, "--max_steps", "1", "--resume")
+    assert summary.exit_code == 0
+    assert not (run.folder / OWNER_FILE).exists()
