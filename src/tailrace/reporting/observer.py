@@ -50,6 +50,8 @@ class Totals:
     tokens_trained: int = 0
     staleness_sum: float = 0.0
     staleness_max: int = 0
+    mismatched_steps: int = 0
+    """Steps above `MISMATCH_NATS`."""
     lag_max_s: float = 0.0
     """Of the event loop, since the first rollout."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -63,6 +65,10 @@ class Totals:
     def staleness_mean(self) -> float:
         """Over tokens that bore loss."""
         return self.staleness_sum / max(1, self.tokens_trained)
+
+
+MISMATCH_NATS = 0.1
+"""Mean difference of log-probabilities that numerics do not explain: bfloat16 costs a few hundredths."""
 
 
 class GroupSink(Protocol):
@@ -208,6 +214,7 @@ class RunObserver(SchedulerObserver):
         for gauge in self._gauges:
             self._recorder.update(gauge())
         self.latest = self._recorder.flush()
+        self._watch_mismatch(event.step)
         totals.lag_max_s = max(totals.lag_max_s, self.latest.get("lag/max_s", 0.0))
         totals.generation_tokens_per_s.append(rate)
         totals.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
@@ -219,6 +226,20 @@ class RunObserver(SchedulerObserver):
         self._last_step_s = now
         self._capture.step_ended()
         _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
+
+    def _watch_mismatch(self, step: int) -> None:
+        """Raise the alarm where the trainer does not find the log-probabilities that its own version sampled with."""
+        difference = self.latest.get("training/logprob_difference_fresh", 0.0)
+        if difference <= MISMATCH_NATS:
+            return
+        self.totals.mismatched_steps += 1
+        if self.totals.mismatched_steps.bit_count() == 1:  # the first, second, fourth, ...
+            _logger.error(
+                "ALARM: in step %d the trainer's log-probabilities of tokens that its own version sampled differ from "
+                "the generator's by %.3g nats on average (training/logprob_difference_fresh, above %g in %d steps so "
+                "far): the generator holds other weights, or computes with them otherwise",
+                *(step, difference, MISMATCH_NATS, self.totals.mismatched_steps),
+            )
 
     def weights_installed(self, duration_s: float) -> None:
         """The generator serves newer weights, `duration_s` after they were published."""
@@ -284,6 +305,7 @@ def with_figures(
         generation_tokens_per_s=_per(totals.tokens_generated, observer.wall_s),
         training_tokens_per_s=_per(totals.tokens_trained, observer.wall_s),
         tokens_per_cpu_s=_per(totals.tokens_trained, cpu_s),
+        mismatched_steps=totals.mismatched_steps,
         length_ratio=bias.length_ratio,
         loss_length_ratio=bias.loss_length_ratio,
         wasted_tokens=bias.wasted_tokens,
