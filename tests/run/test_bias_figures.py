@@ -75,11 +75,14 @@ def test_the_length_ratios_are_those_of_the_rollouts(
     lengths = [record["completion_tokens"] for record in written]
     trained = [record["completion_tokens"] for record in ended(written, "trained")]
     assert summary.length_ratio == pytest.approx(statistics.fmean(trained) / statistics.fmean(lengths), rel=0.2)
-    lines = [line for line in records(parent / "run" / "metrics.jsonl") if line["step"] > 1]
-    bearing_loss = sum(line["batch/loss_tokens"] for line in lines)
-    sampled = bearing_loss + sum(line["batch/masked_tokens"] for line in lines)
-    assert summary.loss_length_ratio == pytest.approx(summary.length_ratio * bearing_loss / sampled)
-    assert summary.loss_length_ratio < summary.length_ratio
+    lines = records(parent / "run" / "metrics.jsonl")
+    rollouts_counted, tokens, loss_tokens = (
+        sum(line[f"bias/{name}"] for line in lines) for name in ("trained_rollouts", "trained_tokens", "loss_tokens")
+    )
+    assert 0 < rollouts_counted < len(trained)  # those of the first steps finished before it was warm
+    assert summary.loss_length_ratio / summary.length_ratio == pytest.approx(loss_tokens / tokens)
+    assert lines[-1]["bias/loss_length_ratio"] == pytest.approx(summary.loss_length_ratio, rel=0.05)
+    assert loss_tokens < tokens
 
 
 def test_staleness_is_within_the_bound_and_the_waits_have_causes(parent: Path, summary: RunSummary) -> None:
