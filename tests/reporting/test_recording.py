@@ -34,15 +34,35 @@ def a_summary(rollouts: list[Rollout], *, masked_tokens: int = 0) -> BatchSummar
     )
 
 
-def test_groups_become_rewards_and_zero_spread_is_counted() -> None:
+def test_rewards_are_those_of_the_batch_and_of_what_was_filtered_in_the_step_that_they_ended_in() -> None:
+    recorder = RunRecorder()
+    trained, even = a_group(0.0, 1.0), a_group(1.0, 1.0)
+    recorder.group_scored(trained)
+    recorder.group_scored(even)
+    end(recorder, even, Outcome.filtered("zero_spread"))
+    assert recorder.flush()["reward/mean"] == 1.0  # the other one waits for its batch
+
+    end(recorder, trained, Outcome.trained(2))
+    end(recorder, even, Outcome.filtered("zero_spread"))
+    end(recorder, even, Outcome.cancelled("run_ended"))
+    metrics = recorder.flush()
+    assert metrics["reward/mean"] == metrics["reward/alphabet-sort/mean"] == 0.75
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["batch/reward_mean"] == 0.5
+    assert metrics["reward_component/ratio"] == 0.75
+
+
+def test_groups_without_spread_are_counted_as_they_are_scored() -> None:
     recorder = RunRecorder()
     recorder.group_scored(a_group(0.0, 1.0))
     recorder.group_scored(a_group(1.0, 1.0))
     metrics = recorder.flush()
-    assert metrics["reward/mean"] == metrics["reward/alphabet-sort/mean"] == 0.75
-    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
-    assert metrics["group/zero_spread_share"] == 0.5
-    assert metrics["reward_component/ratio"] == 0.75
+    assert metrics["group/zero_spread_share"] == metrics["reward/alphabet-sort/zero_spread_share"] == 0.5
+
+
+def end(recorder: RunRecorder, group: Group, outcome: Outcome) -> None:
+    for rollout in group.rollouts:
+        recorder.rollout_ended(rollout.rollout_id, rollout, outcome)
 
 
 def test_every_outcome_is_counted_with_its_reason() -> None:

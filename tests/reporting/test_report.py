@@ -80,7 +80,12 @@ def test_the_report_is_one_whole_page_without_references(run_folder: Path) -> No
     page = Page(run_folder / "report.html")
     assert_self_contained(page)
     assert "://" not in page.source
-    assert page.tags.count("svg") == 9
+    assert page.tags.count("svg") == 13
+
+
+@pytest.mark.parametrize("title", ["Reward", "Loss", "Gradient norm", "KL", "Entropy", "Staleness", "Throughput"])
+def test_the_report_has_a_chart_of(run_folder: Path, title: str) -> None:
+    assert f"<figcaption><b>{title}</b>" in (run_folder / "report.html").read_text()
 
 
 def test_the_report_shows_the_run(run_folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tailrace.config import RunSettings, load_settings
 from tailrace.lifecycle.resources import shared_memory_folder
@@ -133,3 +135,26 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
 def trained_tasks(folder: Path) -> list[str]:
     """The task of every trained rollout."""
     return [record["task_id"] for record in rollouts(folder) if record["outcome"]["state"] == "trained"]
+
+
+def length_ratio(written: list[dict[str, Any]], begin_s: float) -> float:
+    """Of these rollouts, those that finished from `begin_s` on: mean length of trained ones over that of all."""
+    counted = [one for one in written if _finished_s(one) >= begin_s and one["outcome"]["state"] != "failed"]
+    trained = [record for record in counted if record["outcome"]["state"] == "trained"]
+    lengths, all_lengths = ([record["completion_tokens"] for record in some] for some in (trained, counted))
+    return statistics.fmean(lengths) / statistics.fmean(all_lengths)
+
+
+def warm_from(written: list[dict[str, Any]], ratio: float | None) -> list[float]:
+    """When warm-up may have ended, for a run to come to this length ratio: with its first step, at a time unknown.
+
+    That was after the rollouts finished that the step was trained on.
+    """
+    first = max(_finished_s(one) for one in written if one["outcome"]["state"] == "trained" and one["step"] == 1)
+    begins = [_finished_s(record) for record in written if _finished_s(record) > first]
+    return [begin_s for begin_s in begins if length_ratio(written, begin_s) == pytest.approx(ratio, rel=1e-9)]
+
+
+def _finished_s(record: dict[str, Any]) -> float:
+    """In the event loop's time."""
+    return float(record["started_s"] + record["duration_s"])

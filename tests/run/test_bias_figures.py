@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
 from tailrace.scheduling import Verdict
-from tests.run.runs import environment, records, rollouts, run_inline
+from tests.run.runs import environment, records, rollouts, run_inline, warm_from
 
 STALE = (
     *("--schedule", "one-step-off", "--max_steps", "12", "--scheduling.filter_zero_spread", "true"),
@@ -72,14 +71,12 @@ def test_the_length_ratios_are_those_of_the_rollouts(
 ) -> None:
     assert summary.length_ratio is not None
     assert summary.loss_length_ratio is not None
-    lengths = [record["completion_tokens"] for record in written]
-    trained = [record["completion_tokens"] for record in ended(written, "trained")]
-    assert summary.length_ratio == pytest.approx(statistics.fmean(trained) / statistics.fmean(lengths), rel=0.2)
+    assert warm_from(written, summary.length_ratio)
     lines = records(parent / "run" / "metrics.jsonl")
     rollouts_counted, tokens, loss_tokens = (
         sum(line[f"bias/{name}"] for line in lines) for name in ("trained_rollouts", "trained_tokens", "loss_tokens")
     )
-    assert 0 < rollouts_counted < len(trained)  # those of the first steps finished before it was warm
+    assert 0 < rollouts_counted < summary.ledger.by_state["trained"]  # some finished before it was warm
     assert summary.loss_length_ratio / summary.length_ratio == pytest.approx(loss_tokens / tokens)
     assert lines[-1]["bias/loss_length_ratio"] == pytest.approx(summary.loss_length_ratio, rel=0.05)
     assert loss_tokens < tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from tailrace.config.sources import recipe_folder
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.run.evaluating import evaluate_model
-from tests.run.runs import tiny_settings
+from tests.run.runs import records, tiny_settings
 from tests.run.test_serve import address_of, serving
 
 GREEDY = ("--rollouts.evaluation.temperature", "0")
@@ -32,6 +33,15 @@ async def test_several_generators_measure_what_one_does_and_leave_nothing() -> N
     assert len(alone) == 6
     assert await rewards("--generator.replicas", "2") == alone
     assert not [*shared_memory_folder().glob(f"tailrace-run-{os.getpid()}-*")]
+
+
+async def test_greedy_decoding_is_measured_beside_what_the_settings_ask_for(tmp_path: Path) -> None:
+    [found] = await evaluate_model(tiny_settings(), save=tmp_path / "rollouts.jsonl", limit=6, greedy=True)
+    assert found.greedy is not None
+    assert found.greedy.rewards == await rewards()
+    assert found.result.rewards != found.greedy.rewards
+    sampling = [record["sampling"]["temperature"] for record in records(tmp_path / "rollouts.jsonl")]
+    assert sampling == [1.0] * 6 + [0.0] * 6
 
 
 async def test_generators_that_run_already_measure_the_model_that_they_serve() -> None:

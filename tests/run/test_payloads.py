@@ -108,7 +108,7 @@ async def test_payloads_of_evaluations_end_with_their_rollouts_and_judges_make_n
     assert any(owner.startswith("eval-0/") for owner in owners if owner is not None)
 
 
-@pytest.mark.parametrize("payloads", ["reference", pytest.param("value", marks=pytest.mark.long)])
+@pytest.mark.parametrize("payloads", ["reference", "value"])
 def test_between_processes_payloads_travel_and_leave_nothing(tmp_path: Path, model: Path, payloads: str) -> None:
     with command(tmp_path, *replaying(model, "--transport.payloads", payloads)) as run:
         status, printed = run.wait()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
-from tests.run.runs import records, rollouts, run_inline, tiny_settings
+from tests.run.runs import length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
 
@@ -78,12 +80,37 @@ def test_the_events_tell_the_run_from_start_to_end(folder: Path) -> None:
     assert [event.step for event in events if isinstance(event, StepTrained)] == [1, 2, 3, 4]
 
 
-def test_every_metric_is_a_documented_one(folder: Path) -> None:
+def test_every_metric_is_a_documented_one(folder: Path, summary: RunSummary) -> None:
+    """Of families, those with the names that this run has."""
     lines = records(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    patterned = [name.split("{")[0] for name in METRICS if "{" in name]
-    for name in {name for line in lines for name in line} - {"step", "wall_s"}:
-        assert name in METRICS or any(name.startswith(prefix) for prefix in patterned), name
+    names = {
+        "environment": ["words"],
+        "component": [],
+        "reason": [reason for counts in summary.ledger.by_reason.values() for reason in counts],
+        "replica": ["generator"],
+        "role": ["run"],
+        "name": _phases(folder),
+    }
+    documented = {
+        metric.replace(f"{{{family}}}", name) for metric in METRICS for family in names for name in names[family]
+    }
+    assert {name for line in lines for name in line} <= documented | {"step", "wall_s"}
+
+
+def test_the_reward_of_a_step_is_that_of_the_rollouts_in_its_file(folder: Path) -> None:
+    written = rollouts(folder)
+    for line in records(folder / "metrics.jsonl"):
+        ended = [one for one in written if one["step"] == line["step"]]
+        trained = [one["reward"] for one in ended if one["outcome"]["state"] == "trained"]
+        assert line["batch/reward_mean"] == pytest.approx(statistics.fmean(trained))
+        filtered = [one["reward"] for one in ended if one["outcome"]["state"] == "filtered"]
+        assert line["reward/mean"] == pytest.approx(statistics.fmean(trained + filtered))
+
+
+def _phases(folder: Path) -> list[str]:
+    """Those that the report lists."""
+    return re.findall(r"<td>(\w+)</td>", (folder / "report.html").read_text())
 
 
 def test_the_summary_says_what_the_files_say(folder: Path, summary: RunSummary) -> None:
@@ -94,7 +121,10 @@ def test_the_summary_says_what_the_files_say(folder: Path, summary: RunSummary) 
     assert summary.staleness_max == max(line["staleness/max"] for line in lines)
     staleness = sum(line["staleness/mean"] * line["batch/loss_tokens"] for line in lines)
     assert summary.staleness_mean == pytest.approx(staleness / summary.tokens_trained)
-    assert summary.length_ratio == pytest.approx(lines[-1]["bias/length_ratio"], rel=0.3)
+    told, written = lines[-1]["bias/length_ratio"], rollouts(folder)
+    until_then = [record for record in written if record["step"] <= STEPS]
+    begins = warm_from(written, summary.length_ratio)
+    assert any(length_ratio(until_then, begin) == pytest.approx(told) for begin in begins)
 
 
 def test_the_ledger_balances_and_counts_what_the_rollout_files_hold(folder: Path, summary: RunSummary) -> None:

@@ -93,6 +93,16 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
             await client.leave()
 
 
+def test_a_run_trains_with_vllm(tmp_path: Path) -> None:
+    with command(tmp_path, *VLLM, "--max_steps", "3") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    summary = read_summary(run.folder)
+    assert (summary.steps, summary.ledger.by_state["trained"]) == (3, 12)
+    first = records(run.folder / "metrics.jsonl")[0]
+    assert first["training/logprob_difference_fresh"] < 1e-4
+
+
 @pytest.mark.long
 def test_a_run_with_two_vllm_replicas_accounts_for_every_rollout_although_one_is_killed(tmp_path: Path) -> None:
     options = (*VLLM, "--generator.replicas", "2", "--rollouts.max_tokens", "48")

@@ -78,14 +78,15 @@ def test_a_trainer_that_is_faster_than_the_engines_waits_for_them() -> None:
     run = simulate(small_plan(trainer={"train_s": 0.5, "sync_s": 0.1}))
     assert run.trainer_utilization < 0.7
     assert run.engine_utilization > 0.8
-    assert run.bound_ratio == pytest.approx(0.95, abs=0.1)
+    assert run.bound_ratio == pytest.approx(1, abs=0.02)  # the bound knows mean lengths, not those that were drawn
 
 
 def test_turns_and_environments_take_their_time() -> None:
-    quick = simulate(small_plan(steps=6, warmup_steps=1, load={"turns": 2}))
-    slow = simulate(small_plan(steps=6, warmup_steps=1, load={"turns": 2, "environment_s": 100.0}))
-    assert slow.groups_per_s < quick.groups_per_s
-    assert quick.measured.asked_completions == pytest.approx(2 * quick.measured.trained_rollouts, rel=0.5)
+    steps = {"steps": 6, "warmup_steps": 0, "schedule": "sync"}  # nothing is in flight as a step ends
+    quick = simulate(small_plan(**steps, load={"turns": 2}))
+    slow = simulate(small_plan(**steps, load={"turns": 2, "environment_s": 100.0}))
+    assert quick.measured.asked_completions == 2 * quick.measured.trained_rollouts == 2 * 6 * 16
+    assert slow.measured.time_s - quick.measured.time_s > 6 * 2 * 100  # each step waits for the slowest of its rollouts
 
 
 def test_rewards_that_pass_or_fail_leave_some_groups_without_spread() -> None:

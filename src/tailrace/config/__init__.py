@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from tailrace.config.overrides import apply_overrides, parse_overrides
@@ -18,6 +18,7 @@ from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
+from tailrace.user_code import modules_beside
 
 __all__ = [
     "Plan",
@@ -46,7 +47,7 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
 
 @contextmanager
 def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Errors in these settings that show only when they are used name their file and line, as in `load_settings`.
+    """Use settings: modules beside their file are found, and errors name their file and line, as in `load_settings`.
 
     >>> with placed("quickstart", ["--environment.args.max_name", "3"]):
     ...     raise SettingsError("no such argument", key=("environments", 0, "args", "max_name"))
@@ -54,8 +55,10 @@ def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
         ...
     tailrace.errors.SettingsError: command line: no such argument
     """
+    path = Path(recipe)
     try:
-        yield
+        with modules_beside(path) if path.suffix == ".toml" else nullcontext():
+            yield
     except SettingsError as error:
         if not error.key:
             raise

@@ -62,6 +62,8 @@ def _sections(title: str, name: str, model: type[BaseModel], made: BaseModel | N
             sections += _sections(
                 f"`{inner_name}`", inner_name, inner, inner_made if isinstance(inner_made, inner) else None
             )
+        if named := _named(field.annotation):
+            sections += _sections(f"`{inner_name}.NAME`", f"{inner_name}.NAME", named, None)
         for kind in _kinds(field.annotation):
             title = f'`{inner_name}` with `kind = "{kind.model_fields["kind"].default}"`'
             sections += _sections(title, inner_name, kind, None)
@@ -83,6 +85,11 @@ def _made(field: FieldInfo) -> BaseModel | None:
     return made if isinstance(made, BaseModel) else None
 
 
+def _named(annotation: Any) -> type[BaseModel] | None:
+    """The settings class of sections that users give names to."""
+    return model_in(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+
+
 def _kinds(annotation: Any) -> list[type[BaseModel]]:
     """The settings classes to choose from, by their `kind`."""
     parts = [get_args(part)[0] for part in get_args(annotation) if get_origin(part) is Annotated]
@@ -91,6 +98,8 @@ def _kinds(annotation: Any) -> list[type[BaseModel]]:
 
 def _type(field: FieldInfo) -> str:
     annotation = field.annotation
+    if _named(annotation):
+        return "tables by name"
     if kinds := _kinds(annotation):
         return "one of " + ", ".join(f"`{kind.model_fields['kind'].default}`" for kind in kinds)
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)

@@ -6,10 +6,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
@@ -26,7 +23,8 @@ from tailrace.environments.judge import JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.settings import EnvironmentSettings
-from tailrace.errors import DataError, SettingsError
+from tailrace.errors import DataError, SettingsError, TailraceError
+from tailrace.user_code import describe_failure, import_attribute
 
 ENTRY_POINT_GROUP = "tailrace.environments"
 BUILT_IN = {
@@ -87,7 +85,7 @@ def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, 
         key = ("rewards", name, "function")
         if changes.function is not None:
             setting = f"environment.rewards.{name}.function"
-            function = _import_attribute(changes.function, changes.function, setting=setting)
+            function = import_attribute(changes.function, setting=setting)
             if not callable(function):
                 raise SettingsError(f"environment.rewards.{name}: {changes.function} is not a function", key=key)
         elif own is not None:
@@ -133,9 +131,9 @@ def _require_columns(spec: EnvironmentSpec) -> None:
 
 def _find(name: str) -> object:
     if name in BUILT_IN or ":" in name:
-        return _import_attribute(BUILT_IN.get(name, name), name)
+        return import_attribute(BUILT_IN.get(name, name), setting="environment.name")
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return _import_attribute(entry_point.value, name)
+        return import_attribute(entry_point.value, setting="environment.name")
     names = environment_names()
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
@@ -143,33 +141,6 @@ def _find(name: str) -> object:
         f"environment.name is {name!r}, which is no environment{hint} "
         f"Known ones: {', '.join(names)}; or write your own as `module:attribute`"
     )
-
-
-def _import_attribute(path: str, name: str, *, setting: str = "environment.name") -> object:
-    module_name, _, attribute = path.partition(":")
-    module = _import_module(module_name, name, setting)
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        public = [key for key in vars(module) if not key.startswith("_")]
-        close = get_close_matches(attribute, public, n=1)
-        hint = f"; did you mean {module_name}:{close[0]!s}?" if close else ""
-        raise SettingsError(f"{setting} is {name!r}: {module_name} has no {attribute!r}{hint}") from None
-
-
-def _import_module(module_name: str, name: str, setting: str) -> object:
-    """Import, also from the folder the command runs in, which a console script does not look into by itself."""
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise SettingsError(
-                f"{setting} is {name!r}: there is no module {error.name!r} here ({here}) or among the "
-                "installed packages"
-            ) from error
-        raise SettingsError(f"{setting} is {name!r}: importing {module_name} needs {error.name!r}") from error
 
 
 def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:
@@ -184,26 +155,51 @@ def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:
     if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
         return EnvironmentSpec(name=own_name, environment=_with_arguments(target, settings))
     if inspect.iscoroutinefunction(target):
+        if not _takes_task_and_policy(target):
+            raise _is_none(settings.name, f"an async function that takes {inspect.signature(target)}")
         return EnvironmentSpec(name=own_name, agent=_with_arguments(target, settings, positional=2))
-    if callable(target):
-        return _call_factory(_with_arguments(target, settings), settings)
-    raise SettingsError(
-        f"environment.name is {settings.name!r}: that is a {type(target).__name__}; expected an EnvironmentSpec, a "
-        "function that returns one, an `async def agent(task, policy)` or a class with reset and step"
+    if inspect.isfunction(target) and [*inspect.signature(target).parameters][:2] == ["task", "policy"]:
+        raise _is_none(settings.name, "a function of a task and a policy that is not async")
+    if callable(target) and not inspect.isclass(target):
+        return _call_factory(target, settings)
+    raise _is_none(settings.name, f"a class, {target.__name__}" if inspect.isclass(target) else f"{target!r:.80}")
+
+
+def _takes_task_and_policy(agent: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(agent).parameters.values()
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) >= 2 or any(
+        p.kind is p.VAR_POSITIONAL for p in parameters
+    )
+
+
+def _is_none(name: str, what: str) -> SettingsError:
+    return SettingsError(
+        f"environment.name is {name!r}: that is {what}; expected an EnvironmentSpec, a function that returns one, an "
+        "`async def agent(task, policy)` or a class with reset and step"
     )
 
 
 def _call_factory(factory: Callable[..., Any], settings: EnvironmentSettings) -> EnvironmentSpec:
     try:
-        spec = factory()
+        inspect.signature(factory)
+    except ValueError:
+        raise _is_none(settings.name, f"{factory!r:.80}") from None
+    try:
+        spec = _with_arguments(factory, settings)()
     except ValidationError as error:  # a factory that checks its arguments with a pydantic model of its own
         problem = error.errors()[0]
         name = ".".join(["environment.args", *map(str, problem["loc"])])
         raise SettingsError(f"{name} of {settings.name}: {problem['msg']}", key=("args", *problem["loc"])) from error
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"environment.name is {settings.name!r}: that function raised {describe_failure(error)}"
+        ) from error
     if isinstance(spec, EnvironmentSpec):
         return spec
     raise SettingsError(
-        f"environment.name is {settings.name!r}: that factory returned a {type(spec).__name__}, not an EnvironmentSpec"
+        f"environment.name is {settings.name!r}: that function returned a {type(spec).__name__}, not an EnvironmentSpec"
     )
 
 

@@ -7,6 +7,8 @@ import signal
 
 from tailrace.errors import DataError, ModelError, SettingsError
 
+_OF_BAD_SETTINGS = (SettingsError, DataError, ModelError)
+
 
 class ExitCode(enum.IntEnum):
     """Exit statuses of the `tailrace` command and of its processes."""
@@ -26,9 +28,16 @@ def exit_code_of(error: Exception) -> ExitCode:
     >>> exit_code_of(SettingsError("unknown setting"))
     <ExitCode.BAD_SETTINGS: 2>
     """
-    if isinstance(error, SettingsError | DataError | ModelError):
-        return ExitCode.BAD_SETTINGS
-    return ExitCode.FAILED
+    return ExitCode.BAD_SETTINGS if isinstance(error, _OF_BAD_SETTINGS) else ExitCode.FAILED
+
+
+def exit_code_named(kind: str) -> ExitCode:
+    """Of another process's error, by the name of its class.
+
+    >>> exit_code_named("ModelError"), exit_code_named("")
+    (<ExitCode.BAD_SETTINGS: 2>, <ExitCode.FAILED: 1>)
+    """
+    return ExitCode.BAD_SETTINGS if kind in {one.__name__ for one in _OF_BAD_SETTINGS} else ExitCode.FAILED
 
 
 def describe_exit(returncode: int) -> str:

@@ -83,6 +83,8 @@ class TrainerEnded(_Event, frozen=True, kw_only=True):
     status: RunStatus
     step: int
     reason: str
+    error: str = ""
+    """Class of `tailrace.errors` that failed the trainer: those of wrong settings end the command with status 2."""
 
 
 Event: TypeAlias = (

@@ -1,4 +1,4 @@
-"""Rollouts as conversations for the report. Every text was written by a model, a task or an environment: hostile."""
+"""Rollouts as conversations, for the report and the terminal. All their text is hostile: a model or a task wrote it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tailrace.records import Json
+from tailrace.records import Json, Rollout
 from tailrace.reporting.formats import NOTHING, seconds
 from tailrace.reporting.run_folder import ChosenRollout
 
 _MESSAGE_CHARACTERS = 6_000
 _MESSAGES = 40
 _LINE_CHARACTERS = 60
+_TERMINAL_CHARACTERS = 600
+_LINE_BREAK = " ⏎ "
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,17 @@ def conversation(chosen: ChosenRollout) -> Conversation:
         max(0, len(messages) - _MESSAGES),
         _facts(chosen),
     )
+
+
+def conversation_lines(rollout: Rollout) -> str:
+    """A rollout for the terminal: its task and reward, then every message on a line of its own."""
+    reward = NOTHING if rollout.reward is None else f"{rollout.reward.value:.3f}"
+    lines = [f"{rollout.task.task_id}: reward {reward}"]
+    for bubble in [_bubble(dict(message)) for message in rollout.messages]:
+        calls = [f"{name}({arguments})" for name, arguments in bubble.tool_calls]
+        said = _LINE_BREAK.join(filter(None, [bubble.reasoning, bubble.text, *calls])).replace("\n", _LINE_BREAK)
+        lines.append(f"  {bubble.role:9}  {said[:_TERMINAL_CHARACTERS]}{'…' * (len(said) > _TERMINAL_CHARACTERS)}")
+    return "\n".join(lines)
 
 
 def _facts(chosen: ChosenRollout) -> list[tuple[str, str]]:

@@ -37,12 +37,12 @@ class MetricSpec:
 _MEAN, _STD, _SUM, _MAX, _MIN, _LAST, _TOTAL = Reduction
 
 _ROWS = (
-    ("reward/mean", "1", _MEAN, "Reward of the step's scored rollouts, all environments together."),
+    ("reward/mean", "1", _MEAN, "Reward of rollouts in the step's batch, and of those filtered since the last one."),
     ("reward/std", "1", _STD, "Standard deviation of those rewards."),
     ("reward/min", "1", _MIN, "Lowest of those rewards."),
     ("reward/max", "1", _MAX, "Highest of those rewards."),
-    ("reward/{environment}/mean", "1", _MEAN, "Reward of one environment's rollouts."),
-    ("reward/{environment}/std", "1", _STD, "Standard deviation of one environment's rewards."),
+    ("reward/{environment}/mean", "1", _MEAN, "Reward of those of one environment."),
+    ("reward/{environment}/std", "1", _STD, "Standard deviation of the rewards of one environment."),
     ("reward/{environment}/zero_spread_share", "1", _MEAN, "Share of one environment's groups that teach nothing."),
     ("reward_component/{component}", "1", _MEAN, "Parts of the reward, and what environments report, per rollout."),
     ("environment/{environment}/trained_share", "1", _LAST, "Its share of all trained tasks; its weight is the aim."),
@@ -90,6 +90,7 @@ _ROWS = (
     ("eval/coalesced", "evaluations", _TOTAL, "Evaluations left out so far, because a newer one fell due first."),
     ("batch/samples", "samples", _SUM, "Training samples of the step's batch."),
     ("batch/rollouts", "rollouts", _SUM, "Rollouts of the step's batch."),
+    ("batch/reward_mean", "1", _MEAN, "Reward of rollouts in the step's batch alone, so of groups with spread."),
     ("batch/rows", "rows", _SUM, "Rows of the step's batch."),
     ("batch/tokens", "tokens", _SUM, "Tokens of the step's batch, context included."),
     ("batch/loss_tokens", "tokens", _SUM, "Tokens that bear loss: the planned denominator of the loss."),

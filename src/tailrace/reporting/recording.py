@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from tailrace.batching import SampledGroup
-from tailrace.records import BatchSummary, Completion, Group, Outcome, Rollout, RolloutId, TerminalState
+from tailrace.records import BatchSummary, Completion, Group, Outcome, Reward, Rollout, RolloutId, TerminalState
 from tailrace.reporting.metrics import MetricsAccumulator
 
 _OF_ROLLOUTS = {
@@ -28,6 +28,8 @@ _OF_COMPLETIONS = {
         *("in_flight", "preemptions", "mixed_cache_tokens", "nonfinite_logprobs"),
     )
 }
+_REWARDED = (TerminalState.TRAINED, TerminalState.FILTERED)
+"""Outcomes whose rewards are a step's: those of a failed rollout, or of one that the end of a run cancels, are not."""
 
 
 @dataclass(slots=True)
@@ -150,29 +152,33 @@ class RunRecorder(MetricsAccumulator):
             self.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
         if rollout is None:
             self.bias.lost(rollout_id)
-        else:
-            self.bias.ended(rollout, outcome)
+            return
+        self.bias.ended(rollout, outcome)
+        if rollout.reward is not None and outcome.state in _REWARDED:
+            self._add_reward(rollout.task.environment, rollout.reward, trained=outcome.state is TerminalState.TRAINED)
+
+    def _add_reward(self, environment: str, reward: Reward, *, trained: bool) -> None:
+        for name in ("reward/mean", "reward/std", "reward/min", "reward/max"):
+            self.add(name, reward.value)
+        for name in ("mean", "std"):
+            self.add(f"reward/{environment}/{name}", reward.value)
+        if trained:
+            self.add("batch/reward_mean", reward.value)
+        for component, value in reward.components.items():
+            if math.isfinite(value):
+                self.add(f"reward_component/{component}", value)
 
     def group_scored(self, group: Group) -> None:
         """A group has its rewards."""
-        rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-        values = [reward.value for reward in rewards]
+        values = [rollout.reward.value for rollout in group.rollouts if rollout.reward is not None]
         if not values:
             return
-        for name in ("reward/mean", "reward/std", "reward/min", "reward/max"):
-            self.add_values(name, values)
-        environment, zero_spread = group.task.environment, float(min(values) == max(values))
-        for name in ("mean", "std"):
-            self.add_values(f"reward/{environment}/{name}", values)
-        self.add(f"reward/{environment}/zero_spread_share", zero_spread)
+        zero_spread = float(min(values) == max(values))
+        self.add(f"reward/{group.task.environment}/zero_spread_share", zero_spread)
         self.add("group/zero_spread_share", zero_spread)
         self.add("group/size", len(group.rollouts))
         if "score_group_s" in group.metrics:
             self.add("group/score_s", group.metrics["score_group_s"])
-        for reward in rewards:
-            for component, value in reward.components.items():
-                if math.isfinite(value):
-                    self.add(f"reward_component/{component}", value)
 
     def step_ended(self, batch: BatchSummary, groups: Iterable[SampledGroup]) -> None:
         """The trainer is done with this batch, formed of these groups; their rollouts have ended."""

@@ -158,6 +158,10 @@ def _charts(run: RunFolder) -> list[Chart]:
     charts = [
         line_chart("Held-out reward", "evaluations beside training", _held_out_lines(run), show=_short),
         line_chart("Reward by environment", "mean per step", _environment_lines(run), show=_short),
+        chart("Loss", "of the optimizer step", {"loss": "training/loss"}),
+        chart("Gradient norm", "before clipping", {"gradient norm": "training/grad_norm"}),
+        chart("KL", "trained policy from the one that sampled, nats per token", {"KL": "training/kl"}),
+        chart("Entropy", "nats per token", {"entropy": "training/entropy"}),
         chart("Rollout length", "tokens", lengths, compact),
         chart("Turns, branches", "per rollout", {"turns": "rollout/turns", "branches": "rollout/branches"}),
         chart("Throughput", "tokens/s", rates, compact),

@@ -59,6 +59,7 @@ class Rollouter:
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
         self._scorer = Scorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
         self._evaluation_seed: int | None = None
+        self._greedy = False
         self._on_lost: Callable[[Rollout], None] | None = None
         self._on_ended: Callable[[RolloutId], None] | None = None
 
@@ -72,16 +73,19 @@ class Rollouter:
         self,
         *,
         evaluation_seed: int | None = None,
+        greedy: bool = False,
         on_lost: Callable[[Rollout], None] | None = None,
         on_ended: Callable[[RolloutId], None] | None = None,
     ) -> Rollouter:
         """This rollouter for one of its users: workers, judges and error budgets are shared.
 
-        With an `evaluation_seed` rollouts are sampled as an evaluation asks, reproducibly. `on_lost` gets rollouts that
-        fail or are cancelled, with the tokens of the turns they finished; `on_ended` all whose agent has returned.
+        With an `evaluation_seed` rollouts are sampled as an evaluation asks, reproducibly, or, where `greedy`, without
+        chance. `on_lost` gets rollouts that fail or are cancelled, with the tokens of the turns they finished;
+        `on_ended` all whose agent has returned.
         """
         other = copy(self)
-        other._evaluation_seed, other._on_lost, other._on_ended = evaluation_seed, on_lost, on_ended
+        other._evaluation_seed, other._greedy = evaluation_seed, greedy
+        other._on_lost, other._on_ended = on_lost, on_ended
         return other
 
     async def start(self) -> None:
@@ -244,5 +248,7 @@ class Rollouter:
         if self._evaluation_seed is None:
             return environment.sampling
         return self._settings.evaluation_sampling(
-            seed=(self._evaluation_seed + task.index) % 2**31, max_tokens=environment.sampling.max_tokens
+            seed=(self._evaluation_seed + task.index) % 2**31,
+            max_tokens=environment.sampling.max_tokens,
+            greedy=self._greedy,
         )

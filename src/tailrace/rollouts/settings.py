@@ -57,6 +57,9 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
         """Of a training rollout: the full distribution. The arguments override the settings'."""
         return SamplingParams(temperature=temperature or self.temperature, max_tokens=max_tokens or self.max_tokens)
 
-    def evaluation_sampling(self, *, seed: int | None = None, max_tokens: int | None = None) -> SamplingParams:
-        """Of a rollout that is measured and never trained on. `max_tokens` overrides the settings'."""
-        return SamplingParams(**self.evaluation.model_dump(), max_tokens=max_tokens or self.max_tokens, seed=seed)
+    def evaluation_sampling(
+        self, *, seed: int | None = None, max_tokens: int | None = None, greedy: bool = False
+    ) -> SamplingParams:
+        """Of a rollout that is measured and never trained on. `max_tokens` and `greedy` override the settings."""
+        chosen = EvaluationSampling(temperature=0.0) if greedy else self.evaluation
+        return SamplingParams(**chosen.model_dump(), max_tokens=max_tokens or self.max_tokens, seed=seed)

@@ -12,6 +12,8 @@ import msgspec
 
 from tailrace.config import RunSettings
 from tailrace.lifecycle.event_loop import first_done
+from tailrace.records import Json, Rollout
+from tailrace.reporting.conversations import conversation_lines
 from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.rollouts import LoadedEnvironment, Rollouter
@@ -33,16 +35,23 @@ class EnvironmentEvaluation:
 
     environment: str
     result: EvaluationResult
+    """Sampled as `rollouts.evaluation` says."""
+    greedy: EvaluationResult | None
     wall_s: float
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Of all that was measured."""
+        return self.result.rollouts + (self.greedy.rollouts if self.greedy else [])
 
 
 async def evaluate_model(
-    settings: RunSettings, *, save: Path | None = None, limit: int | None = None
+    settings: RunSettings, *, save: Path | None = None, limit: int | None = None, greedy: bool = False
 ) -> list[EnvironmentEvaluation]:
     """Run every held-out task of every environment once, or the first `limit` of each, with the generators of `train`.
 
-    `save` appends readable rollouts to that file. Raises `DataError` when no environment has held-out tasks, and what
-    all generators failed with.
+    `save` appends readable rollouts to that file; `greedy` runs every task once more, by greedy decoding. Raises
+    `DataError` when no environment has held-out tasks, and what all generators failed with.
     """
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings)
@@ -54,10 +63,12 @@ async def evaluate_model(
             open_generate(settings, folder) as (generate, failed),
             make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
         ):
-            runner = rollouter.runner(evaluation_seed=settings.seed)
             measured = [loaded for loaded in environments.values() if len(loaded.spec.eval_tasks)]
             try:  # all rollouts meet the failure of their generators: it is raised once
-                found = [await first_done(failed(), _evaluate_one(settings, one, runner, limit)) for one in measured]
+                found = [
+                    await first_done(failed(), _evaluate_one(settings, one, rollouter, limit, greedy))
+                    for one in measured
+                ]
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
     if save is not None:
@@ -66,20 +77,23 @@ async def evaluate_model(
 
 
 async def _evaluate_one(
-    settings: RunSettings, environment: LoadedEnvironment, runner: Rollouter, limit: int | None
+    settings: RunSettings, environment: LoadedEnvironment, rollouter: Rollouter, limit: int | None, greedy: bool
 ) -> EnvironmentEvaluation:
     clock = asyncio.get_running_loop().time
-    began_s = clock()
-    tasks = held_out_tasks(environment, settings.seed, limit)
-    results = await evaluate(tasks, runner, concurrency=settings.max_running)
-    return EnvironmentEvaluation(environment.spec.name, results[environment.spec.name], clock() - began_s)
+    name, began_s = environment.spec.name, clock()
+    found = []
+    for is_greedy in (False, True) if greedy else (False,):
+        runner = rollouter.runner(evaluation_seed=settings.seed, greedy=is_greedy)
+        tasks = held_out_tasks(environment, settings.seed, limit)
+        found.append((await evaluate(tasks, runner, concurrency=settings.max_running))[name])
+    return EnvironmentEvaluation(name, found[0], found[1] if greedy else None, clock() - began_s)
 
 
 def _save(evaluations: list[EnvironmentEvaluation], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         for evaluation in evaluations:
-            for rollout in evaluation.result.rollouts:
+            for rollout in evaluation.rollouts:
                 file.write(encode_line(rollout_record(RolloutEntry(rollout, EVALUATED), step=0)))
 
 
@@ -90,23 +104,36 @@ def evaluation_text(model: str, evaluations: list[EnvironmentEvaluation]) -> str
 
 def _line(model: str, evaluation: EnvironmentEvaluation) -> str:
     result = evaluation.result
+    means = _mean(result) if evaluation.greedy is None else f"{_mean(result)} (greedy {_mean(evaluation.greedy)})"
     lost = "".join(f", {count} lost ({reason})" for reason, count in sorted(result.failed.items()))
     return (
-        f"{evaluation.environment}: mean reward {result.mean_reward:.3f} ± {result.standard_error:.3f} "
-        f"over {len(result.rewards)} held-out tasks{lost}, {model}, {evaluation.wall_s:.1f} s"
+        f"{evaluation.environment}: mean reward {means} over {len(result.rewards)} held-out tasks{lost}, {model}, "
+        f"{evaluation.wall_s:.1f} s"
     )
+
+
+def _mean(result: EvaluationResult) -> str:
+    return f"{result.mean_reward:.3f} ± {result.standard_error:.3f}"
+
+
+def evaluation_samples(evaluations: list[EnvironmentEvaluation], count: int) -> str:
+    """The sampled conversations of the first `count` tasks of every environment."""
+    shown = [rollout for evaluation in evaluations for rollout in evaluation.result.rollouts[:count]]
+    return "\n\n".join(conversation_lines(rollout) for rollout in shown)
 
 
 def evaluation_json(evaluations: list[EnvironmentEvaluation]) -> str:
     """One JSON object by environment, for programs."""
-    figures = {
-        evaluation.environment: {
-            "reward_mean": evaluation.result.mean_reward,
-            "standard_error": evaluation.result.standard_error,
-            "tasks": len(evaluation.result.rewards),
-            "failed": evaluation.result.failed,
-            "wall_s": evaluation.wall_s,
-        }
-        for evaluation in evaluations
+    return msgspec.json.encode({one.environment: _figures(one) for one in evaluations}).decode()
+
+
+def _figures(evaluation: EnvironmentEvaluation) -> dict[str, Json]:
+    result, greedy = evaluation.result, evaluation.greedy
+    return {
+        "reward_mean": result.mean_reward,
+        "standard_error": result.standard_error,
+        "tasks": len(result.rewards),
+        "failed": dict(result.failed),
+        **({} if greedy is None else {"greedy_reward_mean": greedy.mean_reward, "greedy_failed": dict(greedy.failed)}),
+        "wall_s": evaluation.wall_s,
     }
-    return msgspec.json.encode(figures).decode()

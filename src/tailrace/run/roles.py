@@ -74,7 +74,7 @@ async def trainer(role: Role) -> None:
 async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
     """Train until the terminal record, which this writes on every way out."""
     from tailrace.training.checkpoints import latest_checkpoint
-    from tailrace.training.loop import TrainerPlan, run_trainer
+    from tailrace.training.loop import TrainerPlan, run_trainer, told
     from tailrace.training.trainer import Trainer
 
     settings, paths = role_settings.run, role_settings.paths
@@ -83,7 +83,8 @@ async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRe
         if newest is not None:
             await asyncio.to_thread(_adopt_scheduler_state, paths, newest)
     except CheckpointError as error:
-        record = TrainerEnded(epoch=role_settings.epoch, status=RunStatus.FAILED, step=0, reason=str(error))
+        reason, kind = told(error)
+        record = TrainerEnded(epoch=role_settings.epoch, status=RunStatus.FAILED, step=0, reason=reason, error=kind)
         await ends.log.append(record)
         raise
     plan = TrainerPlan(

@@ -18,7 +18,7 @@ import msgspec
 
 from tailrace.config import RunSettings, plan_run
 from tailrace.errors import TailraceError
-from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
+from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import reserve_memory, share_one_arena
@@ -168,7 +168,9 @@ def _exit_code(ended: TrainerEnded, error: BaseException | None, signals: StopSi
         return ExitCode.FINISHED
     if ended.status is RunStatus.CANCELLED:
         return signals.exit_code or ExitCode.INTERRUPTED
-    return exit_code_of(error) if isinstance(error, Exception) else ExitCode.FAILED
+    if ended.error or not isinstance(error, Exception):
+        return exit_code_named(ended.error)
+    return exit_code_of(error)
 
 
 def _versions() -> dict[str, str]:

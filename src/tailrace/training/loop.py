@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from tailrace.errors import PeerGone, TransportError
+from tailrace.errors import PeerGone, TailraceError, TransportError
 from tailrace.records import (
     Batch,
     CheckpointWritten,
@@ -81,10 +81,17 @@ async def run_trainer(
         await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
         raise
     except Exception as error:
-        await loop.end_early(RunStatus.FAILED, f"{type(error).__name__}: {error}")
+        await loop.end_early(RunStatus.FAILED, *told(error))
         raise
     finally:
         await loop.close()
+
+
+def told(error: Exception) -> tuple[str, str]:
+    """Reason and class of an error, as a terminal record has them; no class for what Tailrace did not expect."""
+    if isinstance(error, TailraceError):
+        return str(error), type(error).__name__
+    return f"{type(error).__name__}: {error}", ""
 
 
 class _TrainerLoop:
@@ -113,7 +120,7 @@ class _TrainerLoop:
         await self._save(trainer)
         return await self._end(RunStatus.FINISHED, f"max_steps = {trainer.max_steps} reached")
 
-    async def end_early(self, status: RunStatus, reason: str) -> None:
+    async def end_early(self, status: RunStatus, reason: str, error: str = "") -> None:
         """Append the terminal event of a loop that failed. A log that is gone is logged, not raised."""
         if self._ended:
             return
@@ -122,9 +129,9 @@ class _TrainerLoop:
                 self._reporting.cancel()
             await asyncio.wait({self._reporting})
         try:
-            await self._end(status, reason)
-        except (TransportError, OSError) as error:
-            _log.error("the end of training (%s, %s) could not be logged: %s", status, reason, error)
+            await self._end(status, reason, error)
+        except (TransportError, OSError) as failure:
+            _log.error("the end of training (%s, %s) could not be logged: %s", status, reason, failure)
 
     async def close(self) -> None:
         """Stop tasks and threads."""
@@ -243,8 +250,8 @@ class _TrainerLoop:
         used = self._plan.phases.flush() if self._plan.phases is not None else {}
         return {name: value for role, usage in used.items() for name, value in usage.metrics(role).items()}
 
-    async def _end(self, status: RunStatus, reason: str) -> TrainerEnded:
-        ended = TrainerEnded(epoch=self._plan.epoch, status=status, step=self._step, reason=reason)
+    async def _end(self, status: RunStatus, reason: str, error: str = "") -> TrainerEnded:
+        ended = TrainerEnded(epoch=self._plan.epoch, status=status, step=self._step, reason=reason, error=error)
         self._ended = True
         await self._events.append(ended)
         return ended

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -149,15 +151,20 @@ def test_a_model_that_is_more_than_attention_over_keys_and_values_is_refused(bui
         TorchEngine(build())
 
 
-def test_bfloat16_logprobs_stay_close_to_a_plain_forward_pass() -> None:
+def test_bfloat16_is_no_further_from_float32_than_a_plain_forward_pass_in_bfloat16() -> None:
     model = make_model().to(torch.bfloat16)
-    driver = Driver(make_engine(model, slots=8))
     asked = [request(f"r{i}", p, max_tokens=30) for i, p in enumerate(prompts(8))]
-    differences = [
-        np.abs(done.logprobs - forward_logprobs(model, one.prompt_token_ids.tolist(), done.token_ids))
-        for one, done in zip(asked, driver.run(*asked), strict=True)
-    ]
-    assert np.concatenate(differences).mean() < 0.1
+    completions = Driver(make_engine(model, slots=8)).run(*asked)
+    plain, exact = (
+        np.concatenate([
+            forward_logprobs(forward, one.prompt_token_ids.tolist(), done.token_ids)
+            for one, done in zip(asked, completions, strict=True)
+        ])
+        for forward in (model, copy.deepcopy(model).float())
+    )  # fmt: skip
+    found, rounding = np.concatenate([done.logprobs for done in completions]), np.abs(plain - exact)
+    assert 0 < np.abs(found - exact).mean() < 1.1 * rounding.mean()
+    assert np.abs(found - exact).max() < 1.5 * rounding.max()
 
 
 def test_bfloat16_generates_what_autocast_over_float32_weights_says() -> None:

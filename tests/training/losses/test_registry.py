@@ -27,8 +27,9 @@ def test_a_loss_of_ones_own_is_named_by_module_and_function() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_module:loss", "no_such_module cannot be imported"),
-        (f"{__name__}:nothing", "has no function 'nothing'"),
+        ("no_such_module:loss", "there is no module 'no_such_module'"),
+        (f"{__name__}:nothing", "has no 'nothing'"),
+        ("math:pi", "that is 3.14159.*, not a function"),
     ],
 )
 def test_losses_that_are_not_to_be_found_are_refused(name: str, message: str) -> None:
