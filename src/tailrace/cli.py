@@ -3,6 +3,7 @@
 tailrace train quickstart --trainer.learning_rate 3e-4
 tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
+tailrace try own:shout
 tailrace serve bundled:quickstart
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200
@@ -36,6 +37,7 @@ _TABLE_WIDTH = 100
 """Columns that a table of figures needs, wherever it is printed."""
 
 Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+EnvironmentName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
 Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
@@ -121,6 +123,35 @@ class Evaluate:
             _print(evaluation_samples(found, self.show) + "\n")
         _print(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
         return 0
+
+
+@dataclass(frozen=True)
+class Try:
+    """Play a few rollouts of an environment without training, and tell what is wrong with it."""
+
+    environment: EnvironmentName
+    """A built-in environment, your own as `module:attribute`, or a recipe or .toml file for all of its own."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = "quickstart"
+    """Whose model and limits to take."""
+    tasks: Annotated[int, tyro.conf.arg(metavar="TASKS")] = 2
+    """Play the first so many tasks."""
+    each: Annotated[int, tyro.conf.arg(metavar="ROLLOUTS")] = 4
+    """Rollouts of each task."""
+    tokens: bool = False
+    """Show prompts token by token."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command; 1 where nothing of it could be trained on."""
+        from tailrace.config import placed
+        from tailrace.run.trying import settings_to_try, try_environments
+
+        if self.tasks < 1 or self.each < 1:
+            raise SettingsError(f"--tasks is {self.tasks} and --each {self.each}; at least 1 of both")
+        settings, recipe, overrides = settings_to_try(self.environment, self.recipe, overrides)
+        with placed(recipe, overrides):
+            tried = _run(try_environments(settings, tasks=self.tasks, group_size=self.each, tokens=self.tokens))
+        _print("\n\n".join(text for _, text in tried))
+        return int(not all(trial.is_trainable for trial, _ in tried))
 
 
 @dataclass(frozen=True)
@@ -272,6 +303,7 @@ class FetchSmollm2:
 _COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
     "train": Train,
     "eval": Evaluate,
+    "try": Try,
     "serve": Serve,
     "simulate": Simulate,
     "replay": Replay,

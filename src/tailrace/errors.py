@@ -46,18 +46,22 @@ class RolloutError(TailraceError):
     """One rollout is lost. Costs that rollout, and is counted under `reason`."""
 
     reason = "rollout_error"
+    may_pass = False
+    """Whether the same may succeed later: what an environment or a judge calls is away."""
 
 
 class RolloutTimeout(RolloutError):
     """A rollout outlived its time limit."""
 
     reason = "timeout"
+    may_pass = True
 
 
 class EnvironmentFailed(RolloutError):
     """The agent, environment or reward of a rollout raised; the original error is the cause."""
 
     reason = "environment_failed"
+    may_pass = True
 
 
 class InvalidReward(RolloutError):
@@ -70,12 +74,14 @@ class ScoringFailed(RolloutError):
     """A group's `score_group` raised, or returned something else than groups. Costs that group."""
 
     reason = "scoring_failed"
+    may_pass = True
 
 
 class JudgeFailed(ScoringFailed):
     """A judge gave no valid scores, however often it was asked. Never a reward of 0."""
 
     reason = "judge_failed"
+    may_pass = False  # a judge that gives no valid scores; one that cannot be reached says so itself
 
 
 class BudgetExceeded(RolloutError):

@@ -23,6 +23,7 @@ START = SchedulerStatistics(
     trainer_waited_s=0.0,
     held_s=0.0,
     restarted_groups=0,
+    paused=(),
     set_aside=0,
 )
 

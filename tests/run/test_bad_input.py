@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tailrace.errors import DataError, ModelError, SettingsError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
-from tests.run.runs import environment, run_inline
+from tests.run.runs import environment, records, rollouts, run_inline
 from tests.support.chat_models import save_chat_model
 
 TROUBLES = """
@@ -40,15 +41,18 @@ def fails(summary: RunSummary) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def troubled(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSummary, str]:
-    parent = tmp_path_factory.mktemp("runs")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def troubled(parent: Path) -> RunSummary:
     (parent / "run.toml").write_text(TROUBLES)
-    summary = asyncio.run(train(load_settings(str(parent / "run.toml")), parent))
-    return summary, (parent / "run" / "logs" / "orchestrator.log").read_text()
+    return asyncio.run(train(load_settings(str(parent / "run.toml")), parent))
 
 
-def test_what_goes_wrong_in_one_rollout_costs_that_rollout(troubled: tuple[RunSummary, str]) -> None:
-    summary, _ = troubled
+def test_what_goes_wrong_in_one_rollout_costs_that_rollout(troubled: RunSummary) -> None:
+    summary = troubled
     assert (summary.status, summary.exit_code) == (RunStatus.FINISHED, 0)
     assert summary.ledger.by_state["trained"] == 2 * 4
     assert fails(summary) == {
@@ -67,8 +71,25 @@ def test_what_goes_wrong_in_one_rollout_costs_that_rollout(troubled: tuple[RunSu
         "more of 'invalid_reward' are only counted",
     ],
 )
-def test_the_first_failure_of_each_kind_is_told(troubled: tuple[RunSummary, str], message: str) -> None:
-    assert message in troubled[1]
+def test_the_first_failure_of_each_kind_is_told(troubled: RunSummary, parent: Path, message: str) -> None:
+    assert (parent / "run" / "logs" / "orchestrator.log").read_text().count(message) == 1
+
+
+def test_failed_rollouts_are_written_with_their_error_and_counted_by_environment(
+    troubled: RunSummary, parent: Path
+) -> None:
+    failed = [one for one in rollouts(parent / "run") if one["outcome"]["state"] == "failed"]
+    assert Counter(one["outcome"]["reason"] for one in failed) == fails(troubled)
+    raised = [one for one in failed if one["outcome"]["reason"] == "environment_failed"]
+    for one in raised:
+        assert one["error"].endswith("ZeroDivisionError: of the user")
+        assert "in trouble" in one["error"]  # the traceback
+        assert one["messages"][-1]["role"] == "assistant"
+    assert {one["environment"] for one in failed if one["outcome"]["reason"] == "timeout"} == {"hanging"}
+    assert not any(one["error"] for one in rollouts(parent / "run") if one["outcome"]["state"] == "trained")
+    lines = records(parent / "run" / "metrics.jsonl")
+    assert sum(line.get("environment/troubled/failed/invalid_reward", 0) for line in lines) <= 4
+    assert sum(line.get("environment/troubled/failed/environment_failed", 0) for line in lines) <= 2
 
 
 async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_rollout(tmp_path: Path) -> None:

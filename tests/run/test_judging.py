@@ -47,7 +47,7 @@ async def test_the_example_trains_with_a_judge_behind_an_endpoint_that_ranks_by_
 async def test_a_judge_that_is_down_costs_groups_and_never_becomes_a_reward(tmp_path: Path) -> None:
     async with endpoint(Answer(status=503)) as serving:
         judged = ("--environment.judge.url", serving.url, "--environment.judge.retries", "0")
-        summary = await run_inline(tmp_path, *judged, "--max_steps", "1", "--scheduling.max_barren_batches", "2")
+        summary = await run_inline(tmp_path, *judged, "--max_steps", "1", "--scheduling.max_failing_s", "0")
     assert summary.status is RunStatus.FAILED
     assert "judge_failed" in summary.reason
     ended = rollouts(tmp_path / "run")

@@ -75,6 +75,7 @@ def patterned_world(
         rows=12,
         pauses=lambda number: pauses[number % len(pauses)],
         max_barren_batches=1000,
+        max_failing_s=1e9,
         **chosen,  # type: ignore[arg-type]
     )
     world.runner.pause_s, world.train_s, world.install_s = 1.0, train_s, install_s

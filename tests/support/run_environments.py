@@ -61,6 +61,21 @@ async def trouble(task: Task, policy: Policy) -> float:
     return zlib.crc32(reply.content.encode()) % 97 / 97
 
 
+def blocking() -> EnvironmentSpec:
+    """Holds the event loop, never chats in one task, and rewrites its history."""
+
+    async def agent(task: Task, policy: Policy) -> float:
+        if task["word"] == "silent":
+            return 0.5
+        reply = await policy.chat([{"role": "user", "content": "first"}])
+        time.sleep(0.6)  # noqa: ASYNC251
+        said: Message = {"role": "assistant", "content": "rewritten"}
+        await policy.chat([{"role": "user", "content": "first"}, said, {"role": "user", "content": "second"}])
+        return zlib.crc32(reply.content.encode()) % 97 / 97
+
+    return EnvironmentSpec(name="blocking", agent=agent, train_tasks=[{"word": "silent"}, {"word": "loud"}])
+
+
 def troubled() -> EnvironmentSpec:
     rows = [{"word": word} for word in (*TROUBLES, "fine", "good", "well", "sound")]
     return EnvironmentSpec(name="troubled", agent=trouble, train_tasks=rows, required_columns=("word",))

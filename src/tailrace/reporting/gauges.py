@@ -25,6 +25,7 @@ WAITS = {
     Verdict.WEIGHTS_OLD: "weights_wait_s",
     Verdict.STEP_STARTED: "edge_wait_s",
     Verdict.ENOUGH: "enough_wait_s",
+    Verdict.ENVIRONMENTS_FAIL: "failing_wait_s",
 }
 """What held admission, and its metric's name."""
 

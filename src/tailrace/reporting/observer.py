@@ -91,8 +91,6 @@ class RunObserver(SchedulerObserver):
         self.counts_before: dict[str, int] = {}
         """What they brought the counts since the run began to, by metric."""
         self._ledger_before = LedgerSummary()
-        self._failed_before: set[str] = set()
-        """Reasons for failures that were told."""
         self._recorder = RunRecorder()
         self._gauges: list[Gauge] = []
         self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
@@ -101,6 +99,10 @@ class RunObserver(SchedulerObserver):
         self._generated_tokens = 0
         """Since the last step."""
         self._advantages: dict[RolloutId, float] = {}
+        self._lost: dict[RolloutId, Rollout] = {}
+        """Rollouts that never finished and are not terminal yet."""
+        self._told: set[tuple[str, str]] = set()
+        """(environment, reason) of failures whose first one is in the log."""
         self._entries: list[RolloutEntry] = []
 
     def add_gauges(self, *gauges: Gauge) -> None:
@@ -153,16 +155,28 @@ class RunObserver(SchedulerObserver):
         Comes after `request_cancelled` for the completion that it was waiting for.
         """
         self._generated_tokens += self._recorder.bias.losing(rollout)
+        self._lost[rollout.rollout_id] = rollout
 
     @override
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         self._release(rollout_id)
-        if outcome.state is TerminalState.FAILED and outcome.reason not in self._failed_before:
-            self._failed_before.add(outcome.reason)
-            _logger.warning("a rollout failed, and more of %r are only counted: %s", outcome.reason, message)
         self._recorder.rollout_ended(rollout_id, rollout, outcome)
+        known = rollout or self._lost.pop(rollout_id, None)
+        has_failed = outcome.state is TerminalState.FAILED
+        if has_failed:
+            self._tell_failure(known, outcome.reason, message)
+        if known is not None and (rollout is not None or has_failed):
+            advantage = self._advantages.pop(rollout_id, None)
+            self._entries.append(RolloutEntry(known, outcome, advantage, message))
+
+    def _tell_failure(self, rollout: Rollout | None, reason: str, message: str) -> None:
+        """The first of its environment and reason is told, with its traceback; `rollout` may be unknown."""
+        environment = "" if rollout is None else rollout.task.environment
         if rollout is not None:
-            self._entries.append(RolloutEntry(rollout, outcome, self._advantages.pop(rollout_id, None)))
+            self._recorder.add(f"environment/{environment}/failed/{reason}", 1)
+        if (environment, reason) not in self._told:
+            self._told.add((environment, reason))
+            _logger.warning("a rollout failed, and more of %r are only counted: %s", reason, message)
 
     @override
     def group_scored(self, group: Group, filter_reason: str | None) -> None:

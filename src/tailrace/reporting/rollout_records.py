@@ -31,6 +31,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """The step whose file this is."""
     outcome: Outcome
+    error: str = ""
+    """Why it failed, with the traceback of users' code; empty where it did not."""
     reward: float | None = None
     """None: it ended without one, or it was not a finite number."""
     reward_components: dict[str, float | None] = {}
@@ -69,6 +71,8 @@ class RolloutEntry:
     rollout: Rollout
     outcome: Outcome
     advantage: float | None = None
+    error: str = ""
+    """Why it failed."""
 
 
 def rollout_record(entry: RolloutEntry, step: int) -> RolloutRecord:
@@ -82,6 +86,7 @@ def rollout_record(entry: RolloutEntry, step: int) -> RolloutRecord:
         environment=rollout.task.environment,
         step=step,
         outcome=entry.outcome,
+        error=entry.error,
         reward=None if reward is None else reward.value,
         reward_components={} if reward is None else dict(reward.components),
         advantage=entry.advantage,

@@ -138,6 +138,8 @@ def _waiting_for(view: RunView, statistics: SchedulerStatistics) -> str:
         busy.append(f"the trainer to finish step {view.step + 1}{_WAITING.get(statistics.verdict, '')}")
     if statistics.running:
         busy.append(f"{statistics.running} rollouts to finish")
+    if statistics.paused:
+        busy.append(f"{', '.join(statistics.paused)} to work again")
     return " and ".join(busy) or "groups to be scored"
 
 

@@ -42,7 +42,7 @@ class attribute_errors:
             if self._task.task_id in str(error):
                 return
             named = type(error)(f"task {self._task.task_id}: {error}")
-            named.reason = error.reason
+            named.reason, named.may_pass = error.reason, error.may_pass
             raise named from error
         if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
             self._attribute(error)

@@ -21,6 +21,8 @@ class Verdict(enum.StrEnum):
     """A group that starts now would be too old for its batch."""
     STEP_STARTED = "step_started"
     """Under over-sampling: all groups of this step have started."""
+    ENVIRONMENTS_FAIL = "environments_fail"
+    """Every environment that has tasks pauses, since it failed: see `backoff`."""
     ENOUGH = "enough"
     """What was started fills every remaining step."""
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from tailrace.batching import ZERO_SPREAD, compute_advantages, filter_reason
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Float32Array, Group, GroupId, Outcome, Rollout, RolloutId, Task
+from tailrace.scheduling.backoff import Backoff, Part
 from tailrace.scheduling.ledger import Accounts, UntrainableStreak
 from tailrace.scheduling.outstanding import Member, OpenGroup, Outstanding, apportion
 from tailrace.scheduling.settings import SchedulingSettings
@@ -51,13 +52,19 @@ class GroupPlayer:
         accounts: Accounts,
         settings: SchedulingSettings,
         *,
+        backoff: Backoff,
         whole_groups: Collection[str],
     ) -> None:
         """`whole_groups` are environments whose groups are dropped when a member is lost."""
         self._runner, self._tasks, self._outstanding = runner, tasks, outstanding
         self._accounts, self._observer, self._settings = accounts, accounts.observer, settings
         self._whole_groups = frozenset(whole_groups)
-        self._untrainable = UntrainableStreak(settings.max_barren_batches * settings.batch_size, accounts.ledger)
+        self._backoff, self._now_s = backoff, asyncio.get_running_loop().time
+        self._untrainable = UntrainableStreak(
+            settings.max_barren_batches * settings.batch_size,
+            accounts.ledger,
+            max_failing_s=settings.max_failing_s,
+        )
 
     async def play(self, group: OpenGroup) -> None:
         """Waits for the group's task, rollouts and scoring, and nothing else.
@@ -96,11 +103,13 @@ class GroupPlayer:
     async def _run_member(self, task: Task, group: OpenGroup, member: Member, number: int) -> None:
         """The first attempt that succeeds, or none after `max_retries` more."""
         for attempt in range(self._settings.max_retries + 1):
+            if attempt and (pause_s := self._backoff.pause_left_s(task.environment, now_s=self._now_s())):
+                await asyncio.sleep(pause_s)
             if group.stop is not None:
                 return
             if member.rollout_id is None:
                 member.rollout_id = self._accounts.admit(RolloutId(f"{group.group_id}.{number}.{attempt}"))
-            member.rollout = await self._attempt(task, group.group_id, member.rollout_id, attempt)
+            member.rollout = await self._attempt(task, group, member.rollout_id, attempt)
             if member.rollout is not None:
                 self._observer.rollout_finished(member.rollout)
                 group.finished.append(member)
@@ -108,15 +117,26 @@ class GroupPlayer:
                 return
             member.rollout_id = None
 
-    async def _attempt(self, task: Task, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout | None:
+    async def _attempt(self, task: Task, group: OpenGroup, rollout_id: RolloutId, attempt: int) -> Rollout | None:
         try:
-            return await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+            rollout = await self._runner.run(task, group_id=group.group_id, rollout_id=rollout_id, attempt=attempt)
         except RolloutError as error:
             outcome, message = Outcome.failed(error.reason), str(error)
+            self._back_off(group, error, "rollouts")
         except RequestRefused as error:
             outcome, message = Outcome.failed("request_refused"), str(error)
+        else:
+            self._backoff.came_back(task.environment, "rollouts", now_s=self._now_s())
+            return rollout
         self._accounts.lose(rollout_id, outcome, message)
         return None
+
+    def _back_off(self, group: OpenGroup, error: RolloutError, part: Part) -> None:
+        """A rollout or a group's score failed: where that may pass and goes on, its environment pauses."""
+        if error.may_pass:
+            group.failure = str(error).partition("\n")[0]
+            if pause_s := self._backoff.failed(group.key.environment, part, now_s=self._now_s()):
+                asyncio.get_running_loop().call_later(pause_s, self._outstanding.wake)
 
     def _end_stopped(self, group: OpenGroup, reason: str) -> None:
         """Members that ran were cancelled; those that had finished are filtered."""
@@ -130,22 +150,26 @@ class GroupPlayer:
 
     async def _score(self, group: OpenGroup, complete: Group) -> None:
         """Waits for the group's scoring; what is trainable becomes ready."""
-        scored = [one for one in await self._scored(complete, group.size) if self._is_trainable(one)]
+        scored = [one for one in await self._scored(complete, group) if self._is_trainable(one)]
         sizes = apportion(group.size, [len(one.rollouts) for one in scored])
         for one, size in zip(scored, sizes, strict=True):
             self._outstanding.push(group, one, size)
 
-    async def _scored(self, group: Group, full_size: int) -> list[Group]:
-        reason = self._reason_not_to_score(group, full_size)
+    async def _scored(self, complete: Group, group: OpenGroup) -> list[Group]:
+        reason = self._reason_not_to_score(complete, group.size)
         if reason is not None:
-            self._accounts.end(group.rollouts, Outcome.filtered(reason))
+            self._accounts.end(complete.rollouts, Outcome.filtered(reason))
             return []
-        members = list(group.rollouts)  # scoring may change the list
+        members = list(complete.rollouts)  # scoring may change the list
         try:
-            scored = sort_scored(members, await self._runner.score(group))
+            scored = sort_scored(members, await self._runner.score(complete))
         except RolloutError as error:
             self._accounts.end(members, Outcome.failed(error.reason), str(error))
+            self._back_off(group, error, "scores")
             return []
+        group.failure = ""
+        self._untrainable.scored()
+        self._backoff.came_back(complete.task.environment, "scores", now_s=self._now_s())
         self._accounts.end(scored.unscored, Outcome.filtered(UNSCORED))
         self._accounts.end(scored.dropped, Outcome.filtered(SCORE_DROPPED))
         return scored.groups
@@ -165,11 +189,15 @@ class GroupPlayer:
         self._observer.group_scored(group, reason)
         if reason is not None:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
+        if reason == ZERO_SPREAD:
+            self._untrainable.equal(group)
         return reason is None
 
     def _end_untrainable(self, group: OpenGroup) -> None:
         """Nothing of the group will be trained on."""
-        if group.stop is None or group.stop.reason not in (REQUEUED, STRAGGLER):
+        if group.stop is None and group.failure:
+            self._untrainable.fail(group.failure, now_s=self._now_s())
+        elif group.stop is None or group.stop.reason not in (REQUEUED, STRAGGLER):
             self._untrainable.extend(group.size)
         if group.stop is not None and group.stop.restarts_task:
             self._tasks.restart(group.key)
@@ -192,8 +220,11 @@ class GroupPlayer:
             return
         self._release(group, group.release.close())
         reason = ZERO_SPREAD if group.release.waiting and self._settings.filter_zero_spread else None
+        group.failure = ""
+        self._untrainable.scored()
         if reason is not None:
             self._accounts.end(group.unreleased, Outcome.filtered(reason))
+            self._untrainable.equal(complete)
         else:
             self._release(group, [(number, 0.0) for number in group.release.waiting])
         self._observer.group_scored(complete, reason)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tailrace.errors import AccountingError, TrainingError
-from tailrace.records import Outcome, Rollout, RolloutId, TerminalState
+from tailrace.records import Group, Outcome, Rollout, RolloutId, TerminalState
 from tailrace.scheduling.observer import SchedulerObserver
+
+SAMPLE_REPLIES = 2
+"""Shown where rewards never differ."""
 
 
 class Ledger:
@@ -104,30 +108,87 @@ class Accounts:
 
 
 class UntrainableStreak:
-    """Rollouts in a row with nothing to train on; too many end the run.
+    """Groups in a row with nothing to train on; too many, or failures for too long, end the run.
+
+    What came back counts by rollouts. Failures that may pass count by time: an outage fails thousands in a second.
 
     >>> streak = UntrainableStreak(limit=16, ledger=Ledger())
     >>> streak.extend(8); streak.reset(); streak.extend(8)
     """
 
-    def __init__(self, limit: int, ledger: Ledger) -> None:
-        self._limit, self._ledger = limit, ledger
+    def __init__(self, limit: int, ledger: Ledger, *, max_failing_s: float = math.inf) -> None:
+        """`limit` counts rollouts, `max_failing_s` seconds in which groups fail and none is scored."""
+        self._limit, self._ledger, self._max_failing_s = limit, ledger, max_failing_s
         self._rollouts = 0
+        self._failing_since_s: float | None = None
+        self._equal: list[Rollout] = []
+        """Of the newest groups whose rewards were all equal, one rollout each."""
+        self._lowest, self._highest = math.inf, -math.inf
+        """Of the rewards of such groups."""
 
     def reset(self) -> None:
         """A group was trainable."""
         self._rollouts = 0
+        self._failing_since_s = None
+        self._equal.clear()
+        self._lowest, self._highest = math.inf, -math.inf
+
+    def scored(self) -> None:
+        """A group was scored, trainable or not: its environment works."""
+        self._failing_since_s = None
+
+    def equal(self, group: Group) -> None:
+        """The rewards of a scored group are all equal."""
+        self._lowest, self._highest = min(self._lowest, *group.rewards), max(self._highest, *group.rewards)
+        self._equal = [*self._equal, group.rollouts[0]][-SAMPLE_REPLIES:]
 
     def extend(self, rollouts: int) -> None:
-        """A group of `rollouts` was not. Raises `TrainingError` with the reasons at the limit."""
+        """A group of `rollouts` was not trainable. Raises `TrainingError` with the reasons at the limit."""
         self._rollouts += rollouts
         if self._rollouts >= self._limit:
             raise TrainingError(
-                f"the last {self._rollouts} rollouts held nothing to train on; so far failed: "
-                f"{_counted(self._ledger.reasons(TerminalState.FAILED))}; filtered: "
-                f"{_counted(self._ledger.reasons(TerminalState.FILTERED))}. The log tells the first failure of each "
-                "kind; where rewards never differ inside a group, the task is too hard or too easy for this model"
+                f"the last {self._rollouts} rollouts held nothing to train on{self._why()}. So far {self._reasons()}; "
+                "the log tells the first failure of each kind"
             )
+
+    def fail(self, failure: str, *, now_s: float) -> None:
+        """A group failed in a way that may pass. Raises `TrainingError` with the reasons when that goes on too long."""
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        lasted_s = now_s - self._failing_since_s
+        if lasted_s >= self._max_failing_s:
+            raise TrainingError(
+                f"there is nothing to train on: for {lasted_s:.0f} s (scheduling.max_failing_s) rollouts failed and no "
+                f"group was scored. The newest failure: {failure}. So far {self._reasons()}; the log has a traceback "
+                "of each kind"
+            )
+
+    def _reasons(self) -> str:
+        failed, filtered = (self._ledger.reasons(state) for state in (TerminalState.FAILED, TerminalState.FILTERED))
+        return f"failed: {_counted(failed)}; filtered: {_counted(filtered)}"
+
+    def _why(self) -> str:
+        """What it says that rewards do not differ inside any group, with sample replies."""
+        if not self._equal:
+            return ""
+        samples = " and ".join(_sample(rollout) for rollout in self._equal)
+        return f": {_equal_rewards(self._lowest, self._highest)}. Replies: {samples}"
+
+
+def _equal_rewards(lowest: float, highest: float) -> str:
+    """What rewards from `lowest` to `highest` that are equal inside each group mean."""
+    if lowest != highest:
+        return f"rewards, from {lowest:g} to {highest:g}, are equal inside each group: replies differ too little"
+    known = {0.0: "the task is too hard for this model", 1.0: "the task is too easy for this model"}
+    means = known.get(lowest, "the reward does not tell replies apart")
+    return f"all rewards are {lowest:g}: {means} (a reward by degrees has something to teach either way)"
+
+
+def _sample(rollout: Rollout) -> str:
+    """A rollout's last reply and its reward, for people."""
+    replies = [str(message.get("content")) for message in rollout.messages if message["role"] == "assistant"]
+    reward = "none" if rollout.reward is None else f"{rollout.reward.value:g}"
+    return f"{(replies[-1] if replies else '')[:120]!r} (task {rollout.task.task_id}, reward {reward})"
 
 
 def _counted(reasons: Mapping[str, int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,8 @@ class SchedulerStatistics:
     """Seconds in which a full batch was held for a group that would have become too old (`on_stale = wait`)."""
     restarted_groups: int
     """Groups stopped and started again."""
+    paused: Sequence[str]
+    """Environments that pause, since they failed."""
     set_aside: int
     """Rollouts that were set aside at the edge of a step and go on in the next one."""
 

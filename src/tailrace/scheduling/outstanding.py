@@ -49,6 +49,8 @@ class OpenGroup:
     """Where its rollouts may be trained before it is complete."""
     stop: Stop | None = None
     """Why it was stopped while it ran."""
+    failure: str = ""
+    """The newest failure that may pass, of a rollout or of its score; empty where there was none, or it was scored."""
     is_held: bool = False
     """Set aside at the edge of a step, without a slot of the engines, until the next one."""
     finished: list[Member] = field(default_factory=list)

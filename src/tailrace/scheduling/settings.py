@@ -90,7 +90,16 @@ class SchedulingSettings(BatchingSettings):
         " whole groups only.",
     )
     max_barren_batches: int = Field(
-        10, ge=1, description="Batches' worth of rollouts in a row with nothing trainable in them that end the run."
+        10,
+        ge=1,
+        description="Batches' worth of rollouts in a row that came back with nothing trainable in them, and end the"
+        " run.",
+    )
+    max_failing_s: float = Field(
+        300.0,
+        ge=0,
+        description="Seconds in which rollouts fail and no group is scored that end the run: the longest outage of what"
+        " environments and judges call that it survives. An environment that fails pauses for up to 30 s at a time.",
     )
 
     def staleness_bound(self, schedule: Schedule) -> int:

@@ -19,6 +19,7 @@ from tailrace.batching import FormedBatch
 from tailrace.batching.slices import in_turns
 from tailrace.records import GroupId, Outcome, PlannedBatch, RolloutId, StepSkipped, StepTrained
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
+from tailrace.scheduling.backoff import Backoff
 from tailrace.scheduling.batches import BatchFormer
 from tailrace.scheduling.groups import GroupPlayer, GroupRunner
 from tailrace.scheduling.ledger import Accounts, Ledger
@@ -84,7 +85,10 @@ class StreamScheduler:
         self._outstanding = outstanding = Outstanding()
         self._progress = Progress()
         self._stragglers = Stragglers(outstanding, holder, settings)
-        self._player = GroupPlayer(runner, tasks, outstanding, self._accounts, settings, whole_groups=whole_groups)
+        self._backoff = Backoff()
+        self._player = GroupPlayer(
+            runner, tasks, outstanding, self._accounts, settings, backoff=self._backoff, whole_groups=whole_groups
+        )
         self._former = BatchFormer(tasks, outstanding, self._accounts, self._stale, settings)
         self._ended_steps = EndedSteps(self._accounts)
         self._id_prefix = ""
@@ -172,6 +176,7 @@ class StreamScheduler:
             trainer_waited_s=self._trainer_waits.total_s,
             held_s=self._held.total_s,
             restarted_groups=self._tasks.restarted,
+            paused=self._backoff.paused,
             set_aside=self._stragglers.rollouts,
         )
 
@@ -184,14 +189,23 @@ class StreamScheduler:
             if self._stragglers.are_held and self._progress.is_even:
                 self._stragglers.resume()
             verdict = self._verdict()
-            key = self._tasks.draw() if verdict is Verdict.ADMIT else None
+            key = self._tasks.draw(without=self._failing()) if verdict is Verdict.ADMIT else None
             if key is None:
-                await self._wait_for_room(Verdict.ENOUGH if verdict is Verdict.ADMIT else verdict)
+                if verdict is Verdict.ADMIT:
+                    verdict = Verdict.ENOUGH if self._tasks.is_exhausted else Verdict.ENVIRONMENTS_FAIL
+                await self._wait_for_room(verdict)
                 continue
             started += self._start_group(running, key)
             if started >= STARTED_AT_ONCE:
                 started = 0
                 await asyncio.sleep(0)
+
+    def _failing(self) -> list[str]:
+        """Environments of which nothing may start: they pause, or one group tries them."""
+        if not (paused := self._backoff.paused):
+            return []
+        now_s, tried = self._clock(), {group.key.environment for group in self._outstanding.groups if not group.is_over}
+        return [name for name in paused if name in tried or self._backoff.pause_left_s(name, now_s=now_s)]
 
     async def _wait_for_room(self, verdict: Verdict) -> None:
         since = self._clock()

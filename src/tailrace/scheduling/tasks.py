@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -110,11 +110,12 @@ class TaskStream:
         self.restarted = 0
         """Restarts of tasks since the run began."""
 
-    def draw(self) -> TaskKey | None:
-        """Hand out the next task; None once every data set was handed out `max_epochs` times."""
-        if self._again:
-            key = self._again.popleft()
-        elif open_sources := self._open_sources():
+    def draw(self, *, without: Collection[str] = ()) -> TaskKey | None:
+        """Hand out the next task of an environment that is not among `without`; None where none has a task left."""
+        if again := next((key for key in self._again if key.environment not in without), None):
+            key = again
+            self._again.remove(key)
+        elif open_sources := [name for name in self._open_sources() if name not in without]:
             key = self._sources[self._mix.draw(open_sources)].draw(self._seed)
         else:
             return None

@@ -120,8 +120,11 @@ async def test_a_bad_answer_is_asked_for_again(bad: Answer) -> None:
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 async def test_bad_answers_to_the_end_fail_and_are_no_reward(bad: Answer) -> None:
     group = group_of("Elbe", "Oder")
-    with pytest.raises(JudgeFailed, match=r"task own/0: the judge gave no valid scores in 3 calls; the last: "):
+    with pytest.raises(
+        JudgeFailed, match=r"task own/0: the judge gave no valid scores in 3 calls; the last: "
+    ) as failed:
         await judged(group, bad)
+    assert failed.value.may_pass == (bad.content is None)
     assert [rollout.reward for rollout in group.rollouts] == [None, None]
     assert (group.metrics["judge_calls"], group.metrics["judge_failed_groups"]) == (3, 1)
 
@@ -136,16 +139,18 @@ async def test_a_call_that_hangs_is_given_up_and_tried_again() -> None:
 
 async def test_what_cannot_get_better_is_not_tried_again() -> None:
     group = group_of("Elbe", "Oder")
-    with pytest.raises(JudgeFailed, match=r"in 1 calls; the last: .*answered 401: no such key"):
+    with pytest.raises(JudgeFailed, match=r"in 1 calls; the last: .*answered 401: no such key") as failed:
         await judged(group, Answer(status=401, body=b"no such key"))
+    assert not failed.value.may_pass
 
 
 async def test_an_endpoint_that_is_not_there_fails() -> None:
     async with endpoint(Answer("")) as serving:
         pass
     judge = judge_at(serving, retries=0)
-    with pytest.raises(JudgeFailed, match="ConnectError"):
+    with pytest.raises(JudgeFailed, match="ConnectError") as failed:
         await judge(group_of("Elbe"))
+    assert failed.value.may_pass
     await judge.close()
 
 

@@ -70,7 +70,7 @@ class RelativeJudge:
 
     async def _scores(self, group: Group, spent: JudgeUsage) -> Sequence[float]:
         """Call until an answer is valid. Waits for the model, and before a retry of one that failed."""
-        settings, failure = self._settings, ""
+        settings, failure, is_away = self._settings, "", False
         prompt = self._form.prompt(group, settings.rubric or RUBRIC)
         while spent.calls <= settings.retries:
             pause_s = 0.0
@@ -80,19 +80,22 @@ class RelativeJudge:
                 answer = await self._answer(prompt, spent)
                 return self._valid(self._form.scores(answer.content, group), group)
             except TimeoutError:
-                failure = f"no answer within {settings.timeout_s:g} s (judge.timeout_s)"
+                failure, is_away = f"no answer within {settings.timeout_s:g} s (judge.timeout_s)", True
             except JudgeFailed as error:
-                failure = str(error)
+                failure, is_away = str(error), False
             except ChatFailed as error:
-                failure, pause_s = str(error), max(error.pause_s, settings.retry_pause_s * 2 ** (spent.calls - 1))
+                failure, is_away = str(error), error.may_recover
+                pause_s = max(error.pause_s, settings.retry_pause_s * 2 ** (spent.calls - 1))
                 if not error.may_recover:
                     break
             if pause_s and spent.calls <= settings.retries:
                 await asyncio.sleep(pause_s)
         spent.failed_groups = 1
-        raise JudgeFailed(
+        failed = JudgeFailed(
             f"task {group.task.task_id}: the judge gave no valid scores in {spent.calls} calls; the last: {failure}"
         )
+        failed.may_pass = is_away
+        raise failed
 
     async def _answer(self, prompt: Sequence[Message], spent: JudgeUsage) -> ChatAnswer:
         settings = self._settings

@@ -1,0 +1,129 @@
+"""`tailrace try`: a few rollouts of an environment without training, and what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tailrace.config import RunSettings, list_recipes, load_settings
+from tailrace.errors import RequestRefused, RolloutError
+from tailrace.lifecycle.event_loop import first_done
+from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
+from tailrace.reporting.trials import Failure, Trial, TriedGroup, trial_text
+from tailrace.rollouts import LoadedEnvironment, Rollouter
+from tailrace.run.engines import require_engine
+from tailrace.run.parts import load_environments, make_renderer, make_rollouter
+from tailrace.run.started_roles import open_generate
+from tailrace.scheduling import TaskSource, TaskStream
+from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.phases import PhaseRecorder
+
+_STALL_S = 0.25
+"""The event loop held for so long is told: a run with dozens of rollouts in flight feels it."""
+_USERS_PHASES = ("environment", "score", "score_group")
+
+
+def settings_to_try(environment: str, recipe: str, overrides: Sequence[str]) -> tuple[RunSettings, str, list[str]]:
+    """The settings that `tailrace train` would take, the recipe they come from, and the overrides.
+
+    `environment` is one's name, for the model and limits of `recipe`; or a recipe or TOML file, for all of its own.
+    """
+    chosen = list(overrides)
+    if environment.endswith(".toml") or environment in list_recipes():
+        recipe = environment
+    else:
+        chosen = ["--environment.name", environment, *chosen]
+    return load_settings(recipe, chosen), recipe, chosen
+
+
+async def try_environments(
+    settings: RunSettings, *, tasks: int, group_size: int, tokens: bool = False
+) -> list[tuple[Trial, str]]:
+    """Every environment of the settings: `tasks` groups of `group_size` rollouts each, and the text for the terminal.
+
+    The tasks are the first that a run with these settings draws, its sampling that of training. Raises `SettingsError`,
+    `DataError` or `ModelError` for what a run would be refused for, and what all generators failed with.
+    """
+    require_engine(settings.generator)
+    environments = await asyncio.to_thread(load_environments, settings)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-try-")))
+        renderer = await asyncio.to_thread(make_renderer, settings, folder)
+        async with (
+            open_generate(settings, folder) as (generate, failed),
+            make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
+        ):
+            try:  # all rollouts meet the failure of their generators: it is raised once
+                await rollouter.start()
+                trials = [
+                    await first_done(failed(), _try(settings, loaded, rollouter, tasks, group_size))
+                    for loaded in environments.values()
+                ]
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from group
+    return [(trial, trial_text(trial, renderer.tokenizer.decode, tokens=tokens)) for trial in trials]
+
+
+async def _try(
+    settings: RunSettings, environment: LoadedEnvironment, rollouter: Rollouter, tasks: int, group_size: int
+) -> Trial:
+    drawn = TaskStream([TaskSource(environment.spec)], seed=settings.seed, max_epochs=1)
+    keys = [key for key in (drawn.draw() for _ in range(tasks)) if key is not None]
+    groups = [TriedGroup(await drawn.make(key)) for key in keys]
+    stalls = _Stalls()
+    with stalls, PhaseRecorder().recording() as phases:
+        async with LoopLagMonitor(_STALL_S / 5, stall_s=_STALL_S, phases=phases) as lag, asyncio.TaskGroup() as playing:
+            for number, group in enumerate(groups):
+                playing.create_task(_play(group, GroupId(f"try/{group.task.task_id}#{number}"), rollouter, group_size))
+    return Trial(environment, groups, lag.snapshot(), stalls.messages, settings.max_model_tokens)
+
+
+async def _play(tried: TriedGroup, group_id: GroupId, rollouter: Rollouter, group_size: int) -> None:
+    """Play and score one group; what fails is kept."""
+    lost: dict[RolloutId, Rollout] = {}
+    runner = rollouter.runner(on_lost=lambda rollout: lost.update({rollout.rollout_id: rollout}))
+
+    async def attempt(rollout_id: RolloutId, task: Task) -> None:
+        try:
+            tried.finished.append(await runner.run(task, group_id=group_id, rollout_id=rollout_id))
+        except (RolloutError, RequestRefused) as error:
+            tried.failures.append(Failure(_reason(error), str(error), lost.get(rollout_id)))
+
+    async with asyncio.TaskGroup() as attempts:
+        for number in range(group_size):
+            attempts.create_task(attempt(RolloutId(f"{group_id}.{number}"), tried.task))
+    try:
+        tried.scored = await runner.score(Group(group_id, tried.task, list(tried.finished)))
+    except RolloutError as error:
+        tried.failures.append(Failure(error.reason, str(error)))
+
+
+def _reason(error: RolloutError | RequestRefused) -> str:
+    return error.reason if isinstance(error, RolloutError) else "request_refused"
+
+
+class _Stalls(logging.Handler):
+    """Keeps what is logged of an event loop that is held, in place of printing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self._logger = logging.getLogger("tailrace.tracing.lag")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the stacks in which users' code held it."""
+        message = record.getMessage()
+        if "\n" in message and any(f"in phase {phase!r}" in message for phase in _USERS_PHASES):
+            self.messages.append(message)
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+        self._logger.propagate = False
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.propagate = True

@@ -1,0 +1,65 @@
+"""`tailrace try` with the bundled model: what it shows, and what it finds wrong."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.errors import SettingsError
+from tailrace.run.trying import settings_to_try, try_environments
+from tests.run.runs import TINY
+
+HERE = "tests.support.run_environments"
+
+
+async def tried(name: str, *overrides: str, tasks: int = 2, group_size: int = 2, tokens: bool = False) -> str:
+    settings, _, _ = settings_to_try(f"{HERE}:{name}", "quickstart", [*TINY, *overrides])
+    [(_, text)] = await try_environments(settings, tasks=tasks, group_size=group_size, tokens=tokens)
+    return text
+
+
+async def test_what_goes_wrong_in_rollouts_is_told_with_the_first_traceback_of_each_kind() -> None:
+    text = await tried("troubled", "--environment.eval_tasks", "0", tasks=8, group_size=1)
+    wrong = text.partition("wrong with troubled:")[2]
+    assert re.search(r"1 failure of the kind environment_failed; the first: .*ZeroDivisionError: of the user", wrong)
+    assert "Traceback" in wrong
+    assert "in trouble" in wrong
+    assert re.search("2 failures of the kind invalid_reward; the first: .*it must be", wrong)
+    assert re.search(r"1 failure of the kind budget_exceeded; the first: .*model's context of 512", wrong)
+    assert "rollouts had a reply cut at 6 tokens" in wrong
+    assert "it holds no task out" in wrong
+
+
+async def test_what_holds_the_loop_never_chats_or_rewrites_history_is_told() -> None:
+    text = await tried("blocking", "--rollouts.max_turns", "2")
+    assert re.search(r"it held the event loop, for up to .* s:\n(.*\n)* .*run_environments.py", text)
+    assert "2 of 4 rollouts never called policy.chat" in text
+    assert "turns rewrote the conversation's past" in text
+    assert "in 1 of 2 groups all rewards are equal" in text
+
+
+async def test_prompt_reply_reward_and_times_are_shown_and_the_prompts_tokens_where_asked_for() -> None:
+    text = await tried("talking", "--rollouts.max_turns", "2", "--environment.eval_tasks", "8", tasks=1)
+    assert re.search(r'task talking/train/\d+: {"word":"word \d+"}', text)
+    assert re.search(r"prompt of \d+ tokens\n    <\|im_start\|>user\n    word \d+<\|im_end\|>", text)
+    assert len(re.findall(r"reward \d\.\d{3}\n  user       word \d+\n  assistant  ", text)) == 2
+    assert len(re.findall(r"generate .*s · environment .*s · 2 turns · \d+ tokens sampled", text)) == 2
+    assert re.search(r"\d+:'<\|im_start\|>' ", await tried("words", tasks=1, group_size=1, tokens=True))
+
+
+def test_the_command_ends_with_1_where_nothing_could_be_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", f"{HERE}:praising", "--tasks", "1", "--each", "2", *TINY]) == 1
+    printed = capsys.readouterr().out
+    assert "every reward is 1, so there would be nothing to train on: the task is too easy" in printed
+
+
+def test_a_recipe_is_tried_with_all_of_its_own() -> None:
+    settings, recipe, overrides = settings_to_try("mixed", "quickstart", ["--max_steps", "3"])
+    assert (recipe, overrides, len(settings.environments)) == ("mixed", ["--max_steps", "3"], 2)
+
+
+async def test_what_a_run_would_be_refused_for_is_refused() -> None:
+    with pytest.raises(SettingsError, match="has no 'nowhere'"):
+        await tried("nowhere")

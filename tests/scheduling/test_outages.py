@@ -1,0 +1,126 @@
+"""What an outage of what environments and judges call costs: some rollouts, and the run only where it does not end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tailrace.errors import ScoringFailed, TrainingError
+from tailrace.records import Group, TerminalState
+from tailrace.scheduling import TaskSource, TaskStream
+from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S, Backoff
+from tailrace.simulation.virtual_time import run_in_virtual_time
+from tests.scheduling.world import World, environment, make_world
+
+
+def spread(number: int) -> float:
+    return float(number % 2)
+
+
+def failing_until(ends_s: float, **settings: object) -> World:
+    """Every rollout fails at once until `ends_s`; each that works takes a second."""
+
+    def fate(number: int) -> str | float:
+        return "environment_failed" if asyncio.get_running_loop().time() < ends_s else spread(number)
+
+    world = make_world(fate, rows=64, pauses=lambda number: 1, **settings)  # type: ignore[arg-type]
+    world.runner.pause_s = 1.0
+    return world
+
+
+def test_pauses_begin_after_failures_in_a_row_double_up_to_a_limit_and_end_with_a_success() -> None:
+    backoff, now_s, pauses = Backoff(), 0.0, []
+    for _ in range(FAILURES_IN_A_ROW - 1):
+        assert backoff.failed("a", "rollouts", now_s=now_s) == 0.0
+    for _ in range(7):
+        pauses.append(backoff.failed("a", "rollouts", now_s=now_s))
+        assert backoff.failed("a", "rollouts", now_s=now_s + pauses[-1] / 2) == 0.0  # it pauses already
+        now_s += pauses[-1]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    backoff.came_back("a", "rollouts", now_s=now_s)
+    assert (backoff.paused, backoff.failed("a", "rollouts", now_s=now_s)) == ([], 0.0)
+
+
+def test_rollouts_that_come_back_do_not_end_the_pause_of_scores() -> None:
+    backoff = Backoff()
+    for _ in range(FAILURES_IN_A_ROW):
+        backoff.failed("a", "scores", now_s=0.0)
+        backoff.came_back("a", "rollouts", now_s=0.0)
+    assert (backoff.paused, backoff.pause_left_s("a", now_s=0.25), backoff.pause_left_s("b", now_s=0.0)) == (
+        *(["a"], 0.75, 0.0),
+    )
+
+
+def test_tasks_are_drawn_without_the_environments_that_pause_and_interrupted_ones_of_theirs_wait() -> None:
+    stream = TaskStream([TaskSource(environment("a")), TaskSource(environment("b"))], seed=0, max_epochs=1)
+    interrupted = stream.draw() or pytest.fail("there are tasks")
+    stream.restart(interrupted)
+    others = [stream.draw(without=[interrupted.environment]) for _ in range(9)]
+    assert [key is None or key.environment != interrupted.environment for key in others] == [True] * 9
+    assert others[8] is None  # the other one's tasks are all drawn
+    assert stream.draw() == interrupted
+
+
+def test_an_outage_of_half_a_minute_costs_some_rollouts_and_not_the_run() -> None:
+    async def run() -> None:
+        world = failing_until(30.0, max_running=32, max_barren_batches=10)
+        await world.run()
+        ledger = world.scheduler.ledger
+        assert ledger.total(TerminalState.FAILED) < 150
+        assert ledger.total(TerminalState.TRAINED) >= 4 * (64 - 16)
+        assert world.scheduler.statistics.paused == []
+        assert world.scheduler.statistics.waited_s["environments_fail"] > 10.0  # type: ignore[index]
+
+    run_in_virtual_time(run())
+
+
+def test_an_outage_without_end_ends_the_run_after_its_time_and_names_the_reason() -> None:
+    async def run() -> None:
+        world = failing_until(1e9, max_failing_s=100.0)
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        assert caught.group_contains(TrainingError, match=r"max_failing_s\).*newest failure: scripted", depth=None)
+        assert 100.0 <= asyncio.get_running_loop().time() <= 100.0 + 2 * LONGEST_PAUSE_S
+        assert world.scheduler.ledger.total(TerminalState.FAILED) < 100
+
+    run_in_virtual_time(run())
+
+
+def test_a_judge_that_is_away_for_half_a_minute_does_not_end_the_run() -> None:
+    async def run() -> None:
+        world = make_world(spread, rows=64, max_barren_batches=2)
+        score = world.runner.score
+
+        async def judged(group: Group) -> list[Group]:
+            if asyncio.get_running_loop().time() < 30.0:
+                raise ScoringFailed("the judge is away")
+            return await score(group)
+
+        world.runner.score = judged  # type: ignore[method-assign]
+        await world.run()
+        failed = world.scheduler.ledger.reasons(TerminalState.FAILED)
+        assert failed.keys() == {"scoring_failed"}
+        assert failed["scoring_failed"] < 100
+
+    run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (lambda number: 0.0, "all rewards are 0: the task is too hard"),
+        (lambda number: 1.0, "all rewards are 1: the task is too easy"),
+        (lambda number: 0.25, "all rewards are 0.25: the reward does not tell replies apart"),
+        (lambda number: number // 16 / 7, r"rewards, from 0 to .* are equal inside each group"),
+    ],
+)
+def test_a_run_in_which_rewards_never_differ_ends_and_says_which(reward: object, says: str) -> None:
+    async def run() -> None:
+        world = make_world(reward, rows=8, epochs=None, max_running=16, max_barren_batches=4, pauses=lambda number: 0)  # type: ignore[arg-type]
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        assert caught.group_contains(TrainingError, match=says, depth=None)
+        assert caught.group_contains(TrainingError, match=r"Replies: '.*' \(task toy/train/\d, reward", depth=None)
+
+    run_in_virtual_time(run())
