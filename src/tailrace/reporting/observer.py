@@ -29,6 +29,7 @@ from tailrace.records import (
 from tailrace.reporting.evaluation_figures import EVALUATED, evaluation_metrics, update_summary
 from tailrace.reporting.gauges import Gauge, ProcessGauge, SchedulerGauge
 from tailrace.reporting.logs import FILE_ONLY
+from tailrace.reporting.metrics import StepMetrics
 from tailrace.reporting.phase_report import phase_line
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
@@ -77,6 +78,16 @@ class GroupSink(Protocol):
         ...
 
 
+class MetricsListener(Protocol):
+    """Is told what `metrics.jsonl` says, as it is written. Returns at once and never raises."""
+
+    def step_ended(self, metrics: StepMetrics) -> None:
+        """A step was trained or skipped."""
+
+    def evaluated(self, metrics: StepMetrics) -> None:
+        """Held-out tasks were measured beside training."""
+
+
 class RunObserver(SchedulerObserver):
     """Writes and counts what happens in a run. Everything here is O(rollouts); nothing waits for a disk.
 
@@ -89,6 +100,7 @@ class RunObserver(SchedulerObserver):
         metrics: JsonlSink,
         rollouts: RolloutWriter,
         capture: GroupSink,
+        listener: MetricsListener,
         release_payloads: Callable[[RolloutId], None],
     ) -> None:
         """`release_payloads` is called for every rollout that is terminal."""
@@ -100,6 +112,7 @@ class RunObserver(SchedulerObserver):
         self.bias = self._recorder.bias
         self._gauges: list[Gauge] = []
         self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
+        self._listener = listener
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._last_step_s = self._clock()
         self._tokens_before = 0
@@ -213,7 +226,9 @@ class RunObserver(SchedulerObserver):
         totals.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
         if "reward/mean" in self.latest:
             totals.rewards.append(self.latest["reward/mean"])
-        self._sink.write({"step": event.step, "wall_s": now - self._started_s, **self.latest})
+        told = StepMetrics(event.step, now - self._started_s, self.latest)
+        self._sink.write(told.line())
+        self._listener.step_ended(told)
         self._rollouts.write(event.step, self._entries)
         self._entries = []
         self._last_step_s = now
@@ -230,8 +245,9 @@ class RunObserver(SchedulerObserver):
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""
-        metrics = evaluation_metrics(evaluation)
-        self._sink.write({"step": evaluation.step, "wall_s": self._clock() - self._started_s, **metrics})
+        told = StepMetrics(evaluation.step, self._clock() - self._started_s, evaluation_metrics(evaluation))
+        self._sink.write(told.line())
+        self._listener.evaluated(told)
         rollouts = [rollout for result in evaluation.results.values() for rollout in result.rollouts]
         self._rollouts.write_evaluation(evaluation.step, [RolloutEntry(rollout, EVALUATED) for rollout in rollouts])
         for environment in evaluation.results:
