@@ -53,15 +53,8 @@ def test_a_script_trains_an_agent_of_its_own_in_processes_of_their_own(tmp_path:
     (tmp_path / "script.py").write_text(
         f"import tailrace\n{example}".replace('"data": "rows.jsonl"}', f'"data": "rows.jsonl"}}, **{changes}')
     )
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=IMPORTS,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=IMPORTS, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["finished", "runs/quickstart"]
 

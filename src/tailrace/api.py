@@ -173,7 +173,7 @@ class _Given:
         self.settings, self.places = load_from_python(table, self._named(changes or {}))
 
     def _named(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        named = _plain(table)
+        named: dict[str, Any] = _plain(table)
         for key, value in named.items():
             if key == "environments" and isinstance(value, list):
                 named[key] = [self._entry(one) for one in value]

@@ -29,9 +29,11 @@ class StepMetrics:
     metrics: Mapping[str, float]
     """By the names of docs/metrics.md."""
 
-    def line(self) -> dict[str, float]:
-        """As one table."""
-        return {"step": self.step, "wall_s": self.wall_s, **self.metrics}
+    @classmethod
+    def of(cls, line: Mapping[str, float]) -> StepMetrics:
+        """What the line says."""
+        metrics = {name: value for name, value in line.items() if name not in ("step", "wall_s")}
+        return cls(int(line["step"]), line["wall_s"], metrics)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,6 +134,7 @@ _CHOSEN: Mapping[Reduction, Callable[[Sequence[float]], float]] = {
     Reduction.MIN: min,
     Reduction.MAX: max,
     Reduction.LAST: _last,
+    Reduction.TOTAL: _last,
 }
 
 

@@ -96,8 +96,6 @@ class ComposedRun:
     scheduler: StreamScheduler
     evaluator: Evaluator
     orchestrator: Orchestrator
-    waits: SchedulerGauge
-    processes: ProcessGauge
 
     def view(self) -> RunView:
         """Where the run is now."""
@@ -159,9 +157,9 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             max_running=settings.max_running,
             lend=scheduler.lend,
         )
-        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids)
         observer.add_gauges(
-            *(waits, processes, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            *(SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids), phase_gauge(ground.phases)),
+            _trimmer(settings, writer).step_ended,
             lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
@@ -178,7 +176,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes)
+        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator)
 
 
 def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
