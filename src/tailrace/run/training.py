@@ -136,8 +136,8 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         dropped_records=writer.dropped + writer.failed,
         versions=_versions(),
     )
-    if orchestrator.has_begun:
-        summary = with_figures(summary, run.scheduler.ledger, run.observer, waits=run.waits, processes=run.processes)
+    if orchestrator.has_begun or run.observer.totals.steps:
+        summary = with_figures(summary, run.scheduler.ledger, run.observer)
     return summary
 
 
