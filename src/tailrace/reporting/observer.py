@@ -28,6 +28,7 @@ from tailrace.records import (
 from tailrace.reporting.evaluation_figures import EVALUATED, evaluation_metrics
 from tailrace.reporting.gauges import WAITS, Gauge
 from tailrace.reporting.logs import FILE_ONLY
+from tailrace.reporting.metrics import StepMetrics
 from tailrace.reporting.phase_report import phase_line
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
@@ -66,6 +67,16 @@ class GroupSink(Protocol):
         ...
 
 
+class MetricsListener(Protocol):
+    """Is told what `metrics.jsonl` says, as it is written. Returns at once and never raises."""
+
+    def step_ended(self, metrics: StepMetrics) -> None:
+        """A step was trained or skipped."""
+
+    def evaluated(self, metrics: StepMetrics) -> None:
+        """Held-out tasks were measured beside training."""
+
+
 class RunObserver(SchedulerObserver):
     """Writes and counts what happens in a run. Everything here is O(rollouts); nothing waits for a disk.
 
@@ -78,6 +89,7 @@ class RunObserver(SchedulerObserver):
         metrics: JsonlSink,
         rollouts: RolloutWriter,
         capture: GroupSink,
+        listener: MetricsListener,
         release_payloads: Callable[[RolloutId], None],
     ) -> None:
         """`release_payloads` is called for every rollout that is terminal."""
@@ -94,6 +106,7 @@ class RunObserver(SchedulerObserver):
         self._recorder = RunRecorder()
         self._gauges: list[Gauge] = []
         self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
+        self._listener = listener
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._last_step_s = self._clock()
         self._generated_tokens = 0
@@ -212,6 +225,7 @@ class RunObserver(SchedulerObserver):
             self._recorder.update(gauge())
         self.latest = self._taken_in(event.step, now, self._flush()) | self.totals.ratios()
         self._sink.write(self.latest)
+        self._listener.step_ended(StepMetrics.of(self.latest))
         self._rollouts.write(event.step, self._entries)
         self._entries = []
         self._last_step_s = now
@@ -228,7 +242,9 @@ class RunObserver(SchedulerObserver):
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""
-        self._sink.write(self._taken_in(evaluation.step, self._clock(), evaluation_metrics(evaluation)))
+        line = self._taken_in(evaluation.step, self._clock(), evaluation_metrics(evaluation))
+        self._sink.write(line)
+        self._listener.evaluated(StepMetrics.of(line))
         rollouts = [rollout for result in evaluation.results.values() for rollout in result.rollouts]
         self._rollouts.write_evaluation(evaluation.step, [RolloutEntry(rollout, EVALUATED) for rollout in rollouts])
         for environment in evaluation.results:
