@@ -30,10 +30,11 @@ from tailrace.reporting.gauges import (
     phase_gauge,
     replica_gauge,
 )
-from tailrace.reporting.observer import RunObserver
+from tailrace.reporting.observer import MetricsListener, RunObserver
 from tailrace.reporting.run_view import RunView, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment
+from tailrace.run.callbacks import Callbacks
 from tailrace.run.folder import RunPaths
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import held_out_tasks, make_rollouter
@@ -57,6 +58,7 @@ class RunGround:
     phases: PhaseRecorder
     """Of this process, as is the next one."""
     lag: LoopLagMonitor
+    listener: MetricsListener = field(default_factory=Callbacks)
     began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     started_at: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
 
@@ -94,8 +96,6 @@ class ComposedRun:
     scheduler: StreamScheduler
     evaluator: Evaluator
     orchestrator: Orchestrator
-    waits: SchedulerGauge
-    processes: ProcessGauge
 
     def view(self) -> RunView:
         """Where the run is now."""
@@ -126,7 +126,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     async with contextlib.AsyncExitStack() as stack:
         roles = await stack.enter_async_context(start_roles(settings, paths, log))
         stack.push_async_callback(log.close)
-        observer = _observer(settings, paths, writer, roles)
+        observer = _observer(ground, writer, roles)
         holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
         rollouter = await stack.enter_async_context(
@@ -157,9 +157,9 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             max_running=settings.max_running,
             lend=scheduler.lend,
         )
-        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids)
         observer.add_gauges(
-            *(waits, processes, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            *(SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids), phase_gauge(ground.phases)),
+            _trimmer(settings, writer).step_ended,
             lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
@@ -176,10 +176,11 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes)
+        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator)
 
 
-def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
+def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
+    settings, paths = ground.settings, ground.paths
     chosen = settings.observability
     return RunObserver(
         metrics=JsonlSink(paths.metrics, writer),
@@ -191,6 +192,7 @@ def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, 
             max_bytes=int(chosen.capture_mb * 1e6),
             settings_json=settings.model_dump_json(),
         ),
+        listener=ground.listener,
         release_payloads=roles.payloads.release,
     )
 
