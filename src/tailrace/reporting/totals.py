@@ -20,6 +20,9 @@ from tailrace.reporting.metrics import Reduction, metric_spec
 from tailrace.reporting.sinks import read_jsonl
 from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
 
+CURVES = ("training/kl", "training/entropy", "training/grad_norm")
+"""Metrics whose course the live view draws, beside the reward."""
+
 
 class RunTotals:
     """What the lines so far come to. Each metric is reduced over the run as the table reduces it over a step.
@@ -48,6 +51,8 @@ class RunTotals:
         """One mean per step, like the rates below."""
         self.generation_tokens_per_s: list[float] = []
         self.training_tokens_per_s: list[float] = []
+        self.curves: defaultdict[str, list[float]] = defaultdict(list)
+        """Values of `CURVES`, one per step."""
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -148,6 +153,9 @@ class RunTotals:
             self.staleness_max = max(self.staleness_max, int(metrics.get("staleness/max", 0)))
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
+        for name in CURVES:
+            if name in metrics:
+                self.curves[name].append(metrics[name])
         self.generation_tokens_per_s.append(metrics.get("generation/tokens_per_s", 0.0))
         self.training_tokens_per_s.append(loss_tokens / max(wall_s - self.wall_s, 1e-9))
         self.wall_s = wall_s
