@@ -97,6 +97,8 @@ class RunObserver(SchedulerObserver):
         """Of all starts of the run."""
         self.latest: dict[str, float] = {}
         """The line of the newest step."""
+        self.sample: Rollout | None = None
+        """One that the newest step was trained on, to be looked at."""
         self.starts = 1
         self.earlier_s = 0.0
         """What the run's earlier starts took."""
@@ -227,6 +229,8 @@ class RunObserver(SchedulerObserver):
         self._watch_mismatch(event.step)
         self._sink.write(self.latest)
         self._listener.step_ended(StepMetrics.of(self.latest))
+        trained = (entry.rollout for entry in self._entries if entry.outcome.state is TerminalState.TRAINED)
+        self.sample = next(trained, self.sample)
         self._rollouts.write(event.step, self._entries)
         self._entries = []
         self._last_step_s = now

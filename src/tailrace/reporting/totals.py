@@ -23,6 +23,8 @@ from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
 FRESH_DIFFERENCE = "training/logprob_difference_fresh"
 MISMATCH_NATS = 0.1
 """Mean difference of log-probabilities that numerics do not explain: bfloat16 costs a few hundredths."""
+CURVES = ("training/kl", "training/entropy", "training/grad_norm")
+"""Metrics whose course the live view draws, beside the reward."""
 
 
 class RunTotals:
@@ -54,6 +56,8 @@ class RunTotals:
         """One mean per step, like the rates below."""
         self.generation_tokens_per_s: list[float] = []
         self.training_tokens_per_s: list[float] = []
+        self.curves: defaultdict[str, list[float]] = defaultdict(list)
+        """Values of `CURVES`, one per step."""
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -155,6 +159,9 @@ class RunTotals:
         self.mismatched_steps += metrics.get(FRESH_DIFFERENCE, 0.0) > MISMATCH_NATS
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
+        for name in CURVES:
+            if name in metrics:
+                self.curves[name].append(metrics[name])
         self.generation_tokens_per_s.append(metrics.get("generation/tokens_per_s", 0.0))
         self.training_tokens_per_s.append(loss_tokens / max(wall_s - self.wall_s, 1e-9))
         self.wall_s = wall_s
