@@ -160,6 +160,13 @@ def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-unty
         load_settings(write(MINIMAL.replace("max_steps = 10", "")))
 
 
+def test_a_decay_without_an_end_is_refused() -> None:
+    decay = ["--trainer.decay", "cosine", "--max_epochs", "2"]
+    with pytest.raises(SettingsError, match=r"falls until max_steps, .* write max_steps as well"):
+        load_settings("quickstart", [*decay, "--max_steps", "unset"])
+    assert load_settings("quickstart", decay).trainer.decay == "cosine"
+
+
 def test_overrides_win_over_the_file() -> None:
     settings = load_settings(
         "quickstart",

@@ -42,6 +42,13 @@ from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
 _logger = logging.getLogger(__name__)
 
+_STOPPED_BY = {
+    ExitCode.INTERRUPTED: ("interrupted", "Ctrl-C again"),
+    ExitCode.TERMINATED: ("terminated", "SIGTERM again"),
+    ExitCode.HUNG_UP: ("hung up", "SIGTERM"),
+}
+"""Why a signal's exit status stops the run, and how it ends at once."""
+
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
@@ -132,8 +139,8 @@ def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], 
     requests: set[asyncio.Task[None]] = set()
 
     def request_stop(code: ExitCode) -> None:
-        why, signal = ("interrupted", "Ctrl-C") if code is ExitCode.INTERRUPTED else ("terminated", "SIGTERM")
-        _logger.warning("stopping, with a last save: %s again to stop at once", signal)
+        why, at_once = _STOPPED_BY[code]
+        _logger.warning("stopping, with a last save: %s to stop at once", at_once)
         requests.add(asyncio.ensure_future(run.orchestrator.request_stop(RunStatus.CANCELLED, why)))
 
     def end_at_once(code: ExitCode) -> None:

@@ -111,7 +111,10 @@ class TrainerSettings(BaseModel):
         ge=1,
         description="Consecutive steps with a non-finite loss or gradient that end the run as diverged.",
     )
-    checkpoint_every_steps: int = Field(
-        default=0, ge=0, description="Steps between checkpoints; 0 saves only at the end."
+    checkpoint_every_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="Steps between checkpoints; 0 saves only at the end; unset: whenever 5 minutes have passed since"
+        " the last one, and 20 times as long as it took.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
