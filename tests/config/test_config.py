@@ -16,6 +16,7 @@ from tailrace.config import (
     plan_run,
     settings_reference,
     simulation_reference,
+    with_decay_end,
 )
 from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.errors import SettingsError
@@ -160,11 +161,19 @@ def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-unty
         load_settings(write(MINIMAL.replace("max_steps = 10", "")))
 
 
-def test_a_decay_without_an_end_is_refused() -> None:
-    decay = ["--trainer.decay", "cosine", "--max_epochs", "2"]
-    with pytest.raises(SettingsError, match=r"falls until max_steps, .* write max_steps as well"):
-        load_settings("quickstart", [*decay, "--max_steps", "unset"])
-    assert load_settings("quickstart", decay).trainer.decay == "cosine"
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["--max_steps", "unset", "--max_epochs", "2"], 200),  # 800 tasks of 8 rollouts, 64 to a batch
+        (["--max_steps", "50", "--max_epochs", "2"], None),
+        (["--max_steps", "unset", "--max_epochs", "2", "--trainer.decay_steps", "70"], 70),
+        (["--max_steps", "unset", "--max_epochs", "2", "--trainer.decay", "constant"], None),
+    ],
+)
+def test_the_learning_rate_falls_until_the_end_of_epochs_too(overrides: list[str], steps: int | None) -> None:
+    settings = load_settings("quickstart", ["--trainer.decay", "linear", "--scheduling.batch_size", "64", *overrides])
+    plan = plan_run(settings, {"alphabet-sort": 800})
+    assert with_decay_end(settings, plan).trainer.decay_steps == steps
 
 
 def test_overrides_win_over_the_file() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.overrides import apply_overrides, flattened, parse_overrides
-from tailrace.config.plan import Plan, plan_run
+from tailrace.config.plan import Plan, plan_run, with_decay_end
 from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.settings import RunSettings
@@ -32,6 +32,7 @@ __all__ = [
     "plan_run",
     "settings_reference",
     "simulation_reference",
+    "with_decay_end",
 ]
 
 

@@ -43,12 +43,6 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
 def _end(settings: RunSettings) -> Iterator[Contradiction]:
     if settings.max_steps is None and settings.max_epochs is None:
         yield Contradiction("this run would never end: set max_steps or max_epochs", "max_steps", "max_epochs")
-    elif settings.max_steps is None and settings.trainer.decay != "constant":
-        yield Contradiction(
-            f"trainer.decay = {settings.trainer.decay!r} falls until max_steps, and how many steps max_epochs come to "
-            "is not known before: write max_steps as well (what comes first ends the run), or leave trainer.decay out",
-            *("trainer.decay", "max_epochs"),
-        )
 
 
 def _schedule(settings: RunSettings) -> Iterator[Contradiction]:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
-from tailrace.config import RunSettings, plan_run
+from tailrace.config import RunSettings, plan_run, with_decay_end
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -100,6 +100,7 @@ async def _train_in(
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
+    settings = with_decay_end(settings, plan)
     for sentence in [*plan.sentences, *describe_devices(devices)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
