@@ -14,6 +14,7 @@ tailrace --version
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Train:
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed, read_settings_file
+        from tailrace.lifecycle.exit_codes import ExitCode
         from tailrace.reporting.summary import summary_text
 
         if self.name is not None:
@@ -93,6 +95,8 @@ class Train:
             summary = _run(train(settings, recipe=read_settings_file(self.recipe).table))
         _print(summary_text(summary))
         _print(f"  in          runs/{settings.name}")
+        if summary.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) and summary.checkpoint_path:
+            _print(f"  go on with  tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume")
         return summary.exit_code
 
 

@@ -135,8 +135,8 @@ def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], 
     requests: set[asyncio.Task[None]] = set()
 
     def request_stop(code: ExitCode) -> None:
-        why = "interrupted" if code is ExitCode.INTERRUPTED else "terminated"
-        _logger.warning("%s: the run ends in order, with a last save; once more, and it ends at once", why)
+        why, signal = ("interrupted", "Ctrl-C") if code is ExitCode.INTERRUPTED else ("terminated", "SIGTERM")
+        _logger.warning("stopping, with a last save: %s again to stop at once", signal)
         requests.add(asyncio.ensure_future(run.orchestrator.request_stop(RunStatus.CANCELLED, why)))
 
     def end_at_once(code: ExitCode) -> None:
