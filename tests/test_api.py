@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import doctest
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tailrace
@@ -85,7 +88,7 @@ async def test_in_a_running_loop_callbacks_get_every_step_and_every_evaluation_i
 
 
 def test_a_callback_that_returns_true_ends_the_run_with_a_last_save() -> None:
-    result = tailrace.train("quickstart", run(max_steps=1000), on_step=lambda step: step.step >= 2)
+    result = tailrace.train("quickstart", run(max_steps=1000), on_step=lambda step: np.int32(step.step) >= 2)
     assert result.status is RunStatus.FINISHED
     assert 2 <= result.summary.steps < 1000
     assert result.checkpoint is not None
@@ -102,6 +105,22 @@ def test_what_a_callback_raises_ends_the_run_in_order_and_is_raised() -> None:
     assert summary is not None
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert summary.reason.endswith("on_step raised ZeroDivisionError: of the program")
+
+
+def test_a_second_interrupt_ends_everything_at_once_and_is_raised(tmp_path: Path) -> None:
+    interrupted = []
+
+    async def agent(task: Task, policy: tailrace.Policy) -> float:
+        if len(interrupted) < 2:
+            interrupted.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+        return float(len((await policy.chat([{"role": "user", "content": "go on"}])).content))
+
+    spec = EnvironmentSpec(name="interrupting", agent=agent, train_tasks=[{"word": "a"}, {"word": "b"}])
+    with pytest.raises(KeyboardInterrupt):
+        tailrace.train("quickstart", {**run(max_steps=1000), "environment": spec})
+    assert len(interrupted) == 2
+    assert read_summary(Path("runs/quickstart")) is None
 
 
 def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:

@@ -214,5 +214,5 @@ def _plain(value: Any) -> Any:
 
 def _own_name(given: object) -> str:
     """Of a spec, a function or a class."""
-    name = getattr(given, "name", None) or getattr(given, "__name__", None)
+    name = getattr(given, "__name__", None) or getattr(given, "name", None)
     return str(name or type(given).__name__).strip("<>")

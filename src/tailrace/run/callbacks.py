@@ -8,6 +8,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeAlias
 
+import numpy as np
 from typing_extensions import override
 
 from tailrace.records import RunStatus
@@ -64,7 +65,7 @@ class Callbacks(MetricsListener):
                 self.error = error
                 await request_stop(RunStatus.FAILED, f"{name} raised {type(error).__name__}: {error}")
             else:
-                if ends is True:
+                if isinstance(ends, bool | np.bool_) and ends:  # a count that a function happens to return is no answer
                     await request_stop(RunStatus.FINISHED, f"{name} asked for the end")
 
 
