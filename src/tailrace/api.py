@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from tailrace.config import RunSettings, load_from_python, placed_at
+from tailrace.config import RUNS, RunSettings, load_from_python, placed_at
 from tailrace.errors import LifecycleError, SettingsError
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.exit_codes import ExitCode
@@ -63,11 +63,12 @@ async def train_async(
     runs: str | os.PathLike[str] = "runs",
 ) -> RunResult:
     """`train`, from an async function or a notebook: `result = await tailrace.train_async(...)`."""
-    given = _Given(settings, changes)
+    given = _Given(settings, changes, Path(runs))
     with logging_as_it_was(), placed_at(given.places):
         summary = await training.train(
             given.settings,
             Path(runs),
+            recipe=given.places.file.table,
             given=given.objects,
             callbacks=Callbacks(on_step, on_evaluation),
             abort=_interrupt,
@@ -164,13 +165,13 @@ def _interrupt(code: ExitCode) -> NoReturn:
 class _Given:
     """Settings as a program gives them: with names in place of the environments that it gave as objects."""
 
-    def __init__(self, settings: Settings, changes: Mapping[str, Any] | None) -> None:
+    def __init__(self, settings: Settings, changes: Mapping[str, Any] | None, runs: Path = RUNS) -> None:
         self.objects: dict[str, object] = {}
         """Environments that only this process has, by name."""
         if isinstance(settings, RunSettings):
             settings = settings.model_dump(exclude_unset=True)
         table = self._named(settings) if isinstance(settings, Mapping) else os.fspath(settings)
-        self.settings, self.places = load_from_python(table, self._named(changes or {}))
+        self.settings, self.places = load_from_python(table, self._named(changes or {}), runs)
 
     def _named(self, table: Mapping[str, Any]) -> dict[str, Any]:
         named: dict[str, Any] = _plain(table)

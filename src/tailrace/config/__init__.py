@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,51 @@ from tailrace.config.overrides import apply_overrides, flattened, parse_override
 from tailrace.config.plan import Plan, plan_run
 from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
+from tailrace.config.resuming import CONFIG_FILE, RECIPE_FILE, Difference, differences, own_settings, resumed_file
 from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
 from tailrace.user_code import modules_beside
 
 __all__ = [
+    "CONFIG_FILE",
+    "RECIPE_FILE",
+    "RUNS",
+    "Difference",
     "Plan",
     "RunSettings",
+    "differences",
     "list_recipes",
     "load_from_python",
     "load_settings",
+    "own_settings",
     "placed",
     "placed_at",
     "plan_run",
+    "read_settings_file",
     "settings_reference",
     "simulation_reference",
 ]
 
+RUNS = Path("runs")
+"""The folder of the runs' folders, where no other is given."""
 
-def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
+
+def load_settings(recipe: str, overrides: Sequence[str] = (), runs: Path = RUNS) -> RunSettings:
     """The settings of a recipe or file, with command-line overrides laid over it. Raises `SettingsError`.
+
+    With `resume` they lie over those of the run of that name in `runs`, together with what was edited in the file.
 
     >>> load_settings("quickstart", ["--max_steps", "3"]).max_steps
     3
     """
     given = parse_overrides(overrides)
-    return _resolved(_places(read_settings_file(recipe), given), given)
+    return _resolved(_places(read_settings_file(recipe), given), given, runs)
 
 
-def load_from_python(given: Mapping[str, Any] | str, changes: Mapping[str, Any]) -> tuple[RunSettings, Places]:
+def load_from_python(
+    given: Mapping[str, Any] | str, changes: Mapping[str, Any], runs: Path = RUNS
+) -> tuple[RunSettings, Places]:
     """Like `load_settings`, of a recipe, a file or a table, with what `changes` says by dotted name or in tables.
 
     >>> load_from_python("quickstart", {"max_steps": 3, "trainer": {"threads": 2}})[0].trainer.threads
@@ -54,15 +70,19 @@ def load_from_python(given: Mapping[str, Any] | str, changes: Mapping[str, Any])
     file = read_settings_file(given) if isinstance(given, str) else SettingsFile("settings", dict(given))
     overrides = flattened(changes)
     places = _places(file, overrides, "changes")
-    return _resolved(places, overrides), places
+    return _resolved(places, overrides, runs), places
 
 
-def _resolved(places: Places, overrides: dict[tuple[str, ...], Any]) -> RunSettings:
+def _resolved(places: Places, overrides: dict[tuple[str, ...], Any], runs: Path) -> RunSettings:
     table = apply_overrides(places.file.table, overrides)
     if places.file.path != "settings":
         stem = Path(places.file.path).name.removesuffix(".toml")
         name = re.sub(r"[^\w.-]+", "-", stem)  # `my run.toml` becomes `my-run`
         table.setdefault("name", name.lstrip(".-") or "run")
+    name = str(table.get("name", "run"))
+    if table.get("resume") is True and (own := resumed_file(runs / name, places.file)) is not None:
+        table = apply_overrides(own.table, overrides) | {"name": name, "resume": True}
+        places = replace(places, file=own)
     return validated(RunSettings, table, places)
 
 

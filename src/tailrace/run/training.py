@@ -14,11 +14,11 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
-from tailrace.config import RunSettings, plan_run
+from tailrace.config import RUNS, RunSettings, plan_run
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -36,7 +36,7 @@ from tailrace.run.callbacks import Callbacks
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
-from tailrace.run.folder import RunPaths, open_run_folder, write_settings
+from tailrace.run.folder import RunPaths, open_run_folder, record_settings
 from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks, within_own_context
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
@@ -52,15 +52,17 @@ def exit_at_once(code: ExitCode) -> NoReturn:
 
 async def train(
     settings: RunSettings,
-    parent: Path = Path("runs"),
+    parent: Path = RUNS,
     *,
+    recipe: Mapping[str, Any] | None = None,
     given: Mapping[str, object] = MappingProxyType({}),
     callbacks: Callbacks | None = None,
     abort: Callable[[ExitCode], NoReturn] = exit_at_once,
 ) -> RunSummary:
     """Train, and leave a run's folder under `parent`.
 
-    `given` are environments that only this process has, `abort` is called for a second signal to stop. Raises
+    `recipe` is what the settings were made of, before anything was laid over it: by it a resume tells what was edited
+    since. `given` are environments that only this process has, `abort` is called for a second signal to stop. Raises
     `TailraceError` before anything is started, and at the end what one of `callbacks` raised.
     """
     callbacks = callbacks or Callbacks()
@@ -69,7 +71,7 @@ async def train(
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(_load_environments, settings, given)
     with open_run_folder(settings, parent) as paths:
-        summary = await _train_in(paths, settings, environments, devices, callbacks=callbacks, abort=abort)
+        summary = await _train_in(paths, settings, recipe, environments, devices, callbacks=callbacks, abort=abort)
         summary = await asyncio.to_thread(_written, summary, paths, with_report=settings.observability.report)
     if callbacks.error is not None:
         raise callbacks.error
@@ -79,6 +81,7 @@ async def train(
 async def _train_in(
     paths: RunPaths,
     settings: RunSettings,
+    recipe: Mapping[str, Any] | None,
     environments: dict[str, LoadedEnvironment],
     devices: Mapping[str, tuple[str, ...]],
     *,
@@ -88,12 +91,12 @@ async def _train_in(
     """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
     given, settings = settings, within_own_context(settings, renderer)
-    write_settings(given, paths)
+    changed = record_settings(given, paths, recipe)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
-    for sentence in [*plan.sentences, *describe_devices(devices)]:
+    for sentence in [*plan.sentences, *describe_devices(devices), *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if not launcher_class(settings.placement).runs_in_this_process:  # tensors in cycles live elsewhere
