@@ -12,8 +12,14 @@ from tailrace.environments import EnvironmentSpec, Message, Task, single_turn_ag
 
 
 def reward(task: Task, messages: list[Message]) -> float:
-    """How much of the expected answer the last reply is."""
-    return SequenceMatcher(None, messages[-1]["content"], task["answer"]).ratio()
+    """How much of the expected answer the last reply is: half of it for the letters, half for their case."""
+    reply, answer = messages[-1]["content"].strip(), task["answer"]
+    return (likeness(reply.upper(), answer) + likeness(reply, answer)) / 2
+
+
+def likeness(reply: str, answer: str) -> float:
+    """From 0 to 1, by `difflib`."""
+    return SequenceMatcher(None, reply, answer).ratio()
 
 
 shout = EnvironmentSpec(

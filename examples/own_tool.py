@@ -35,7 +35,11 @@ async def agent(task: Task, policy: Policy) -> AgentResult:
             break
         messages += await answer_tool_calls(reply, {"price_of": price_of})
         called += len(reply.tool_calls)
-    return AgentResult(float(reply.content.strip() == task["total"]), metrics={"tool_calls": called})
+    answer = reply.content.strip()
+    right, brief = answer == task["total"], min(1.0, 8 / max(1, len(answer)))
+    # by degrees: a model that never finds the total at first learns to be brief, then to ask
+    reward = 0.7 * right + 0.2 * (called > 0) + 0.1 * brief
+    return AgentResult(reward, metrics={"right": float(right), "tool_calls": called})
 
 
 shopping = EnvironmentSpec(
@@ -44,5 +48,6 @@ shopping = EnvironmentSpec(
     train_tasks=[
         {"things": f"one {a} and one {b}", "total": str(PRICES[a] + PRICES[b])} for a in PRICES for b in PRICES
     ],
+    held_out=4,
     trusted=True,
 )

@@ -25,8 +25,9 @@ async def test_own_environment_rewards_the_quicker_guess() -> None:
     spec = load_environment(EnvironmentSettings(name="examples.own_environment:guess_the_name"))
     task = spec.train_task(5)
     assert (await play(spec, task, [task["name"]])).reward == 1.0
-    assert (await play(spec, task, ["Ada", task["name"]])).reward == 0.5
-    assert (await play(spec, task, ["Ada"] * 4)).reward == 0.0
+    assert (await play(spec, task, ["???", task["name"]])).reward == pytest.approx(2 / 3)
+    assert (await play(spec, task, ["???"] * 3)).reward == 0.0
+    assert 0.0 < ((await play(spec, task, [task["name"][:2]] * 3)).reward or 0.0) < 1.0
 
 
 async def test_own_dataset_rewards_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,7 @@ async def test_own_dataset_rewards_capitals(monkeypatch: pytest.MonkeyPatch) -> 
     )
     task = spec.train_task(0)
     assert (await play(spec, task, [task["answer"]])).reward == 1.0
-    assert (await play(spec, task, [task["answer"].lower()])).reward == 0.0
+    assert (await play(spec, task, [task["answer"].lower()])).reward == 0.5
     assert len(spec.eval_tasks) == 4
 
 
@@ -45,7 +46,8 @@ async def test_own_tool_looks_prices_up_and_learns_from_a_refusal() -> None:
     task = spec.train_task(1)  # one apple and one bread
     script = [calls("price_of", {"thing": "sun"}), calls("price_of", {"thing": "apple"}), task["total"]]
     result = await play(spec, task, script)
-    assert (result.reward, result.metrics["tool_calls"]) == (1.0, 2)
+    assert (result.reward, result.metrics["tool_calls"]) == (pytest.approx(1.0), 2)
+    assert 0.0 < ((await play(spec, task, ["no idea"])).reward or 0.0) < 0.2
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("own_*.py")), ids=lambda path: path.stem)
