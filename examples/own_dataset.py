@@ -3,7 +3,8 @@
     tailrace train quickstart --environment.name examples.own_dataset:shout --environment.data examples/words.jsonl \\
         --environment.eval_tasks 4
 
-Run it from the folder above this one. A Parquet file or a folder of Hugging Face `datasets` goes in the same place.
+Run it from the folder above this one. A CSV or Parquet file, a folder of Hugging Face `datasets` or a data set of its
+hub (`hub:OWNER/NAME`) goes in the same place.
 """
 
 from difflib import SequenceMatcher

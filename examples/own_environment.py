@@ -2,17 +2,23 @@
 
     tailrace train quickstart --environment.name examples.own_environment:guess_the_name
 
-Run it from the folder above this one. The policy looks for a name and hears whether it comes earlier or later.
+Run it from the folder above this one. The policy looks for one of five names, of which it knows the first letter, and
+hears whether it comes earlier or later.
 """
 
+import random
 from difflib import SequenceMatcher
 
 from tailrace.environments import EnvironmentSpec, Message, Observation, Task
 
-NAMES = ["Ada", "Ben", "Eva", "Ian", "Leo", "Max", "Tom", "Zoe"]
-
-
+NAMES = ["Ada", "Ben", "Carl", "Daisy", "Eva", "Felix", "Grace", "Hugo", "Iris", "Jane", "Leo", "Max", "Nina", "Zoe"]
 GUESSES = 3
+
+
+def tasks(count: int) -> list[dict[str, object]]:
+    """Five names each, one of them to be found; the same ones every time, as every process makes them anew."""
+    draw = random.Random(0)
+    return [{"among": sorted(names), "name": names[0]} for names in (draw.sample(NAMES, 5) for _ in range(count))]
 
 
 class GuessTheName:
@@ -25,7 +31,7 @@ class GuessTheName:
     def reset(self, task: Task) -> Observation:
         """Open the conversation."""
         self.name, self.guesses = task["name"], 0
-        return Observation.user("Guess the name:\n" + "\n".join(NAMES))
+        return Observation.user(f"Guess the name. It begins with {self.name[0]}:\n" + "\n".join(task["among"]))
 
     def step(self, reply: Message) -> Observation:
         """Judge the guess. A right one earns the guesses that it saves as well."""
@@ -39,8 +45,8 @@ class GuessTheName:
 guess_the_name = EnvironmentSpec(
     name="guess-the-name",
     environment=GuessTheName,
-    train_tasks=[{"name": name} for name in NAMES],
-    held_out=2,
+    train_tasks=tasks(256),
+    held_out=16,
     columns=("guesses",),  # saved with every rollout
     trusted=True,  # its synchronous code returns at once, so it needs no worker process
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,15 @@ async def test_own_dataset_rewards_capitals(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(spec.eval_tasks) == 4
 
 
-async def test_own_tool_looks_prices_up_and_learns_from_a_refusal() -> None:
-    spec = load_environment(EnvironmentSettings(name="examples.own_tool:shopping"))
-    task = spec.train_task(1)  # one apple and one bread
-    script = [calls("price_of", {"thing": "sun"}), calls("price_of", {"thing": "apple"}), task["total"]]
+async def test_own_tool_looks_seats_up_and_learns_from_a_refusal() -> None:
+    spec = replace(
+        load_environment(EnvironmentSettings(name="examples.own_tool:seats")), train_tasks=[{"desks": [2, 3]}]
+    )
+    task = spec.train_task(0)
+    script = [calls("sits_at", {"desk": 17}), calls("sits_at", {"desk": 2}), "Ada\nLeo"]
     result = await play(spec, task, script)
     assert (result.reward, result.metrics["tool_calls"]) == (pytest.approx(1.0), 2)
-    assert 0.0 < ((await play(spec, task, ["no idea"])).reward or 0.0) < 0.2
+    assert 0.0 < ((await play(spec, task, ["Ada"])).reward or 0.0) < 0.8
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("own_*.py")), ids=lambda path: path.stem)
