@@ -50,7 +50,7 @@ from tailrace.generation.rpc.messages import (
     CompletionReply,
     Frames,
     unpack_payloads,
-    unpack_reply,
+    unpack_replies,
 )
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -300,7 +300,7 @@ class Orchestrator:
 
     async def _arrive(self, rollout: Rollout, message: tuple[bytes, Frames]) -> None:
         """What `GeneratorClient` and a rollout's policy do with a completion."""
-        reply, frames = unpack_reply(message[0]), message[1]
+        (reply,), frames = unpack_replies(message[0]), message[1]
         assert isinstance(reply, CompletionReply)
         completion = reply.completion
         if reply.payload_frames:

@@ -96,6 +96,7 @@ def test_every_kind_of_data_set_gives_the_same_rows(write: Any, name: str, tmp_p
         ("\n  \n", "is empty"),
         ('{"a": 1}\n\n{"a": \n', "broken.jsonl, line 3: not valid JSON"),
         ('{"a": 1}\n[1]\n', "line 2: a task row is a JSON object, not an array"),
+        ('{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 2: nests JSON too deep"),
         ('"hello"\n', "line 1: a task row is a JSON object, not a string"),
     ],
 )

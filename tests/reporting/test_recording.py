@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tailrace.batching import SampledGroup
 from tailrace.records import BatchSummary, Group, Outcome, Rollout, RolloutId
 from tailrace.reporting.recording import RunRecorder
+from tailrace.reporting.totals import RunTotals
 from tests.reporting.example_run import a_rollout
 
 
@@ -83,7 +87,19 @@ def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next
         assert recorder.bias.losing(rollout) == rollout.num_completion_tokens + 5
     recorder.rollout_ended(stopped.rollout_id, None, Outcome.cancelled("straggler"))
     assert recorder.flush()["bias/wasted_tokens"] == stopped.num_completion_tokens + 5
-    assert recorder.bias.wasted_tokens == stopped.num_completion_tokens + 5
+    assert recorder.flush()["bias/wasted_tokens"] == 0
+
+
+def trained(recorder: RunRecorder, rollouts: list[Rollout], *, masked_of_each: int = 0) -> None:
+    """A batch of these rollouts was trained, without the loss of so many tokens of each."""
+    for rollout in rollouts:
+        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
+    group = SampledGroup(
+        Group(rollouts[0].group_id, rollouts[0].task, rollouts),
+        trained=rollouts,
+        loss_tokens=[rollout.num_completion_tokens - masked_of_each for rollout in rollouts],
+    )
+    recorder.step_ended(a_summary(rollouts, masked_tokens=masked_of_each * len(rollouts)), [group])
 
 
 def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
@@ -91,17 +107,31 @@ def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
     rollouts = a_group(*[0.5] * 8).rollouts
     for rollout in rollouts:
         recorder.rollout_finished(rollout)
-    kept = rollouts[:4]
-    recorder.batch_sent(a_summary(kept, masked_tokens=26))
-    for rollout in kept:
-        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
     for rollout in rollouts[4:]:
         recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.filtered("stale"))
+    trained(recorder, rollouts[:4], masked_of_each=6)
     metrics = recorder.flush()
-    assert metrics["bias/length_ratio"] == (30 + 31 + 32 + 33) / 4 / 33.5
-    assert metrics["bias/loss_length_ratio"] == pytest.approx(100 / 4 / 33.5)
-    assert metrics["bias/masked_share"] == 26 / (126 + 80)
+    ratios = RunTotals([metrics]).ratios()
+    assert ratios["bias/length_ratio"] == (30 + 31 + 32 + 33) / 4 / 33.5
+    assert ratios["bias/loss_length_ratio"] == pytest.approx(102 / 4 / 33.5)
+    assert ratios["bias/masked_share"] == 24 / (126 + 80)
     assert metrics["rollout/completion_tokens"] == 33.5
+
+
+def test_the_length_ratio_of_loss_is_of_the_rollouts_that_the_length_ratio_is_of() -> None:
+    recorder = RunRecorder(warmup_steps=1)
+    early, late = (a_group(*[0.5] * 4).rollouts for _ in range(2))
+    late = [replace(rollout, rollout_id=RolloutId(f"{rollout.rollout_id}/late")) for rollout in late]
+    for rollout in early:
+        recorder.rollout_finished(rollout)
+    recorder.step_ended(a_summary([]), [])
+    for rollout in late:
+        recorder.rollout_finished(rollout)
+    trained(recorder, early, masked_of_each=20)  # in a batch after the first, but finished before
+    trained(recorder, late, masked_of_each=3)
+    ratios = RunTotals([recorder.flush()]).ratios()
+    assert ratios["bias/length_ratio"] == 1
+    assert ratios["bias/loss_length_ratio"] == pytest.approx((31.5 - 3) / 31.5)
 
 
 def test_where_everything_is_trained_the_length_ratio_is_1_whenever_it_was_sampled() -> None:
@@ -109,27 +139,25 @@ def test_where_everything_is_trained_the_length_ratio_is_1_whenever_it_was_sampl
     rollouts = a_group(*[0.5] * 8).rollouts
     for rollout in rollouts[:5]:
         recorder.rollout_finished(rollout)
-    recorder.batch_sent(a_summary(rollouts[:4]))
+    trained(recorder, rollouts[:4])
     for rollout in rollouts[5:]:
         recorder.rollout_finished(rollout)
-    recorder.batch_sent(a_summary(rollouts[4:]))
-    for rollout in rollouts:
-        recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(2))
-    metrics = recorder.flush()
-    assert metrics["bias/length_ratio"] == metrics["bias/loss_length_ratio"] == 1
+    trained(recorder, rollouts[4:])
+    ratios = RunTotals([recorder.flush()]).ratios()
+    assert ratios["bias/length_ratio"] == ratios["bias/loss_length_ratio"] == 1
 
 
 def test_warm_up_does_not_count_in_the_ratios() -> None:
     recorder = RunRecorder(warmup_steps=1)
-    rollout = a_group(0.5).rollouts[0]
-    recorder.rollout_finished(rollout)
-    recorder.rollout_ended(rollout.rollout_id, rollout, Outcome.trained(1))
-    assert "bias/length_ratio" not in recorder.flush()
+    rollouts = a_group(0.5).rollouts
+    recorder.rollout_finished(rollouts[0])
+    trained(recorder, rollouts)
+    assert "bias/length_ratio" not in RunTotals([recorder.flush()]).ratios()
 
 
 def test_a_batch_is_recorded_with_its_staleness_weighted_by_tokens() -> None:
     recorder = RunRecorder()
-    recorder.batch_sent(a_summary(a_group(0.1, 0.2).rollouts))
+    recorder.step_ended(a_summary(a_group(0.1, 0.2).rollouts), [])
     metrics = recorder.flush()
     assert metrics["batch/padding"] == 0.25
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (0.5, 2)

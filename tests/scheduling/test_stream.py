@@ -184,8 +184,8 @@ async def test_resuming_starts_over_exactly_what_was_not_trained() -> None:
 async def test_names_of_groups_and_rollouts_are_unique_over_every_resume_of_a_run() -> None:
     trained: list[Group] = []
     step, state = 0, b""
-    for steps in (2, 3, 3):  # each run goes on from the step before its predecessor's last
-        world = make_world(spread, rows=5, epochs=None, max_staleness=4, step=step, state=state)
+    for resumes, steps in enumerate((2, 3, 3)):  # each run goes on from the step before its predecessor's last
+        world = make_world(spread, rows=5, epochs=None, max_staleness=4, step=step, state=state, resumes=resumes)
         await world.run_steps(step + steps)
         kept = world.recorder.formed[: steps - 1]
         trained += [group.group for formed in kept for group in formed.groups]

@@ -237,6 +237,7 @@ def make_world(
     pauses: Callable[[int], int] = lambda number: number % 5,
     step: int = 0,
     state: bytes = b"",
+    resumes: int = 0,
     whole_groups: Sequence[str] = (),
     follows_weights: bool = False,
     holds: bool = True,
@@ -266,7 +267,8 @@ def make_world(
         save_state=save_state,
         holder=runner if holds else None,
     )
-    scheduler.start(step=step, version=step, serving_version=step if follows_weights else None, state=state)
+    serving_version = step if follows_weights else None
+    scheduler.start(step=step, version=step, serving_version=serving_version, state=state, resumes=resumes)
     world = World(scheduler, runner, recorder, batches, max_staleness, chosen.batch_size, chosen.over_sampling)
     world.version = world.serving = step
     world.states = states

@@ -19,6 +19,8 @@ class SampledGroup:
     group: Group
     samples: list[TrainingSample] = field(default_factory=list)
     trained: list[Rollout] = field(default_factory=list)
+    loss_tokens: list[int] = field(default_factory=list)
+    """Tokens that bear loss, of each trained rollout."""
     filtered: list[tuple[Rollout, str]] = field(default_factory=list)
     masked_tokens: int = 0
     """Stale tokens of the trained rollouts, which bear no loss; those of filtered rollouts are wasted, not masked."""
@@ -56,6 +58,7 @@ def _sample(
             f"the shape {advantage.shape}"
         )
     sampled.trained.append(rollout)
+    sampled.loss_tokens.append(num_fresh)
     sampled.masked_tokens += num_tokens - num_fresh
     sampled.samples += [
         TrainingSample(

@@ -81,7 +81,7 @@ def read_settings_file(recipe: str) -> SettingsFile:
         return SettingsFile(recipe if path.suffix != ".toml" else str(path), tomllib.loads(text), find_lines(text))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
 
 

@@ -127,6 +127,8 @@ def _decode_row(line: bytes, path: Path, number: int) -> Row:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}, line {number}: not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise DataError(f"{path}, line {number}: nests JSON too deep to be read") from error
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: a task row is a JSON object, not {_json_kind(row)}")
     return row

@@ -15,10 +15,10 @@ from __future__ import annotations
 import copy
 import importlib.resources
 import importlib.util
-import json
 import logging
 import re
 import shutil
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tailrace.errors import ModelError
+from tailrace.models.files import read_json, require_tokenizer, require_whole_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,8 +43,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """What a model's folder may hold beside `config.json` and the weights; copied along with the weights."""
-
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 _HUGGING_FACE_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _WHAT_A_NAME_IS = (
@@ -131,11 +130,10 @@ def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTraine
 
 
 def require_weights(name: str) -> None:
-    """Raise `ModelError` for a local folder without weights, reading none and importing nothing heavy."""
+    """Raise `ModelError` for a local folder without all its weights, reading none and importing nothing heavy."""
     source = resolve_model(name)
-    folder = Path(source.location)
-    if source.is_local and source.gguf_file is None and not any(map(any, map(folder.glob, _WEIGHTS))):
-        raise ModelError(f"model {name!r}: the folder {folder} holds no weights ({' or '.join(_WEIGHTS)})")
+    if source.is_local and source.gguf_file is None:
+        require_whole_weights(name, Path(source.location))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -162,6 +160,7 @@ def tokenizer_folder(name: str, into: Path) -> Path:
         if (folder / "tokenizer.json").is_file():
             require_chat_template(name, folder)
             return folder
+        require_tokenizer(name, folder)
     tokenizer = load_tokenizer(name)
     into.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(into)
@@ -185,15 +184,8 @@ def require_chat_template(name: str, folder: Path) -> None:
     """Raise `ModelError` when the folder of the model called `name` holds no chat template."""
     if (folder / "chat_template.jinja").is_file():
         return
-    settings_file = folder / "tokenizer_config.json"
-    if settings_file.is_file():
-        try:
-            settings = json.loads(settings_file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"model {name!r}: {settings_file} is not JSON ({error})") from error
-        if settings.get("chat_template"):
-            return
-    raise ModelError(missing_chat_template(name))
+    if not read_json(folder / "tokenizer_config.json").get("chat_template"):
+        raise ModelError(missing_chat_template(name))
 
 
 def missing_chat_template(name: str) -> str:
@@ -271,7 +263,7 @@ def _explained(source: ModelSource) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, ImportError, RuntimeError, struct.error, SafetensorError) as error:
         reason = str(error).strip().splitlines()
         advice = "its files are incomplete or broken" if source.is_local else _OFFLINE_ADVICE
         found = reason[0] if reason else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from tailrace.records import Outcome
 from tailrace.reporting.metrics import MetricsAccumulator
@@ -11,6 +12,7 @@ from tailrace.scheduling import Evaluation, EvaluationResult
 
 EVALUATED = Outcome.filtered("evaluation")
 """How the files of readable rollouts name what was never meant for training. No ledger knows of it."""
+_FIRST, _LAST = "eval/", "/reward/mean"
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -40,22 +42,25 @@ def _add(metrics: MetricsAccumulator, name: str, result: EvaluationResult) -> No
                 metrics.add(f"{name}/reward_component/{component}", value)
 
 
-def update_summary(
-    before: EvaluationSummary | None, evaluation: Evaluation, environment: str
-) -> EvaluationSummary | None:
-    """An environment's summary with this evaluation, where it scored anything."""
-    result = evaluation.results[environment]
-    versions = result.policy_versions
-    if not result.rewards or versions is None:
-        return before
-    reward = result.mean_reward
+def evaluated_environments(line: Mapping[str, float]) -> list[str]:
+    """The environments that a line of `metrics.jsonl` has an evaluation of in which anything was scored."""
+    return [
+        name.removeprefix(_FIRST).removesuffix(_LAST)
+        for name in line
+        if name.startswith(_FIRST) and name.endswith(_LAST)
+    ]
+
+
+def with_evaluation(before: EvaluationSummary | None, line: Mapping[str, float], environment: str) -> EvaluationSummary:
+    """An environment's summary with the evaluation of this line."""
+    reward, versions = line[f"{_FIRST}{environment}{_LAST}"], f"eval/{environment}/policy_version"
     return EvaluationSummary(
         evaluations=1 if before is None else before.evaluations + 1,
         reward_first=reward if before is None else before.reward_first,
         reward_last=reward,
         reward_best=reward if before is None else max(before.reward_best, reward),
-        step_last=evaluation.step,
-        tasks=len(result.rewards),
-        policy_version_min=versions[0],
-        policy_version_max=versions[1],
+        step_last=int(line.get("step", 0)),
+        tasks=int(line.get(f"eval/{environment}/tasks", 0)),
+        policy_version_min=int(line.get(f"{versions}/min", 0)),
+        policy_version_max=int(line.get(f"{versions}/max", 0)),
     )

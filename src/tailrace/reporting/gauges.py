@@ -18,13 +18,16 @@ from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
 
 Gauge: TypeAlias = Callable[[], Mapping[str, float]]
 
-_WAITS = {
+WAITS = {
+    Verdict.ENGINES_FULL: "engines_wait_s",
     Verdict.BUDGET_SPENT: "budget_wait_s",
     Verdict.BUFFER_FULL: "buffer_wait_s",
     Verdict.WEIGHTS_OLD: "weights_wait_s",
     Verdict.STEP_STARTED: "edge_wait_s",
+    Verdict.ENOUGH: "enough_wait_s",
     Verdict.ENVIRONMENTS_FAIL: "failing_wait_s",
 }
+"""What held admission, and its metric's name."""
 
 
 class SchedulerGauge:
@@ -32,13 +35,13 @@ class SchedulerGauge:
 
     def __init__(self, statistics: Callable[[], SchedulerStatistics]) -> None:
         self._statistics = statistics
-        self.newest = statistics()
+        self._newest = statistics()
         """As of the last step."""
 
     def __call__(self) -> dict[str, float]:
         """Counts now, and waits since the last step."""
-        before, now = self.newest, self._statistics()
-        self.newest = now
+        before, now = self._newest, self._statistics()
+        self._newest = now
         return {
             "scheduler/in_flight": now.in_flight,
             "scheduler/admitted": now.admitted,
@@ -46,7 +49,7 @@ class SchedulerGauge:
             "scheduler/queued_batches": now.batches_ahead,
             "scheduler/restarted_groups": now.restarted_groups,
             "scheduler/set_aside": now.set_aside,
-            **{f"scheduler/{name}": now.waited_s[cause] - before.waited_s[cause] for cause, name in _WAITS.items()},
+            **{f"scheduler/{name}": now.waited_s[cause] - before.waited_s[cause] for cause, name in WAITS.items()},
             "scheduler/trainer_wait_s": now.trainer_waited_s - before.trainer_waited_s,
             "scheduler/held_s": now.held_s - before.held_s,
         }
@@ -61,16 +64,10 @@ class ProcessGauge:
         self._processes: dict[str, psutil.Process] = {}
         self._read_s: dict[str, float] = {}
         """CPU time of each role's present process at the last reading."""
-        self._has_begun = False
-        self.cpu_s = 0.0
-        """Of all processes, from the first reading to the last one."""
-        self.peak_rss_bytes: dict[str, int] = {}
-        """By role, at any reading."""
 
     def __call__(self) -> dict[str, float]:
         """Memory now, and CPU time since the last step, with that of children that have ended."""
         metrics: dict[str, float] = {}
-        used_s = 0.0
         for role, pid in self._pids().items():
             try:
                 process = self._process(role, pid)
@@ -80,11 +77,7 @@ class ProcessGauge:
             cpu_s = times.user + times.system + times.children_user + times.children_system
             metrics[f"memory/{role}_rss_bytes"] = memory.rss
             metrics[f"cpu/{role}_s"] = cpu_s - self._read_s.get(role, 0.0)
-            used_s += metrics[f"cpu/{role}_s"]
             self._read_s[role] = cpu_s
-            self.peak_rss_bytes[role] = max(memory.rss, self.peak_rss_bytes.get(role, 0))
-        self.cpu_s += used_s if self._has_begun else 0.0
-        self._has_begun = True
         return metrics
 
     def _process(self, role: str, pid: int) -> psutil.Process:

@@ -13,17 +13,17 @@ _INTRODUCTION = """\
 
 Generated from `METRICS` in `tailrace.reporting.metrics`; a test keeps this page in step with it.
 
-`metrics.jsonl` holds one line a step: `step`, `wall_s` (seconds since the run began) and metrics by name. A metric
-without a value in a step is absent from its line, never 0; a value that is not finite is `null`. An evaluation writes a
-line of its own, with the step it was made at.
+`metrics.jsonl` holds one line a step: `step`, `wall_s` (seconds since the first rollout, without what lies between two
+starts of the run) and metrics by name. A metric without a value in a step is absent from its line, never 0; a value
+that is not finite is `null`. An evaluation writes a line of its own, with the step it was made at.
 
 The rewards of a step are those of the rollouts in its file, `rollouts/step_000012.jsonl`, that were trained or
 filtered: each rollout counts once, in the step that it ended in, and every step has some. Groups that were left out
 because their rewards are all equal belong to them: without those a task that is nearly solved would look half solved.
 
 *Reduction* says how the values of one step become one number: `mean` and `std` are weighted (a value that stands for n
-tokens has weight n), `last` is the newest value. Names with `{placeholders}` are families. The unit `1` is a plain
-number or a share of 0 to 1.
+tokens has weight n), `last` is the newest value, `total` that of a count over all starts of the run. Names with
+`{placeholders}` are families. The unit `1` is a plain number or a share of 0 to 1.
 """
 
 

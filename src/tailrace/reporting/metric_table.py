@@ -18,6 +18,8 @@ class Reduction(enum.StrEnum):
     MIN = "min"
     LAST = "last"
     """The newest value: what a gauge shows."""
+    TOTAL = "total"
+    """The newest value of a count since the run began, over all of its starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class MetricSpec:
     description: str
 
 
-_MEAN, _STD, _SUM, _MAX, _MIN, _LAST = Reduction
+_MEAN, _STD, _SUM, _MAX, _MIN, _LAST, _TOTAL = Reduction
 
 _ROWS = (
     ("reward/mean", "1", _MEAN, "Reward of rollouts in the step's batch, and of those filtered since the last one."),
@@ -61,6 +63,7 @@ _ROWS = (
     ("rollout/branches", "branches", _MEAN, "Token sequences per rollout; more than 1 where an agent rewrote history."),
     ("rollout/tokens", "tokens", _MEAN, "Tokens of a rollout, context included."),
     ("rollout/completion_tokens", "tokens", _MEAN, "Tokens of a rollout that the policy sampled."),
+    ("rollout/generated_tokens", "tokens", _SUM, "Sampled tokens of rollouts that came back, failed or were stopped."),
     ("rollout/truncated_share", "1", _MEAN, "Share of rollouts with a turn that ended for length."),
     ("rollout/drifted_turns", "turns", _SUM, "Turns whose re-rendered tokens differ from the sampled ones."),
     ("rollout/realigned_turns", "turns", _SUM, "Drifted turns that kept their branch: only tokenization had changed."),
@@ -85,7 +88,7 @@ _ROWS = (
     ("eval/{environment}/truncated_share", "1", _MEAN, "Share of its rollouts with a turn that ended for length."),
     ("eval/{environment}/reward_component/{component}", "1", _MEAN, "What those rewards were made of, per rollout."),
     ("eval/duration_s", "s", _LAST, "From the evaluation's first rollout to its last."),
-    ("eval/coalesced", "evaluations", _LAST, "Evaluations left out so far, because a newer one fell due first."),
+    ("eval/coalesced", "evaluations", _TOTAL, "Evaluations left out so far, because a newer one fell due first."),
     ("batch/samples", "samples", _SUM, "Training samples of the step's batch."),
     ("batch/rollouts", "rollouts", _SUM, "Rollouts of the step's batch."),
     ("batch/reward_mean", "1", _MEAN, "Reward of rollouts in the step's batch alone, so of groups with spread."),
@@ -97,8 +100,18 @@ _ROWS = (
     ("staleness/mean", "versions", _MEAN, "Mean age of the tokens that bear loss, weighted by their number."),
     ("staleness/max", "versions", _MAX, "Age of the oldest token that bears loss."),
     ("bias/length_ratio", "1", _LAST, "Mean length of trained rollouts over that of all finished; 1 is unbiased."),
-    ("bias/loss_length_ratio", "1", _LAST, "The same ratio, over the lengths that bear loss."),
+    (
+        "bias/loss_length_ratio",
+        "1",
+        _LAST,
+        "The same ratio of the same rollouts, over lengths that bear loss.",
+    ),
     ("bias/wasted_tokens", "tokens", _SUM, "Sampled tokens of rollouts that will never be trained on."),
+    ("bias/ended_rollouts", "rollouts", _SUM, "Of the length ratios: finished after the first step, and ended since."),
+    ("bias/ended_tokens", "tokens", _SUM, "Sampled tokens of those rollouts."),
+    ("bias/trained_rollouts", "rollouts", _SUM, "Those of them that were trained on."),
+    ("bias/trained_tokens", "tokens", _SUM, "Sampled tokens of the trained ones."),
+    ("bias/loss_tokens", "tokens", _SUM, "Tokens of the trained ones that bore loss."),
     ("bias/masked_share", "1", _LAST, "Stale tokens over all tokens in trained batches."),
     ("generation/tokens_per_s", "tokens/s", _LAST, "Tokens sampled per second since the last step."),
     ("generation/queue_s", "s", _MEAN, "Time from a request's arrival to its first forward pass."),
@@ -116,8 +129,8 @@ _ROWS = (
     ("generator/{replica}/running_tokens", "tokens", _LAST, "Tokens of its running requests, by its last report."),
     ("generator/{replica}/policy_version", "versions", _LAST, "Version of the weights that it holds."),
     ("generator/{replica}/serving", "1", _LAST, "1 while it takes requests; 0 while it is away or starved of weights."),
-    ("generator/{replica}/restarts", "restarts", _LAST, "How often it was started or connected to again, in all."),
-    ("generator/{replica}/failovers", "requests", _LAST, "Requests that moved on as it died or was stuck, in all."),
+    ("generator/{replica}/restarts", "restarts", _TOTAL, "How often it was started or connected to again, in all."),
+    ("generator/{replica}/failovers", "requests", _TOTAL, "Requests that moved on as it died or was stuck, in all."),
     ("payloads/recorded_bytes", "bytes", _SUM, "Routed experts that completions brought since the last step."),
     ("payloads/released_bytes", "bytes", _SUM, "Those whose rollouts have ended since: their room is used again."),
     ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, in the payload store."),
@@ -150,15 +163,17 @@ _ROWS = (
     ("training/publish_s", "s", _LAST, "Time to publish the new model state dict."),
     ("training/checkpoint_s", "s", _LAST, "Time to write a checkpoint."),
     ("scheduler/in_flight", "rollouts", _LAST, "Rollouts admitted and not yet terminal."),
-    ("scheduler/admitted", "rollouts", _LAST, "Rollouts admitted since the run began."),
+    ("scheduler/admitted", "rollouts", _TOTAL, "Rollouts admitted since the run began."),
     ("scheduler/budget_wait_s", "s", _SUM, "Time in which admission waited for the staleness budget."),
+    ("scheduler/engines_wait_s", "s", _SUM, "Time in which admission waited, as all slots of the engines were busy."),
     ("scheduler/buffer_wait_s", "s", _SUM, "Time in which admission waited: enough finished groups stood ready."),
     ("scheduler/weights_wait_s", "s", _SUM, "Time in which admission waited for newer weights to be installed."),
     ("scheduler/failing_wait_s", "s", _SUM, "Time in which admission waited, as every environment with tasks fails."),
     ("scheduler/trainer_wait_s", "s", _SUM, "Time in which the trainer had no batch: it waited for groups."),
     ("scheduler/held_s", "s", _SUM, "Time in which a full batch was held back by `on_stale = wait`."),
+    ("scheduler/enough_wait_s", "s", _SUM, "Time in which admission waited: what was started fills the last steps."),
     ("scheduler/edge_wait_s", "s", _SUM, "Time in which admission waited, over-sampling, for a step's edge."),
-    ("scheduler/restarted_groups", "groups", _LAST, "Groups that were stopped and started again since the run began."),
+    ("scheduler/restarted_groups", "groups", _TOTAL, "Groups that were stopped and started again since the run began."),
     ("scheduler/set_aside", "rollouts", _LAST, "Rollouts that stopped at the edge of a step, and go on in the next."),
     ("scheduler/ready_groups", "groups", _LAST, "Scored groups that wait for their batch."),
     ("scheduler/queued_batches", "batches", _LAST, "Batches sent and not yet trained."),
@@ -181,7 +196,7 @@ _ROWS = (
     ("memory/given_back_bytes", "bytes", _SUM, "Memory that was given back to the system (`malloc_trim`)."),
     ("memory/give_back_s", "s", _SUM, "Time that giving memory back took, in a thread."),
     ("cpu/{role}_s", "s", _SUM, "User and system CPU time of this role's process."),
-    ("sinks/dropped_records", "records", _LAST, "Records that no file took so far: queue full or disk failing."),
+    ("sinks/dropped_records", "records", _TOTAL, "Records that no file took so far: queue full or disk failing."),
 )
 
 METRICS: dict[str, MetricSpec] = {row[0]: MetricSpec(*row) for row in _ROWS}

@@ -115,6 +115,7 @@ _CHOSEN: Mapping[Reduction, Callable[[Sequence[float]], float]] = {
     Reduction.MIN: min,
     Reduction.MAX: max,
     Reduction.LAST: _last,
+    Reduction.TOTAL: _last,
 }
 
 

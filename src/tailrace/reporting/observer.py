@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,14 +25,15 @@ from tailrace.records import (
     StepTrained,
     TerminalState,
 )
-from tailrace.reporting.evaluation_figures import EVALUATED, evaluation_metrics, update_summary
-from tailrace.reporting.gauges import Gauge, ProcessGauge, SchedulerGauge
+from tailrace.reporting.evaluation_figures import EVALUATED, evaluation_metrics
+from tailrace.reporting.gauges import WAITS, Gauge
 from tailrace.reporting.logs import FILE_ONLY
 from tailrace.reporting.phase_report import phase_line
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
-from tailrace.reporting.summary import EvaluationSummary, LedgerSummary, RunSummary
+from tailrace.reporting.summary import LedgerSummary, RunSummary
+from tailrace.reporting.totals import RunTotals
 from tailrace.scheduling import Evaluation, Ledger, SchedulerObserver
 from tailrace.tracing.phases import phase
 
@@ -41,28 +41,17 @@ _logger = logging.getLogger(__name__)
 
 _phase_logger = logging.getLogger(FILE_ONLY)
 
+RESUMED = "resumed"
+"""Reason for rollouts that were in flight at the step that a run was resumed from."""
 
-@dataclass(slots=True)
-class Totals:
-    """Over the whole run."""
 
-    tokens_generated: int = 0
-    tokens_trained: int = 0
-    staleness_sum: float = 0.0
-    staleness_max: int = 0
-    lag_max_s: float = 0.0
-    """Of the event loop, since the first rollout."""
-    failures: Counter[str] = field(default_factory=Counter)
-    """Rollouts that failed, by reason."""
-    rewards: list[float] = field(default_factory=list)
-    """One mean per step, like the rates below."""
-    generation_tokens_per_s: list[float] = field(default_factory=list)
-    training_tokens_per_s: list[float] = field(default_factory=list)
+@dataclass(frozen=True, slots=True)
+class EarlierStarts:
+    """Of the run that goes on: none, for one that begins."""
 
-    @property
-    def staleness_mean(self) -> float:
-        """Over tokens that bore loss."""
-        return self.staleness_sum / max(1, self.tokens_trained)
+    totals: RunTotals = field(default_factory=RunTotals)
+    """What they came to, as far as their steps survive."""
+    starts: int = 0
 
 
 class GroupSink(Protocol):
@@ -92,17 +81,23 @@ class RunObserver(SchedulerObserver):
         release_payloads: Callable[[RolloutId], None],
     ) -> None:
         """`release_payloads` is called for every rollout that is terminal."""
-        self.totals = Totals()
+        self.totals = RunTotals()
+        """Of all starts of the run."""
         self.latest: dict[str, float] = {}
-        self.evaluations: dict[str, EvaluationSummary] = {}
-        """The course of the evaluations beside training, by environment."""
+        """The line of the newest step."""
+        self.starts = 1
+        self.earlier_s = 0.0
+        """What the run's earlier starts took."""
+        self.counts_before: dict[str, int] = {}
+        """What they brought the counts since the run began to, by metric."""
+        self._ledger_before = LedgerSummary()
         self._recorder = RunRecorder()
-        self.bias = self._recorder.bias
         self._gauges: list[Gauge] = []
         self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._last_step_s = self._clock()
-        self._tokens_before = 0
+        self._generated_tokens = 0
+        """Since the last step."""
         self._advantages: dict[RolloutId, float] = {}
         self._lost: dict[RolloutId, Rollout] = {}
         """Rollouts that never finished and are not terminal yet."""
@@ -114,17 +109,31 @@ class RunObserver(SchedulerObserver):
         """From now on each step's line holds what these read as well."""
         self._gauges += gauges
 
-    def begin(self) -> None:
-        """The first rollout is about to start: the first step is not charged for what came before."""
+    def begin(self, earlier: EarlierStarts) -> None:
+        """The first rollout is about to start: the first step is not charged for what came before.
+
+        The totals go on from what earlier starts came to.
+        """
         for gauge in self._gauges:
             gauge()
         self._recorder.flush()
         self._started_s = self._last_step_s = self._clock()
+        self.totals, self.starts, self.earlier_s = earlier.totals, earlier.starts + 1, earlier.totals.clock_s
+        self.counts_before = {name: int(count) for name, count in self.totals.counts().items()}
+        self._ledger_before = self.totals.ledger()
+        if self.totals.steps:
+            self._recorder.bias.skip_warmup()
+        if lost := self._ledger_before.in_flight:
+            self._ledger_before += LedgerSummary(
+                in_flight=-lost,
+                by_state={TerminalState.CANCELLED: lost},
+                by_reason={TerminalState.CANCELLED: {RESUMED: lost}},
+            )
+            self._recorder.add(f"rollout/{TerminalState.CANCELLED}/{RESUMED}", lost)
 
-    @property
-    def wall_s(self) -> float:
-        """From the first rollout to the last step."""
-        return self._last_step_s - self._started_s
+    def tally(self, ledger: Ledger) -> LedgerSummary:
+        """Every rollout of all starts; `ledger` is that of this one."""
+        return self._ledger_before + LedgerSummary.of(ledger)
 
     def completion_sampled(self, completion: Completion) -> None:
         """A request of some rollout ended."""
@@ -132,7 +141,7 @@ class RunObserver(SchedulerObserver):
 
     @override
     def rollout_finished(self, rollout: Rollout) -> None:
-        self.totals.tokens_generated += rollout.num_completion_tokens
+        self._generated_tokens += rollout.num_completion_tokens
         self._recorder.rollout_finished(rollout)
 
     def request_cancelled(self, request: GenerationRequest, tokens: int) -> None:
@@ -145,7 +154,7 @@ class RunObserver(SchedulerObserver):
 
         Comes after `request_cancelled` for the completion that it was waiting for.
         """
-        self.totals.tokens_generated += self._recorder.bias.losing(rollout)
+        self._generated_tokens += self._recorder.bias.losing(rollout)
         self._lost[rollout.rollout_id] = rollout
 
     @override
@@ -155,14 +164,13 @@ class RunObserver(SchedulerObserver):
         known = rollout or self._lost.pop(rollout_id, None)
         has_failed = outcome.state is TerminalState.FAILED
         if has_failed:
-            self._count_failure(known, outcome.reason, message)
+            self._tell_failure(known, outcome.reason, message)
         if known is not None and (rollout is not None or has_failed):
             advantage = self._advantages.pop(rollout_id, None)
             self._entries.append(RolloutEntry(known, outcome, advantage, message))
 
-    def _count_failure(self, rollout: Rollout | None, reason: str, message: str) -> None:
-        """Count it. The first of its environment and reason is told, with its traceback; `rollout` may be unknown."""
-        self.totals.failures[reason] += 1
+    def _tell_failure(self, rollout: Rollout | None, reason: str, message: str) -> None:
+        """The first of its environment and reason is told, with its traceback; `rollout` may be unknown."""
         environment = "" if rollout is None else rollout.task.environment
         if rollout is not None:
             self._recorder.add(f"environment/{environment}/failed/{reason}", 1)
@@ -192,28 +200,18 @@ class RunObserver(SchedulerObserver):
             self._record_step(event, formed)
 
     def _record_step(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
-        now, summary, totals = self._clock(), formed.batch.summary, self.totals
-        elapsed_s = max(now - self._last_step_s, 1e-9)
-        self._recorder.batch_sent(summary)
+        now = self._clock()
+        rate = self._generated_tokens / max(now - self._last_step_s, 1e-9)
+        self._recorder.step_ended(formed.batch.summary, formed.groups)
         if isinstance(event, StepTrained):
             self._recorder.update(event.metrics)
-            totals.tokens_trained += summary.loss_tokens
-            totals.staleness_sum += summary.staleness_mean * summary.loss_tokens
-            totals.staleness_max = max(totals.staleness_max, summary.staleness_max)
-        rate = (totals.tokens_generated - self._tokens_before) / elapsed_s
-        self._tokens_before = totals.tokens_generated
         self._recorder.add("generation/tokens_per_s", rate)
         self._recorder.add("policy/version", event.version)
         self._recorder.add("sinks/dropped_records", self._sink.lost_records)
         for gauge in self._gauges:
             self._recorder.update(gauge())
-        self.latest = self._recorder.flush()
-        totals.lag_max_s = max(totals.lag_max_s, self.latest.get("lag/max_s", 0.0))
-        totals.generation_tokens_per_s.append(rate)
-        totals.training_tokens_per_s.append(summary.loss_tokens / elapsed_s)
-        if "reward/mean" in self.latest:
-            totals.rewards.append(self.latest["reward/mean"])
-        self._sink.write({"step": event.step, "wall_s": now - self._started_s, **self.latest})
+        self.latest = self._taken_in(event.step, now, self._flush()) | self.totals.ratios()
+        self._sink.write(self.latest)
         self._rollouts.write(event.step, self._entries)
         self._entries = []
         self._last_step_s = now
@@ -230,14 +228,11 @@ class RunObserver(SchedulerObserver):
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""
-        metrics = evaluation_metrics(evaluation)
-        self._sink.write({"step": evaluation.step, "wall_s": self._clock() - self._started_s, **metrics})
+        self._sink.write(self._taken_in(evaluation.step, self._clock(), evaluation_metrics(evaluation)))
         rollouts = [rollout for result in evaluation.results.values() for rollout in result.rollouts]
         self._rollouts.write_evaluation(evaluation.step, [RolloutEntry(rollout, EVALUATED) for rollout in rollouts])
         for environment in evaluation.results:
-            course = update_summary(self.evaluations.get(environment), evaluation, environment)
-            if course is not None:
-                self.evaluations[environment] = course
+            if (course := self.totals.evaluations.get(environment)) is not None:
                 _logger.info("held-out %s: %s", environment, course.line())
             if lost := evaluation.results[environment].failed:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(lost.items()))
@@ -247,6 +242,20 @@ class RunObserver(SchedulerObserver):
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""
         self._rollouts.write(step + 1, self._entries)
         self._entries = []
+        self.totals.add(self._flush())
+
+    def _flush(self) -> dict[str, float]:
+        """The metrics since the last step."""
+        self._recorder.add("rollout/generated_tokens", self._generated_tokens)
+        self._generated_tokens = 0
+        return self._recorder.flush()
+
+    def _taken_in(self, step: int, now: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        """A line of `metrics.jsonl`, whose counts are of all starts; the totals have it now."""
+        counts = {name: metrics[name] + count for name, count in self.counts_before.items() if name in metrics}
+        line = {"step": step, "wall_s": self.earlier_s + now - self._started_s, **metrics, **counts}
+        self.totals.add(line)
+        return line
 
 
 def _mean_advantage(advantage: float | Float32Array) -> float:
@@ -254,46 +263,40 @@ def _mean_advantage(advantage: float | Float32Array) -> float:
     return float(advantage.mean()) if isinstance(advantage, np.ndarray) else float(advantage)
 
 
-def with_figures(
-    summary: RunSummary,
-    ledger: Ledger,
-    observer: RunObserver,
-    *,
-    waits: SchedulerGauge,
-    processes: ProcessGauge,
-) -> RunSummary:
-    """The summary with the figures of a run whose rollouts began, once its ledger is closed."""
-    totals, bias, rewards = observer.totals, observer.bias, observer.totals.rewards
-    cpu_s, waited_s = processes.cpu_s, waits.newest.waited_s
+def with_figures(summary: RunSummary, ledger: Ledger, observer: RunObserver) -> RunSummary:
+    """The summary with the figures of a run whose rollouts began, now or in an earlier start; its ledger is closed."""
+    totals, ratios, rewards = observer.totals, observer.totals.ratios(), observer.totals.rewards
+    generated, cpu_s = int(totals.sum("rollout/generated_tokens")), totals.sum("cpu/")
+    waits = {str(cause): totals.sum(f"scheduler/{name}") for cause, name in WAITS.items()}
     return msgspec.structs.replace(
         summary,
-        ledger=LedgerSummary(
-            admitted=ledger.admitted,
-            in_flight=ledger.in_flight,
-            by_state={str(state): ledger.total(state) for state in TerminalState},
-            by_reason={str(state): ledger.reasons(state) for state in TerminalState if state != TerminalState.TRAINED},
-        ),
+        steps=summary.steps or totals.step,
+        policy_version=summary.policy_version or totals.policy_version,
+        starts=observer.starts,
+        wall_s=summary.wall_s + observer.earlier_s,
+        dropped_records=summary.dropped_records + observer.counts_before.get("sinks/dropped_records", 0),
+        ledger=observer.tally(ledger),
         cpu_s=cpu_s,
-        peak_rss_bytes=processes.peak_rss_bytes,
+        peak_rss_bytes=totals.peak_rss_bytes(),
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         reward_best=max(rewards, default=None),
-        evaluations=dict(observer.evaluations),
-        tokens_generated=totals.tokens_generated,
+        evaluations=dict(totals.evaluations),
+        tokens_generated=generated,
         tokens_trained=totals.tokens_trained,
-        generation_tokens_per_s=_per(totals.tokens_generated, observer.wall_s),
-        training_tokens_per_s=_per(totals.tokens_trained, observer.wall_s),
+        generation_tokens_per_s=_per(generated, totals.wall_s),
+        training_tokens_per_s=_per(totals.tokens_trained, totals.wall_s),
         tokens_per_cpu_s=_per(totals.tokens_trained, cpu_s),
-        length_ratio=bias.length_ratio,
-        loss_length_ratio=bias.loss_length_ratio,
-        wasted_tokens=bias.wasted_tokens,
-        masked_tokens=bias.masked_tokens,
-        masked_share=bias.masked_share,
+        length_ratio=ratios.get("bias/length_ratio"),
+        loss_length_ratio=ratios.get("bias/loss_length_ratio"),
+        wasted_tokens=int(totals.sum("bias/wasted_tokens")),
+        masked_tokens=int(totals.sum("batch/masked_tokens")),
+        masked_share=ratios.get("bias/masked_share"),
         staleness_mean=totals.staleness_mean if totals.tokens_trained else None,
         staleness_max=totals.staleness_max if totals.tokens_trained else None,
-        trainer_wait_s=waits.newest.trainer_waited_s,
-        admission_waits_s={str(cause): seconds for cause, seconds in waited_s.items() if seconds > 0},
-        loop_lag_max_s=totals.lag_max_s,
+        trainer_wait_s=totals.sum("scheduler/trainer_wait_s"),
+        admission_waits_s={cause: waited_s for cause, waited_s in waits.items() if waited_s > 0},
+        loop_lag_max_s=totals.max("lag/max_s"),
     )
 
 

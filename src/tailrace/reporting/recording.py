@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from typing_extensions import override
 
+from tailrace.batching import SampledGroup
 from tailrace.records import BatchSummary, Completion, Group, Outcome, Reward, Rollout, RolloutId, TerminalState
 from tailrace.reporting.metrics import MetricsAccumulator
 
@@ -31,60 +33,56 @@ _REWARDED = (TerminalState.TRAINED, TerminalState.FILTERED)
 
 
 @dataclass(slots=True)
-class _Mean:
-    total: float = 0.0
-    count: int = 0
+class _BiasCounts:
+    """Of one step."""
 
-    def add(self, total: float, count: int = 1) -> None:
-        self.total += total
-        self.count += count
-
-    def over(self, other: _Mean) -> float | None:
-        """Ratio of the two means; None while one is unknown or 0."""
-        if not self.count or not other.total:
-            return None
-        return (self.total / self.count) / (other.total / other.count)
+    ended_rollouts: int = 0
+    ended_tokens: int = 0
+    trained_rollouts: int = 0
+    trained_tokens: int = 0
+    loss_tokens: int = 0
+    wasted_tokens: int = 0
 
 
 class BiasMeter:
-    """Whether what is trained on is what was generated: lengths in completion tokens, counted after warm-up.
+    """Whether what is trained on is what was generated: what `RunTotals.ratios` compares, in sampled tokens.
 
-    `length_ratio` is the mean length of trained rollouts over that of all that finished; below 1, long rollouts are
-    lost on the way. `loss_length_ratio` counts only the tokens that bear loss. Both are of the same rollouts, those
-    that finished after warm-up and have ended since: where all of them are trained the first is exactly 1.
+    Counted are rollouts that finished after warm-up, once they end. `length_ratio` is the mean length of those trained
+    over that of all; below 1, long rollouts are lost on the way. Where all are trained it is exactly 1.
     """
 
     def __init__(self, *, warmup_steps: int = 1) -> None:
         self._warmup_steps = warmup_steps
-        self._steps = 0
+        self._counts = _BiasCounts()
         self._on_the_way: set[RolloutId] = set()
         """Finished after warm-up, and not terminal yet."""
-        self._ended, self._trained = _Mean(), _Mean()
-        self._loss_tokens = self._sampled_tokens = 0
-        """Of the trained rollouts in batches after warm-up."""
-        self._batch_tokens = 0
+        self._newly_trained: set[RolloutId] = set()
+        """Those of them that the batch of this step trained."""
         self._cut: Counter[RolloutId] = Counter()
         self._losing: dict[RolloutId, int] = {}
-        self.wasted_tokens = 0
-        """Sampled tokens of rollouts that will never be trained on, since the run began, warm-up included."""
-        self.masked_tokens = 0
-        """Sampled tokens that lost their loss to staleness, since the run began."""
+
+    def skip_warmup(self) -> None:
+        """The run had it before it was resumed."""
+        self._warmup_steps = 0
 
     def finished(self, rollout: Rollout) -> None:
         """An agent returned."""
-        if self._is_warm:
+        if not self._warmup_steps:
             self._on_the_way.add(rollout.rollout_id)
 
-    def ended(self, rollout: Rollout, outcome: Outcome) -> int:
-        """A rollout is terminal. Returns the tokens that this wastes; what the end of a run cancels is no waste."""
+    def ended(self, rollout: Rollout, outcome: Outcome) -> None:
+        """A rollout is terminal. Filtered or failed it is wasted; what only the end of a run cancels is no waste."""
+        tokens, counts = rollout.num_completion_tokens, self._counts
         if rollout.rollout_id in self._on_the_way:
             self._on_the_way.remove(rollout.rollout_id)
-            self._ended.add(rollout.num_completion_tokens)
+            counts.ended_rollouts += 1
+            counts.ended_tokens += tokens
             if outcome.state is TerminalState.TRAINED:
-                self._trained.add(rollout.num_completion_tokens)
-        wasted = rollout.num_completion_tokens if outcome.state in (TerminalState.FILTERED, TerminalState.FAILED) else 0
-        self.wasted_tokens += wasted
-        return wasted
+                self._newly_trained.add(rollout.rollout_id)
+                counts.trained_rollouts += 1
+                counts.trained_tokens += tokens
+        if outcome.state in (TerminalState.FILTERED, TerminalState.FAILED):
+            counts.wasted_tokens += tokens
 
     def cut(self, rollout_id: RolloutId, tokens: int) -> None:
         """A completion of this rollout was cancelled with `tokens` sampled. Call it before `losing`."""
@@ -98,40 +96,23 @@ class BiasMeter:
         tokens = self._losing[rollout.rollout_id] = rollout.num_completion_tokens + self._cut.pop(rollout.rollout_id, 0)
         return tokens
 
-    def lost(self, rollout_id: RolloutId) -> int:
-        """A rollout is terminal that never finished. Returns what this wastes: all that it sampled."""
-        tokens = self._losing.pop(rollout_id, 0)
-        self.wasted_tokens += tokens
-        return tokens
+    def lost(self, rollout_id: RolloutId) -> None:
+        """A rollout is terminal that never finished: all that it sampled is wasted."""
+        self._counts.wasted_tokens += self._losing.pop(rollout_id, 0)
 
-    def sent(self, batch: BatchSummary) -> None:
-        """A batch is on its way to the trainer."""
-        self._batch_tokens += batch.num_tokens
-        self.masked_tokens += batch.masked_tokens
-        if self._is_warm:
-            self._loss_tokens += batch.loss_tokens
-            self._sampled_tokens += batch.loss_tokens + batch.masked_tokens
-        self._steps += 1
+    def step_ended(self, groups: Iterable[SampledGroup]) -> None:
+        """The rollouts of a batch, formed of these groups, have ended."""
+        newly_trained, self._newly_trained = self._newly_trained, set()
+        for group in groups if newly_trained else ():
+            for rollout, loss_tokens in zip(group.trained, group.loss_tokens, strict=True):
+                if rollout.rollout_id in newly_trained:
+                    self._counts.loss_tokens += loss_tokens
+        self._warmup_steps = max(0, self._warmup_steps - 1)
 
-    @property
-    def length_ratio(self) -> float | None:
-        """None until something was trained after warm-up."""
-        return self._trained.over(self._ended)
-
-    @property
-    def loss_length_ratio(self) -> float | None:
-        """`length_ratio` by the share of trained rollouts' tokens that bear loss; None until there are both."""
-        ratio = self.length_ratio
-        return None if ratio is None or not self._sampled_tokens else ratio * self._loss_tokens / self._sampled_tokens
-
-    @property
-    def masked_share(self) -> float | None:
-        """Masked tokens over all tokens in batches; None before the first batch."""
-        return self.masked_tokens / self._batch_tokens if self._batch_tokens else None
-
-    @property
-    def _is_warm(self) -> bool:
-        return self._steps >= self._warmup_steps
+    def flush(self) -> dict[str, float]:
+        """The step's metrics; starts over."""
+        counts, self._counts = self._counts, _BiasCounts()
+        return {f"bias/{name}": count for name, count in dataclasses.asdict(counts).items()}
 
 
 class RunRecorder(MetricsAccumulator):
@@ -169,9 +150,11 @@ class RunRecorder(MetricsAccumulator):
         self.add("rollout/failed_share", float(failed))
         if outcome.state is not TerminalState.TRAINED:
             self.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
-        wasted = self.bias.lost(rollout_id) if rollout is None else self.bias.ended(rollout, outcome)
-        self.add("bias/wasted_tokens", wasted)
-        if rollout is not None and rollout.reward is not None and outcome.state in _REWARDED:
+        if rollout is None:
+            self.bias.lost(rollout_id)
+            return
+        self.bias.ended(rollout, outcome)
+        if rollout.reward is not None and outcome.state in _REWARDED:
             self._add_reward(rollout.task.environment, rollout.reward, trained=outcome.state is TerminalState.TRAINED)
 
     def _add_reward(self, environment: str, reward: Reward, *, trained: bool) -> None:
@@ -197,9 +180,9 @@ class RunRecorder(MetricsAccumulator):
         if "score_group_s" in group.metrics:
             self.add("group/score_s", group.metrics["score_group_s"])
 
-    def batch_sent(self, batch: BatchSummary) -> None:
-        """A batch is on its way to the trainer."""
-        self.bias.sent(batch)
+    def step_ended(self, batch: BatchSummary, groups: Iterable[SampledGroup]) -> None:
+        """The trainer is done with this batch, formed of these groups; their rollouts have ended."""
+        self.bias.step_ended(groups)
         for name, value in (
             ("batch/samples", batch.num_samples),
             ("batch/rollouts", batch.num_rollouts),
@@ -215,11 +198,6 @@ class RunRecorder(MetricsAccumulator):
 
     @override
     def flush(self) -> dict[str, float]:
-        """The step's metrics, the ratios of the whole run among them; starts over."""
-        ratios = {
-            "bias/length_ratio": self.bias.length_ratio,
-            "bias/loss_length_ratio": self.bias.loss_length_ratio,
-            "bias/masked_share": self.bias.masked_share,
-        }
-        self.update({name: ratio for name, ratio in ratios.items() if ratio is not None})
+        """The step's metrics; starts over."""
+        self.update(self.bias.flush())
         return super().flush()

@@ -97,7 +97,7 @@ def snapshot(
     lag: LagStatistics,
 ) -> RunView:
     """Where the run is now: `so_far`, which knows settings, stage and step, with everything else."""
-    latest, totals = observer.latest, observer.totals
+    latest, totals, tally = observer.latest, observer.totals, observer.tally(ledger)
     return replace(
         so_far,
         waiting_for=so_far.waiting_for or _waiting_for(so_far, statistics),
@@ -106,7 +106,7 @@ def snapshot(
         zero_spread_share=latest.get("group/zero_spread_share"),
         completion_tokens=latest.get("rollout/completion_tokens"),
         turns=latest.get("rollout/turns"),
-        held_out={name: course.reward_last for name, course in observer.evaluations.items()},
+        held_out={name: course.reward_last for name, course in totals.evaluations.items()},
         evaluating_step=evaluator.step,
         evaluated_rollouts=evaluator.ended,
         staleness_mean=latest.get("staleness/mean", 0.0),
@@ -120,9 +120,9 @@ def snapshot(
         running_rollouts=statistics.running,
         phases_s={cost.name: cost.values.get("wall_s", 0.0) for cost in phase_costs(latest)},
         lag=lag,
-        failures=dict(totals.failures),
-        rollouts_trained=ledger.total(TerminalState.TRAINED),
-        rollouts_filtered=ledger.total(TerminalState.FILTERED),
+        failures=tally.by_reason.get(TerminalState.FAILED, {}),
+        rollouts_trained=tally.by_state[TerminalState.TRAINED],
+        rollouts_filtered=tally.by_state[TerminalState.FILTERED],
         rss_bytes=sum(value for name, value in latest.items() if name.endswith("_rss_bytes")),
     )
 

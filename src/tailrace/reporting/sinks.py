@@ -118,6 +118,16 @@ def evaluation_path(folder: Path, step: int) -> Path:
     return folder / f"evaluation_{step:06d}.jsonl"
 
 
+def step_of_path(path: Path) -> int | None:
+    """The step that a file of rollouts or of an evaluation is of; None for another file.
+
+    >>> step_of_path(Path("rollouts/step_000012.jsonl")), step_of_path(Path("rollouts/evaluation_000040.jsonl"))
+    (12, 40)
+    """
+    kind, _, step = path.stem.partition("_")
+    return int(step) if kind in ("step", "evaluation") and step.isdecimal() else None
+
+
 def read_jsonl(path: Path) -> list[dict[str, Json]]:
     """The objects of a file that `JsonlSink` wrote, without lines that a full disk cut short; none without the file."""
     return [record for line in _lines(path) if isinstance(record := _decoded(line), dict)]

@@ -11,6 +11,7 @@ import msgspec
 from tailrace.errors import DataError
 from tailrace.records import RunStatus, TerminalState
 from tailrace.reporting.formats import clock, compact, num_bytes, plural, seconds, share
+from tailrace.scheduling import Ledger
 
 SUMMARY_FILE = "summary.json"
 
@@ -25,6 +26,26 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     by_reason: dict[str, dict[str, int]] = {}
     """For every state but `trained`, rollouts by reason."""
 
+    @classmethod
+    def of(cls, ledger: Ledger) -> LedgerSummary:
+        """Of one start of a run."""
+        return cls(
+            admitted=ledger.admitted,
+            in_flight=ledger.in_flight,
+            by_state={str(state): ledger.total(state) for state in TerminalState},
+            by_reason={str(state): ledger.reasons(state) for state in TerminalState if state != TerminalState.TRAINED},
+        )
+
+    def __add__(self, other: LedgerSummary) -> LedgerSummary:
+        """Both together: what came before a run was resumed, and what came after."""
+        states = self.by_reason.keys() | other.by_reason.keys()
+        return LedgerSummary(
+            admitted=self.admitted + other.admitted,
+            in_flight=self.in_flight + other.in_flight,
+            by_state=_sum(self.by_state, other.by_state),
+            by_reason={state: _sum(self.by_reason.get(state, {}), other.by_reason.get(state, {})) for state in states},
+        )
+
     @property
     def balances(self) -> bool:
         """The invariant of the ledger."""
@@ -38,6 +59,10 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
         """
         terminal, sign = sum(self.by_state.values()), "=" if self.balances else "≠"
         return f"admitted {self.admitted:,} {sign} terminal {terminal:,} + in flight {self.in_flight:,}"
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in sorted(one.keys() | other.keys())}
 
 
 class EvaluationSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,11 +104,14 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     environments: list[str] = []
     steps: int = 0
     policy_version: int = 0
+    starts: int = 1
+    """How often the run was started. All figures are of all starts, as far as their steps survive."""
     wall_s: float = 0.0
+    """From the newest start to its end, and what earlier ones took from their first rollout to the last step."""
     cpu_s: float | None = None
     """User and system CPU time of all processes."""
     started_at: str = ""
-    """ISO 8601, in UTC."""
+    """The newest start: ISO 8601, in UTC."""
 
     ledger: LedgerSummary = LedgerSummary()
     reward_first: float | None = None
@@ -162,7 +190,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
     reason = f": {summary.reason}" if summary.reason else ""
     lines = [
         ("run", f"{summary.name}, {summary.status}{reason}"),
-        ("steps", f"{summary.steps:,} in {clock(summary.wall_s)}, policy version {summary.policy_version:,}"),
+        ("steps", _steps(summary)),
         ("reward", _rewards(summary)),
         *(("held-out", f"{environment}: {found.line()}") for environment, found in summary.evaluations.items()),
         ("rollouts", _rollouts(summary.ledger)),
@@ -176,6 +204,11 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("checkpoint", summary.checkpoint_path),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _steps(summary: RunSummary) -> str:
+    starts = f" ({summary.starts:,} starts)" if summary.starts > 1 else ""
+    return f"{summary.steps:,} in {clock(summary.wall_s)}{starts}, policy version {summary.policy_version:,}"
 
 
 def _rewards(summary: RunSummary) -> str:

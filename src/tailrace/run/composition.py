@@ -94,8 +94,6 @@ class ComposedRun:
     scheduler: StreamScheduler
     evaluator: Evaluator
     orchestrator: Orchestrator
-    waits: SchedulerGauge
-    processes: ProcessGauge
 
     def view(self) -> RunView:
         """Where the run is now."""
@@ -157,9 +155,9 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             max_running=settings.max_running,
             lend=scheduler.lend,
         )
-        waits, processes = SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids)
         observer.add_gauges(
-            *(waits, processes, phase_gauge(ground.phases), _trimmer(settings, writer).step_ended),
+            *(SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids), phase_gauge(ground.phases)),
+            _trimmer(settings, writer).step_ended,
             lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
@@ -176,7 +174,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator, waits, processes)
+        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator)
 
 
 def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:

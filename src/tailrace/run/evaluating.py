@@ -24,6 +24,7 @@ from tailrace.run.parts import (
     make_renderer,
     make_rollouter,
     require_held_out_tasks,
+    within_own_context,
 )
 from tailrace.run.started_roles import open_generate
 from tailrace.scheduling import EvaluationResult, evaluate
@@ -59,6 +60,7 @@ async def evaluate_model(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))
         renderer = await asyncio.to_thread(make_renderer, settings, folder)
+        settings = within_own_context(settings, renderer)
         async with (
             open_generate(settings, folder) as (generate, failed),
             make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,

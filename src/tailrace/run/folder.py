@@ -11,7 +11,7 @@ import tomli_w
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError
-from tailrace.reporting.sinks import evaluation_path, rollouts_path
+from tailrace.reporting.sinks import step_of_path
 from tailrace.run.ownership import OWNER_FILE, own_folder
 
 
@@ -40,6 +40,10 @@ class RunPaths:
         """What entered the pipeline in the first steps, where asked for."""
         self.tokenizer = root / "tokenizer"
         """The tokenizer's files, where the model has no local folder."""
+
+
+_STARTED = b'{"type":"TrainerStarted"'
+"""How the event of each start begins."""
 
 
 class _MetricsLine(msgspec.Struct):
@@ -85,23 +89,31 @@ def wind_back(paths: RunPaths, step: int) -> None:
     Then metrics and rollouts are one history, that of the weights in use. Raises `DataError`.
     """
     lines = paths.metrics.read_bytes().splitlines(keepends=True) if paths.metrics.is_file() else []
-    lost = {line: number for line in lines if (number := _step_of(line)) > step}
-    if not lost:
-        return
+    kept = [line for line in lines if _step_of(line) <= step]
+    rollouts = [path for path in paths.rollouts.glob("*_*.jsonl") if (number := step_of_path(path)) and number > step]
     try:
-        paths.superseded.mkdir(exist_ok=True)
-        with (paths.superseded / paths.metrics.name).open("ab") as file:
-            file.writelines(lost)
-        kept = paths.metrics.with_suffix(".jsonl.part")
-        kept.write_bytes(b"".join(line for line in lines if line not in lost))
-        kept.replace(paths.metrics)
-        for path in (
-            path_of(paths.rollouts, number) for number in lost.values() for path_of in (rollouts_path, evaluation_path)
-        ):
-            if path.is_file():
-                path.replace(paths.superseded / path.name)
+        if len(kept) < len(lines):
+            _append(paths.superseded / paths.metrics.name, b"".join(line for line in lines if _step_of(line) > step))
+            shortened = paths.metrics.with_suffix(".jsonl.part")
+            shortened.write_bytes(b"".join(kept))
+            shortened.replace(paths.metrics)
+        for path in rollouts:
+            _append(paths.superseded / path.name, path.read_bytes())
+            path.unlink()
     except OSError as error:
         raise DataError(f"cannot set aside the steps after {step} in {paths.root}: {error.strerror}") from error
+
+
+def count_starts(paths: RunPaths) -> int:
+    """How often the run was started and its trainer came up, so far."""
+    with paths.events.open("rb") as events:
+        return sum(line.startswith(_STARTED) for line in events)
+
+
+def _append(path: Path, data: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        file.write(data)
 
 
 def _step_of(line: bytes) -> int:

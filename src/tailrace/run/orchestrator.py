@@ -18,7 +18,14 @@ from typing import Any
 
 from typing_extensions import override
 
-from tailrace.errors import EngineFailed, ErrorBudgetSpent, LifecycleError, SettingsError, TransportError
+from tailrace.errors import (
+    EngineFailed,
+    ErrorBudgetSpent,
+    LifecycleError,
+    SettingsError,
+    TailraceError,
+    TransportError,
+)
 from tailrace.generation.router.weights import WeightListener
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
@@ -32,10 +39,11 @@ from tailrace.records import (
     TrainerEnded,
     TrainerStarted,
 )
-from tailrace.reporting.observer import RunObserver
+from tailrace.reporting.observer import EarlierStarts, RunObserver
 from tailrace.reporting.run_view import Stage
+from tailrace.reporting.totals import read_totals
 from tailrace.rollouts import Rollouter
-from tailrace.run.folder import RunPaths, wind_back
+from tailrace.run.folder import RunPaths, count_starts, wind_back
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import SHUTDOWN, StartedRoles
 from tailrace.scheduling import Evaluator, StreamScheduler
@@ -86,6 +94,7 @@ class Orchestrator(WeightListener):
         self._scheduling: asyncio.Task[None] | None = None
         self._has_ended = False
         self._changed = asyncio.Event()
+        self._taking_up: asyncio.Future[EarlierStarts] | None = None
 
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
@@ -98,6 +107,9 @@ class Orchestrator(WeightListener):
                     await self._stop_trainer(worker.exception() if worker.done() else None)
                 await self._wait_for_record(follower)
             await self._finish_evaluating(follower.result(), worker)
+            if not self.has_begun:
+                with contextlib.suppress(TailraceError):  # it failed the run already
+                    self._observer.begin(await self._take_up())
             return follower.result()
         finally:
             await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(worker, follower, ending))
@@ -205,21 +217,35 @@ class Orchestrator(WeightListener):
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._roles.generators.router.serving())
             starting.create_task(self._rollouter.start())
-        state = await asyncio.to_thread(self._resume, self.step)
-        self._scheduler.start(step=self.step, version=self.version, serving_version=self.installed_version, state=state)
-        self._observer.begin()
+        earlier = await self._take_up()
+        self._scheduler.start(
+            step=self.step,
+            version=self.version,
+            serving_version=self.installed_version,
+            state=await asyncio.to_thread(self._states.read, self.step),
+            resumes=earlier.starts,
+        )
+        self._observer.begin(earlier)
         self.has_begun = True
-        if self.step == 0:
-            self._evaluator.step_ended(0, self.version)
+        if not any(course.step_last == self.step for course in earlier.totals.evaluations.values()):
+            self._evaluator.step_ended(self.step, self.version)
         await self._scheduler.run()
         self._is_exhausted = True
         self._changed.set()
 
-    def _resume(self, step: int) -> bytes:
-        """Let the run's folder end at `step`; the scheduler's state then. Nothing to do for a run that begins."""
-        wind_back(self._paths, step)
-        self._states.step_ended(step)
-        return self._states.read(step)
+    async def _take_up(self) -> EarlierStarts:
+        """Let the run's folder end where the trainer begins; what earlier starts came to. Done once, then known."""
+        if self._taking_up is None:
+            reading = asyncio.to_thread(self._wind_back, self.step if self._trainer_started else None)
+            self._taking_up = asyncio.ensure_future(reading)
+        return await asyncio.shield(self._taking_up)
+
+    def _wind_back(self, step: int | None) -> EarlierStarts:
+        """None: the trainer has not come up, and every step stays."""
+        if step is not None:
+            wind_back(self._paths, step)
+            self._states.step_ended(step)
+        return EarlierStarts(read_totals(self._paths.metrics), starts=count_starts(self._paths) - (step is not None))
 
     async def _installed(self, version: int) -> None:
         await self._until(lambda: self.installed_version >= version)

@@ -66,6 +66,21 @@ def make_renderer(settings: RunSettings, tokenizer_files: Path) -> ChatRenderer:
     return renderer
 
 
+def within_own_context(settings: RunSettings, renderer: ChatRenderer) -> RunSettings:
+    """The settings, with the model's own context where they name none. Raises `SettingsError` where they exceed it."""
+    own, model = renderer.tokenizer.own_context, settings.model
+    if own is None or own >= settings.max_model_tokens:
+        return settings
+    if model.max_model_tokens is not None:
+        key = ("model", "max_model_tokens")
+        raise SettingsError(
+            f"model.max_model_tokens is {model.max_model_tokens}, but {model.name} was made for {own} (config.json): "
+            "lower it, or leave it out",
+            key=key,
+        )
+    return settings.model_copy(update={"model": model.model_copy(update={"max_model_tokens": own})})
+
+
 def make_rollouter(
     settings: RunSettings,
     environments: Mapping[str, LoadedEnvironment],

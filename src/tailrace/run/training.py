@@ -34,7 +34,7 @@ from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, open_run_folder, write_settings
-from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks
+from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks, within_own_context
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ async def _train_in(
 ) -> RunSummary:
     """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
-    write_settings(settings, paths)
+    given, settings = settings, within_own_context(settings, renderer)
+    write_settings(given, paths)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
@@ -135,8 +136,8 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         dropped_records=writer.dropped + writer.failed,
         versions=_versions(),
     )
-    if orchestrator.has_begun:
-        summary = with_figures(summary, run.scheduler.ledger, run.observer, waits=run.waits, processes=run.processes)
+    if orchestrator.has_begun or run.observer.totals.steps:
+        summary = with_figures(summary, run.scheduler.ledger, run.observer)
     return summary
 
 

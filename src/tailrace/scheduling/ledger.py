@@ -44,12 +44,6 @@ class Ledger:
         self._in_flight.remove(rollout_id)
         self._terminal[outcome.state, outcome.reason] += 1
 
-    def count(self, rollouts: int, outcome: Outcome) -> None:
-        """Count rollouts that an earlier run admitted and this one ends; their ids are not known."""
-        if rollouts:
-            self.admitted += rollouts
-            self._terminal[outcome.state, outcome.reason] += rollouts
-
     def check(self) -> None:
         """Raise `AccountingError` unless the invariant holds."""
         if self.admitted != self._terminal.total() + len(self._in_flight):

@@ -57,8 +57,6 @@ class OpenGroup:
     """Members whose rollouts have finished, in that order."""
     released: int = 0
     """Rollouts that went on to be trained."""
-    taken: int = 0
-    """Of those, the ones in batches."""
     unfinished: int = 0
     """Members that have not ended."""
     parts: int = 1
@@ -73,14 +71,6 @@ class OpenGroup:
     def size(self) -> int:
         """Rollouts that it started with."""
         return len(self.members)
-
-    @property
-    def left(self) -> int:
-        """Rollouts that may still go into a batch."""
-        if self.is_over:
-            return self.released - self.taken
-        running = sum(member.rollout is None and member.is_running for member in self.members)
-        return running + len(self.finished) - self.taken
 
     @property
     def unreleased(self) -> list[Rollout]:
@@ -169,7 +159,6 @@ class Outstanding:
         self.ready_size -= ready.size
         self.ready_rollouts -= len(ready.group.rollouts)
         self.untaken -= ready.size
-        ready.opened.taken += ready.size
         self._close_part(ready.opened)
         return ready
 

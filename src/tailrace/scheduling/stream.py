@@ -36,9 +36,6 @@ from tailrace.tracing.phases import phase
 MAX_BATCHES_AHEAD = 2
 """Batches sent and not yet trained: one that is trained on and one that waits, so that the trainer never idles."""
 
-RESUMED = "resumed"
-"""Reason for the rest of a group that was trained in part before the run was resumed."""
-
 STARTED_AT_ONCE = 16
 """Rollouts started in one turn of the event loop."""
 
@@ -100,19 +97,21 @@ class StreamScheduler:
         clock = asyncio.get_running_loop().time
         self._clock, self._trainer_waits, self._held = clock, Stopwatch(clock), Stopwatch(clock)
 
-    def start(self, *, step: int, version: int, serving_version: int | None, state: bytes = b"") -> None:
+    def start(
+        self, *, step: int, version: int, serving_version: int | None, state: bytes = b"", resumes: int = 0
+    ) -> None:
         """Begin where training begins: after the trainer's `step`, with weights of `version`.
 
         `state` is what was saved at that step; empty for a run from the start. `serving_version` is the oldest version
         that a generator serves, to be followed by `weights_installed`; None: each step's weights serve at once.
+        `resumes` is how often the run was started before: no name that those starts gave is given again.
 
         Raises `DataError` for a state of other environments.
         """
         if state:
             self._tasks.restore(state)
         self._progress = Progress(step=step, version=version, serving_version=serving_version)
-        # groups are counted anew in a resumed run: the step keeps their ids unique
-        self._id_prefix = f"{step}." if step else ""
+        self._id_prefix = f"r{resumes}." if resumes else ""
 
     @property
     def ledger(self) -> Ledger:
@@ -125,7 +124,6 @@ class StreamScheduler:
         Raises `TrainingError` when nothing trainable comes for too long, and what an engine's failure raises.
         """
         self._trainer_waits.set(True)
-        self.ledger.count(self._tasks.take_lost_rollouts(), Outcome.cancelled(RESUMED))
         async with asyncio.TaskGroup() as running:
             running.create_task(self._form_batches())
             ending = running.create_task(self._end_steps())
@@ -317,11 +315,10 @@ class StreamScheduler:
         """Save where a run resumed after `step` goes on, now that its batch is formed.
 
         A group of which a part is in a batch is not started over, or that part would be trained on twice: the rest of
-        it is lost to a resumed run, and counted.
+        it is lost to a resumed run.
         """
         if self._save_state is not None:
-            lost = sum(group.left for group in self._outstanding.groups if group.taken)
-            await self._save_state(step, await in_turns(self._tasks.state(lost_rollouts=lost)))
+            await self._save_state(step, await in_turns(self._tasks.state()))
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

@@ -46,8 +46,6 @@ class TaskStreamState(msgspec.Struct, frozen=True):
     positions: dict[str, Position]
     outstanding: list[TaskKey]
     mix: MixState = msgspec.field(default_factory=lambda: MixState({}))
-    lost_rollouts: int = 0
-    """Of groups that were trained in part and are not started over."""
 
 
 @dataclass(slots=True)
@@ -108,7 +106,6 @@ class TaskStream:
         self._mix = EnvironmentMix({source.environment: source.weight for source in sources})
         self._outstanding: dict[TaskKey, int] = {}
         """Handed out and not ended, in that order; how often each was restarted."""
-        self._lost_rollouts = 0
         self._making = asyncio.Lock()
         self.restarted = 0
         """Restarts of tasks since the run began."""
@@ -168,16 +165,10 @@ class TaskStream:
         """The id of the task of `key`."""
         return self._sources[key.environment].spec.train_task_id(key.index)
 
-    def take_lost_rollouts(self) -> int:
-        """Rollouts of groups that were trained in part before this run was resumed; 0 from the second call on."""
-        lost, self._lost_rollouts = self._lost_rollouts, 0
-        return lost
-
-    def state(self, *, lost_rollouts: int = 0) -> Generator[None, None, bytes]:
+    def state(self) -> Generator[None, None, bytes]:
         """Encode where a run that is resumed goes on: tasks handed out and not ended are started over.
 
-        Yields now and then; the state is the one at the first slice. `lost_rollouts` belong to tasks that are not
-        started over, since a part of their group was trained.
+        Yields now and then; the state is the one at the first slice.
         """
         positions = {name: Position(source.epoch, source.drawn) for name, source in self._sources.items()}
         mix = msgspec.Raw(msgspec.json.encode(self._mix.state()))
@@ -187,8 +178,7 @@ class TaskStream:
             parts.append(msgspec.json.encode(part)[1:-1])
             yield
         listed = msgspec.Raw(b"[" + b",".join(parts) + b"]")
-        state = {"positions": positions, "outstanding": listed, "mix": mix, "lost_rollouts": lost_rollouts}
-        return msgspec.json.encode(state)
+        return msgspec.json.encode({"positions": positions, "outstanding": listed, "mix": mix})
 
     def restore(self, state: bytes) -> None:
         """Go on where `state` was taken. Raises `DataError` when it belongs to other environments."""
@@ -203,7 +193,6 @@ class TaskStream:
             source.epoch, source.drawn = position.epoch, position.drawn
         self._again, self._outstanding = deque(decoded.outstanding), {}
         self._mix.restore(decoded.mix)
-        self._lost_rollouts = decoded.lost_rollouts
 
     def _open_sources(self) -> list[str]:
         return [name for name, source in self._sources.items() if not source.is_exhausted(self._max_epochs)]

@@ -10,7 +10,7 @@ import asyncio
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -66,8 +66,8 @@ def ipc_address(folder: Path, name: str) -> str:
     return f"ipc://{path}"
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """A message as msgpack. Arrays in it, of the types that records declare, are raw bytes: see `decode_array`."""
+def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+    """A message, or several, as msgpack. Arrays of the types that records declare are raw bytes: see `decode_array`."""
     return _ENCODER.encode(message)
 
 

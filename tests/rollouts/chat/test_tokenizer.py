@@ -95,3 +95,10 @@ def test_every_token_that_the_models_files_say_ends_a_reply_is_a_stop_token(tmp_
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
     assert set(ChatRenderer(folder).stop_token_ids) == {2, 0, 7}  # 2: with which the template closes a reply
+
+
+def test_a_tokenizer_without_a_token_that_ends_a_reply_is_refused(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path, template="{% for m in messages %}{{ m.role + ': ' + m.content }} {% endfor %}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="names a token that ends a reply; set eos_token"):
+        ChatRenderer(folder)

@@ -29,6 +29,7 @@ from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.keys import CurveKeys, keep_alive
 from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
+from tailrace.generation.rpc.outbox import Outbox
 from tailrace.generation.rpc.progress import ProgressDeadline
 from tailrace.generation.rpc.uploads import PIECE_BYTES, PIECES_IN_FLIGHT
 from tailrace.records import (
@@ -39,7 +40,7 @@ from tailrace.records import (
     PayloadChunk,
     RolloutId,
 )
-from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode
+from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 ReplyT = TypeVar("ReplyT", bound=AnyReply)
@@ -52,7 +53,7 @@ ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 
 _COPIED_BYTES = 1 << 16
 _TAKEN_AT_ONCE = 64
-"""Replies taken before others have a turn of the event loop: about a millisecond."""
+"""Replies, or a few more, taken before others have a turn of the event loop: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class GeneratorClient:
         # A plain socket in the run's context: one of `zmq.asyncio` makes futures and wakes a task for each message.
         self._socket: zmq.Socket[bytes] = zmq.Socket(zmq.asyncio.Context.instance(), zmq.DEALER)
         self._readable = asyncio.Event()
+        self._outbox = Outbox[AnyCall](self._send)
         self._socket.set_hwm(0)
         if keys:
             keys.apply_to_client(self._socket)
@@ -238,7 +240,8 @@ class GeneratorClient:
         if self._socket.closed:
             return
         if self._failure is None:
-            self._send(messages.LeaveCall(call_id=next(self._ids)))
+            self._outbox.put(messages.LeaveCall(call_id=next(self._ids)))
+            self._outbox.flush()
         self.fail(EngineFailed("the client is closed"))
         self._progress.close()
         for task in self._tasks:
@@ -260,11 +263,11 @@ class GeneratorClient:
         future: asyncio.Future[tuple[AnyReply, Frames]] = asyncio.get_running_loop().create_future()
         self._calls[call.call_id] = _OpenCall(call, future, on_chunk)
         try:
-            self._send(call, frames)
+            self._outbox.put(call, frames)
             reply, arrays = await future
         except BaseException:  # cancelled, or `on_chunk` raised: the server need not go on
             if self._failure is None:
-                self._send(messages.AbortCall(call_id=call.call_id))
+                self._outbox.put(messages.AbortCall(call_id=call.call_id))
             raise
         finally:
             del self._calls[call.call_id]
@@ -283,9 +286,11 @@ class GeneratorClient:
         finally:
             self._progress.end()
 
-    def _send(self, call: AnyCall, frames: Frames = ()) -> None:
+    def _send(self, message: bytes, frames: Frames) -> None:
         """Never waits: what is connected, or will be, takes any number of messages."""
-        self._socket.send_multipart([encode(call), *frames], zmq.NOBLOCK)
+        if self._socket.closed:
+            return
+        self._socket.send_multipart([message, *frames], zmq.NOBLOCK)
         # Sending may have taken the signal that something came.
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._readable.set()
@@ -308,12 +313,16 @@ class GeneratorClient:
 
     def _take_waiting(self) -> bool:
         """Take the replies that have come; whether others may be left."""
-        for _ in range(_TAKEN_AT_ONCE):
+        taken = 0
+        while taken < _TAKEN_AT_ONCE:
             try:
                 header, frames = self._next_message()
             except zmq.Again:
                 return False
-            self._handle(messages.unpack_reply(header), frames)
+            replies = messages.unpack_replies(header)
+            for reply in replies:
+                self._handle(reply, frames)
+            taken += len(replies)
         return True
 
     def _next_message(self) -> tuple[bytes, Frames]:

@@ -1,7 +1,8 @@
-"""Messages between a generator process and its clients: one msgpack message each.
+"""Messages between a generator process and its clients: msgpack, one call or reply, or an array of several.
 
-Requests and completions travel as their records; frames follow for pieces of weights and payloads sent by value. The
-first message is a hello that names the protocol version, and stays readable across versions.
+Requests and completions travel as their records; frames follow for pieces of weights and payloads sent by value, after
+a call or reply that is alone. The first message is a hello that names the protocol version, and stays readable across
+versions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, P
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -169,16 +170,21 @@ class _CallId(msgspec.Struct):
 
 
 _CALL_IDS = msgspec.msgpack.Decoder(_CallId)
-_CALLS: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall, dec_hook=decode_array)
-_REPLIES: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply, dec_hook=decode_array)
+_CALLS: msgspec.msgpack.Decoder[AnyCall | list[AnyCall]] = msgspec.msgpack.Decoder(
+    AnyCall | list[AnyCall], dec_hook=decode_array
+)
+_REPLIES: msgspec.msgpack.Decoder[AnyReply | list[AnyReply]] = msgspec.msgpack.Decoder(
+    AnyReply | list[AnyReply], dec_hook=decode_array
+)
 
 
-def unpack_call(message: bytes) -> AnyCall:
-    """A call. Raises `CorruptData` for bytes that are none."""
+def unpack_calls(message: bytes) -> list[AnyCall]:
+    """Calls, in order. Raises `CorruptData` for bytes that are none."""
     try:
-        return _CALLS.decode(message)
+        calls = _CALLS.decode(message)
     except msgspec.DecodeError as error:
         raise CorruptData(f"a generator was sent what is no call: {error}") from error
+    return calls if isinstance(calls, list) else [calls]
 
 
 def call_id_of(message: bytes) -> int:
@@ -189,19 +195,21 @@ def call_id_of(message: bytes) -> int:
         return TO_ALL
 
 
-def unpack_reply(message: bytes) -> AnyReply:
-    """A reply. Raises `CorruptData` for bytes that are none, and for payloads that cannot be what they are said to be.
+def unpack_replies(message: bytes) -> list[AnyReply]:
+    """Replies, in order. Raises `CorruptData` for bytes that are none, and for payloads that cannot be what they say.
 
     Arrays are read-only views of a copy.
     """
     try:
-        reply = _REPLIES.decode(message)
+        decoded = _REPLIES.decode(message)
     except msgspec.DecodeError as error:
         raise CorruptData(f"a generator answered with what is no reply: {error}") from error
-    if isinstance(reply, CompletionReply):
-        for chunk in reply.completion.routed_experts:
-            _require_sound(chunk)
-    return reply
+    replies = decoded if isinstance(decoded, list) else [decoded]
+    for reply in replies:
+        if isinstance(reply, CompletionReply):
+            for chunk in reply.completion.routed_experts:
+                _require_sound(chunk)
+    return replies
 
 
 def _require_sound(chunk: PayloadChunk) -> None:

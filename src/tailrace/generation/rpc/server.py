@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import zmq
@@ -22,10 +23,11 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.keys import CurveKeys, guard, keep_alive
 from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
+from tailrace.generation.rpc.outbox import Outbox
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.records import Completion, FinishReason, ModelStateDictRef
 from tailrace.tracing.phases import phase
-from tailrace.transport.channels import CLOSE_LINGER_MS, encode
+from tailrace.transport.channels import CLOSE_LINGER_MS
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class GeneratorServer:
         """`forwarded` is the generator's payload store where clients do not see it: payloads then go along."""
         self._generator, self._open, self._forwarded = generator, open_model_state_dict, forwarded
         self._model, self._report_every_s, self._stand_alone = model, report_every_s, stand_alone
+        self._outboxes: dict[bytes, Outbox[AnyReply]] = {}
         keys = stand_alone.keys if stand_alone else None
         self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -127,11 +130,15 @@ class GeneratorServer:
         """Wait for one message; false when it ends the server."""
         client, header, *frames = await self._socket.recv_multipart()
         try:
-            call = messages.unpack_call(header)
+            calls = messages.unpack_calls(header)
         except CorruptData as error:
             _logger.warning("a client sent no valid call: %s", error)
-            await self._send(client, messages.pack_error(messages.call_id_of(header), error))
+            self._reply(client, messages.pack_error(messages.call_id_of(header), error))
             return True
+        return all(self._begin(client, call, frames, group) for call in calls)
+
+    def _begin(self, client: bytes, call: AnyCall, frames: Frames, group: asyncio.TaskGroup) -> bool:
+        """A call's task; false where the call ends the server."""
         if isinstance(call, messages.AbortCall):
             if (aborted := self._tasks.get((client, call.call_id))) is not None:
                 aborted.cancel()
@@ -149,6 +156,7 @@ class GeneratorServer:
     def _drop(self, client: bytes) -> None:
         """The client is gone: cancel its calls."""
         self._clients.pop(client, None)
+        self._outboxes.pop(client, None)
         for (asked_by, _), task in self._tasks.items():
             if asked_by == client:
                 task.cancel()
@@ -177,12 +185,21 @@ class GeneratorServer:
                     raise SettingsError("a generator that no run started is not ended by one (generator.connect)")
         except Exception as error:  # noqa: BLE001 - raised to the caller, with its type
             reply = messages.pack_error(call_id, error)
-        await self._send(client, reply, arrays)
+        self._reply(client, reply, arrays)
 
-    async def _send(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
+    def _reply(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
+        outbox = self._outboxes.get(client)
+        if outbox is None:
+            outbox = self._outboxes[client] = Outbox(partial(self._send, client))
+        outbox.put(reply, arrays)
+
+    def _send(self, client: bytes, message: bytes, arrays: Frames) -> None:
+        """Never waits: any number of messages may be on their way."""
+        if self._socket.closed:
+            return
         try:
-            has_payloads = isinstance(reply, messages.CompletionReply) and reply.payload_frames > 0
-            await self._socket.send_multipart([client, encode(reply), *arrays], copy=not has_payloads)
+            sent = self._socket.send_multipart([client, message, *arrays], zmq.NOBLOCK, copy=not arrays)
+            cast("asyncio.Future[object]", sent).result()
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -228,9 +245,8 @@ class GeneratorServer:
 
     async def _generate(self, client: bytes, call: GenerateCall) -> tuple[messages.CompletionReply, list[memoryview]]:
         def stream(chunk: Completion) -> None:
-            assert self._group is not None
             if chunk.finish_reason is FinishReason.RUNNING:  # the last one's tokens go with the completion
-                self._group.create_task(self._send(client, messages.ChunkReply(call_id=call.call_id, chunk=chunk)))
+                self._reply(client, messages.ChunkReply(call_id=call.call_id, chunk=chunk))
 
         with phase("request", track="requests", about={"request": call.request.request_id}):
             completion = await self._generator.generate(call.request, stream if call.wants_chunks else None)
@@ -261,7 +277,7 @@ class GeneratorServer:
         """Waits for the engine to fail, which may be idle, and ends the server with that."""
         self._failure = await generator.failed()
         for client in [*self._clients]:
-            await self._send(client, messages.pack_error(messages.TO_ALL, self._failure))
+            self._reply(client, messages.pack_error(messages.TO_ALL, self._failure))
         raise self._failure
 
     async def _report(self) -> None:
@@ -274,12 +290,14 @@ class GeneratorServer:
                 except EngineFailed:
                     continue
                 report = messages.ReportReply(call_id=messages.TO_ALL, statistics=statistics, received=state.received)
-                await self._send(client, report)
+                self._reply(client, report)
 
     def close(self) -> None:
         """Stop listening. `serve` does so at its end. Closing twice does nothing."""
         if self._socket.closed:
             return
+        for outbox in [*self._outboxes.values()]:
+            outbox.flush()
         self._socket.close(linger=CLOSE_LINGER_MS)
         self._end_guard()
         if self._context is not zmq.asyncio.Context.instance():

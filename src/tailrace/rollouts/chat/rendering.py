@@ -14,7 +14,7 @@ from typing import Literal, Protocol, cast
 
 from typing_extensions import override
 
-from tailrace.errors import EnvironmentFailed
+from tailrace.errors import EnvironmentFailed, ModelError
 from tailrace.records import Completion, Int32Array, Json, Message, ToolSpec, as_token_ids
 from tailrace.records.arrays import readonly
 from tailrace.rollouts.chat.family_rendering import family_rendering
@@ -69,6 +69,8 @@ class ChatRenderer(Renderer):
     `model` is the folder of its tokenizer; `name` the model's public name (`Qwen/Qwen3-0.6B`), by which its family is
     known, where the folder's `config.json` does not name it.
 
+    Raises `ModelError` for a tokenizer that cannot be read, and one without any token that ends a reply.
+
     `thinking_retention`: `all` keeps the reasoning of earlier turns (the tokens as they were sampled), so that a
     conversation that only grows stays one branch; `template` leaves that to the family's template.
     """
@@ -87,6 +89,11 @@ class ChatRenderer(Renderer):
         self._remembers = self._family is None and not self.tokenizer.template.tells_time
         self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
         self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
+        if not self.stop_token_ids:
+            raise ModelError(
+                f"{self.tokenizer.name_or_path}: neither the chat template nor the tokenizer names a token that ends "
+                "a reply; set eos_token in tokenizer_config.json"
+            )
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 
-from tailrace.errors import ModelError
 from tailrace.records import Json, Message
 from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 
@@ -33,13 +32,7 @@ class TemplateRendering:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The token with which the template closes a reply, and the model's own end tokens."""
         close = self._closing_token_id()
-        ids = [*([] if close is None else [close]), *self._tokenizer.end_token_ids]
-        if not ids:
-            raise ModelError(
-                f"{self._tokenizer.name_or_path}: neither the chat template nor the tokenizer names a token that ends "
-                "a reply; set eos_token in tokenizer_config.json"
-            )
-        return tuple(dict.fromkeys(ids))
+        return tuple(dict.fromkeys([*([] if close is None else [close]), *self._tokenizer.end_token_ids]))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> list[int]:
         """The whole conversation, up to where the next reply begins."""

@@ -7,7 +7,6 @@ Read from a folder with `tokenizer.json`, `tokenizer_config.json` and (where it 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import overload
 from tokenizers import Tokenizer
 
 from tailrace.errors import ModelError
+from tailrace.models.files import own_context, read_json
 from tailrace.records import Json
 from tailrace.rollouts.chat.template import DEFAULT, ChatTemplate
 
@@ -37,21 +37,23 @@ class ChatTokenizer:
         # one text at a time: a thread pool would only fight with the engine's threads, and warn at every fork
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         folder = Path(folder)
-        config, model_config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+        config, model_config = read_json(folder / "tokenizer_config.json"), read_json(folder / "config.json")
         self._tokenizer = _load(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name_or_path = str(name or model_config.get("_name_or_path") or config.get("name_or_path") or folder)
-        self.special_tokens = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        self.special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
         """By role: `eos_token`, `bos_token`, ..."""
         self.eos_token_id = self._special_id("eos_token")
         self.unk_token_id = self._special_id("unk_token")
         self.added_token_ids: frozenset[int] = frozenset(self._tokenizer.get_added_tokens_decoder())
         """Tokens that stand for themselves (`<|im_end|>`, `<tool_call>`, ...), never merged from text."""
         known_ends = [] if self.eos_token_id is None else [self.eos_token_id]
-        known_ends += _end_token_ids(_read_json(folder / "generation_config.json"), model_config)
+        known_ends += _end_token_ids(read_json(folder / "generation_config.json"), model_config)
         self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known_ends))
         """Tokens that the model's files say end a reply; the end-of-sequence token first."""
+        self.own_context = own_context(model_config)
+        """Tokens that the model was made for, where its files say so."""
         self.template = ChatTemplate(_chat_templates(folder, config), self.special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -104,19 +106,6 @@ def _load(folder: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:
         raise ModelError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Json]:
-    """The file's object; an empty one where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds {type(value).__name__}; a JSON object was expected")
-    return value
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Json]) -> dict[str, str]:

@@ -1,0 +1,98 @@
+"""What the files of a model's folder say, read without torch or transformers: its context, and whether all is there."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tailrace.errors import ModelError
+from tailrace.records import Json
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "*.tiktoken",
+)
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+"""Names that architectures give to the number of positions they were made for."""
+
+
+def read_json(path: Path) -> Mapping[str, Json]:
+    """The file's object; an empty one where there is no such file. Raises `ModelError` for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelError(f"{path} nests JSON too deep to be read") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds {type(value).__name__}; a JSON object was expected")
+    return value
+
+
+def own_context(config: Mapping[str, Json]) -> int | None:
+    """Tokens that a model was made for, prompt and completion together, where its config.json says so.
+
+    >>> own_context({"model_type": "gpt2", "n_positions": 1024})
+    1024
+    """
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, dict) else {}):
+        for name in _CONTEXTS:
+            if isinstance(value := source.get(name), int) and value > 1:
+                return value
+    return None
+
+
+def require_tokenizer(name: str, folder: Path) -> None:
+    """Raise `ModelError` for a local folder that holds no tokenizer of any kind."""
+    if not any(map(any, map(folder.glob, _TOKENIZERS))):
+        raise ModelError(
+            f"model {name!r}: the folder {folder} holds no tokenizer (tokenizer.json); save it there: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        )
+
+
+def require_whole_weights(name: str, folder: Path) -> None:
+    """Raise `ModelError` for a local folder whose weights are not there, or not all there."""
+    if not any(map(any, map(folder.glob, _WEIGHTS))):
+        raise ModelError(f"model {name!r}: the folder {folder} holds no weights ({' or '.join(_WEIGHTS)})")
+    if missing := [file for file in _named_by_index(folder) if not (folder / file).is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"model {name!r} lacks files of its weights: {folder / missing[0]}{more}; fetch it again")
+    for path in folder.glob("*.safetensors"):
+        if not _is_whole(path):
+            raise ModelError(f"model {name!r}: {path} is cut short, or only points to the weights; fetch it again")
+
+
+def _named_by_index(folder: Path) -> Iterator[str]:
+    """Files among which weights too big for one file are divided."""
+    for index in folder.glob("*.index.json"):
+        files = read_json(index).get("weight_map")
+        if isinstance(files, dict):
+            yield from sorted({file for file in files.values() if isinstance(file, str)})
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a safetensors file is as long as its header says: 8 bytes of length, the header, the tensors."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        size = path.stat().st_size
+        if not 0 < header_bytes <= size - 8:
+            return False
+        try:
+            header = json.loads(file.read(header_bytes))
+        except (ValueError, RecursionError):
+            return False
+    ends = [tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"]
+    return bool(size == 8 + header_bytes + max(ends, default=0))

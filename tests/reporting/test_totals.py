@@ -1,0 +1,102 @@
+"""A run's totals are the sum of its lines, however many starts wrote them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tailrace.reporting.sinks import JsonlSink
+from tailrace.reporting.totals import RunTotals, read_totals
+from tailrace.tracing.background import BackgroundWriter
+
+LINES = [
+    {
+        "step": step,
+        "wall_s": 2.0 * step,
+        "policy/version": step - (step >= 3),  # step 3 was skipped
+        "batch/rollouts": 4,
+        "batch/loss_tokens": 10.0 * step,
+        "staleness/mean": 0.5,
+        "staleness/max": step,
+        "reward/mean": step / 10,
+        "scheduler/admitted": 6 * step,
+        "rollout/failed/timeout": 1,
+        "rollout/failed_share": 0.2,
+        "rollout/generated_tokens": 50,
+        "cpu/trainer_s": 1.5,
+        "cpu/orchestrator_s": 0.5,
+        "memory/trainer_rss_bytes": 1e6 * (3 - step),
+        "lag/max_s": 0.1,
+        **({"rollout/filtered/nonfinite": 4} if step == 3 else {}),
+    }
+    for step in (1, 2, 3, 4)
+]
+EVALUATION = {
+    "step": 2,
+    "wall_s": 5.0,
+    "eval/words/reward/mean": 0.4,
+    "eval/words/tasks": 16,
+    "eval/words/policy_version/min": 2,
+    "eval/words/policy_version/max": 3,
+    "eval/coalesced": 1,
+}
+
+
+def test_each_metric_is_reduced_over_the_run_as_over_a_step() -> None:
+    totals = RunTotals(LINES)
+    assert totals.sum("rollout/generated_tokens") == 200
+    assert totals.sum("cpu/") == 8.0
+    assert totals.peak_rss_bytes() == {"trainer": 2_000_000}
+    assert totals.max("lag/max_s") == 0.1
+    assert totals.counts() == {"scheduler/admitted": 24}
+    assert totals.wall_s == totals.clock_s == 8.0
+    assert totals.rewards == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_a_skipped_step_trained_nothing() -> None:
+    totals = RunTotals(LINES)
+    assert (totals.tokens_trained, totals.rollouts_trained) == (10 + 20 + 40, 12)
+    assert (totals.staleness_mean, totals.staleness_max) == (0.5, 4)
+
+
+def test_the_ledger_of_the_lines_balances_and_knows_what_was_in_flight() -> None:
+    ledger = RunTotals(LINES).ledger()
+    assert ledger.balances
+    assert (ledger.admitted, ledger.in_flight) == (24, 24 - 12 - 4 - 4)
+    assert ledger.by_state == {"trained": 12, "failed": 4, "filtered": 4, "cancelled": 0}
+    assert ledger.by_reason["filtered"] == {"nonfinite": 4}
+
+
+def test_an_evaluation_tells_its_course_and_is_no_step() -> None:
+    totals = RunTotals([*LINES[:2], EVALUATION])
+    later = {**EVALUATION, "step": 4, "wall_s": 11.0, "eval/words/reward/mean": 0.3}
+    totals.add(later)
+    course = totals.evaluations["words"]
+    assert (course.evaluations, course.step_last, course.reward_first) == (2, 4, 0.4)
+    assert (course.reward_best, course.reward_last, course.policy_version_max) == (0.4, 0.3, 3)
+    assert (totals.steps, totals.wall_s, totals.clock_s) == (2, 4.0, 11.0)
+
+
+@pytest.mark.parametrize(
+    "strange", [{"metric/of another version": 1.0}, {"batch/tokens": math.nan}, {"lag/max_s": None}]
+)
+def test_what_is_no_metric_or_no_number_is_left_out(strange: dict[str, float | None]) -> None:
+    assert vars(RunTotals([*LINES, strange])) == vars(RunTotals(LINES))
+
+
+def test_the_lines_of_a_file_come_to_what_they_came_to_when_they_were_written(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    sink = JsonlSink(tmp_path / "metrics.jsonl", writer)
+    for line in [*LINES, EVALUATION]:
+        sink.write(line)
+    assert writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "wall')  # a crash
+    assert vars(read_totals(tmp_path / "metrics.jsonl")) == vars(RunTotals([*LINES, EVALUATION]))
+
+
+def test_no_file_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    totals = read_totals(tmp_path / "metrics.jsonl")
+    assert (totals.steps, totals.ledger().admitted, totals.ratios()) == (0, 0, {})
