@@ -1,7 +1,7 @@
 """Your own rows and your own reward: a JSONL file and a function.
 
-    tailrace train quickstart --environment.name examples.own_dataset:shout --environment.data examples/words.jsonl \\
-        --environment.eval_tasks 4
+    tailrace train quickstart --environment.name examples.own_dataset:rest --environment.data examples/names.jsonl \\
+        --environment.eval_tasks 20
 
 Run it from the folder above this one. A CSV or Parquet file, a folder of Hugging Face `datasets` or a data set of its
 hub (`hub:OWNER/NAME`) goes in the same place.
@@ -13,18 +13,13 @@ from tailrace.environments import EnvironmentSpec, Message, Task, single_turn_ag
 
 
 def reward(task: Task, messages: list[Message]) -> float:
-    """How much of the expected answer the last reply is: half of it for the letters, half for their case."""
+    """How much of the expected answer the last reply is, line by line."""
     reply, answer = messages[-1]["content"].strip(), task["answer"]
-    return (likeness(reply.upper(), answer) + likeness(reply, answer)) / 2
+    return SequenceMatcher(None, reply.split("\n"), answer.split("\n")).ratio()
 
 
-def likeness(reply: str, answer: str) -> float:
-    """From 0 to 1, by `difflib`."""
-    return SequenceMatcher(None, reply, answer).ratio()
-
-
-shout = EnvironmentSpec(
-    name="shout",
+rest = EnvironmentSpec(
+    name="rest",
     agent=single_turn_agent(prompt="prompt"),
     reward=reward,
     required_columns=("prompt", "answer"),

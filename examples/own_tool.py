@@ -1,4 +1,4 @@
-"""A policy with a tool of your own: it looks up who sits where, then answers.
+"""A policy with a tool of your own: it looks up who sits beside whom, then answers.
 
     tailrace train quickstart --environment.name examples.own_tool:seats
 
@@ -11,41 +11,20 @@ from difflib import SequenceMatcher
 from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy, Task, ToolSpec, answer_tool_calls
 from tailrace.errors import ToolError
 
-SEATS = dict(
-    enumerate(
-        [
-            "Max",
-            "Ada",
-            "Leo",
-            "Eva",
-            "Tom",
-            "Ben",
-            "Zoe",
-            "Iris",
-            "Paul",
-            "Nina",
-            "Hugo",
-            "Vera",
-            "Sam",
-            "Ruth",
-            "Karl",
-            "Olga",
-        ],
-        start=1,
-    )
-)
-SITS_AT = ToolSpec(
-    name="sits_at",
-    description="Who sits at a desk.",
-    parameters={"type": "object", "properties": {"desk": {"type": "integer"}}, "required": ["desk"]},
+NAMES = ["Max", "Ada", "Leo", "Eva", "Tom", "Ben", "Zoe", "Iris", "Paul", "Nina", "Hugo", "Vera", "Sam", "Ruth", "Karl"]
+NEIGHBOURS = dict(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True))
+SITS_BY = ToolSpec(
+    name="sits_by",
+    description="Who sits beside somebody.",
+    parameters={"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
 )
 
 
-def sits_at(desk: int) -> str:
+def sits_by(name: str) -> str:
     """The tool: an ordinary function of keyword arguments. A `ToolError` is an answer too."""
-    if desk not in SEATS:
-        raise ToolError(f"there is no desk {desk}; there are 1 to {len(SEATS)}")
-    return SEATS[desk]
+    if name not in NEIGHBOURS:
+        raise ToolError(f"nobody is called {name}; there are: {', '.join(NEIGHBOURS)}")
+    return NEIGHBOURS[name]
 
 
 async def agent(task: Task, policy: Policy) -> AgentResult:
@@ -53,26 +32,25 @@ async def agent(task: Task, policy: Policy) -> AgentResult:
 
     The reward is by degrees: a model that calls no tool yet learns the form of an answer, and some names by heart.
     """
-    first, second = task["desks"]
-    question = f"Who sits at the desks {first} and {second}? One name per line."
+    question = "Who sits beside them? One name per line:\n" + "\n".join(task["names"])
     messages: list[Message] = [{"role": "user", "content": question}]
     called = 0
     for _ in range(4):
-        reply = await policy.chat(messages, tools=[SITS_AT])
+        reply = await policy.chat(messages, tools=[SITS_BY])
         messages.append(reply.message)
         if not reply.tool_calls:
             break
-        messages += await answer_tool_calls(reply, {"sits_at": sits_at})
+        messages += await answer_tool_calls(reply, {"sits_by": sits_by})
         called += len(reply.tool_calls)
-    names = [SEATS[first], SEATS[second]]
-    right = SequenceMatcher(None, reply.content.strip(), "\n".join(names)).ratio()
+    neighbours = [NEIGHBOURS[name] for name in task["names"]]
+    right = SequenceMatcher(None, reply.content.strip().split("\n"), neighbours).ratio()
     return AgentResult(0.8 * right + 0.2 * (called > 0), metrics={"right": right, "tool_calls": called})
 
 
 seats = EnvironmentSpec(
     name="seats",
     agent=agent,
-    train_tasks=[{"desks": [first, second]} for first in SEATS for second in SEATS if first != second],
+    train_tasks=[{"names": [first, second]} for first in NAMES for second in NAMES if first != second],
     held_out=16,
     trusted=True,
 )

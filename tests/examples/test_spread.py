@@ -13,7 +13,7 @@ from tailrace.config import load_settings
 from tailrace.run.trying import try_environments
 
 ROOT = Path(__file__).parents[2]
-GUIDES = {"environments": ["shout", "guess", "quiz", "count"], "scoring": ["capitals"]}
+GUIDES = {"environments": ["backwards", "guess", "quiz", "count"], "scoring": ["capitals"]}
 EXAMPLES = ["own_agent:first_names", "own_environment:guess_the_name", "own_tool:seats", "stalling_reward:copy_text"]
 SETTINGS = """
 max_steps = 1
@@ -21,7 +21,7 @@ model.name = "bundled:quickstart"
 rollouts = {{ max_tokens = 96, max_turns = 3 }}
 generator = {{ slots = 64 }}
 environments = [
-    {{ name = "examples.own_dataset:shout", data = "{root}/examples/words.jsonl", eval_tasks = 4 }},
+    {{ name = "examples.own_dataset:rest", data = "{root}/examples/names.jsonl", eval_tasks = 4 }},
     {{ name = "examples.own_judge:names_by_key" }},
     {named}
 ]

@@ -43,9 +43,10 @@ class Rollouter:
         renderer: Renderer,
         generate: Generate,
         max_model_tokens: int | None = None,
+        max_steps: int = 0,
         worker_log: Path | None = None,
     ) -> None:
-        """`environments` by their names, which tasks carry."""
+        """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told."""
         self._settings = settings
         self._environments = environments
         self._renderer = renderer
@@ -54,7 +55,7 @@ class Rollouter:
         self._attempts = Attempts()
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
-        self._functions = RewardFunctions(self._workers)
+        self._functions = RewardFunctions(self._workers, max_steps=max_steps)
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
         self._scorer = Scorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
