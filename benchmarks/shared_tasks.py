@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from difflib import SequenceMatcher
+from itertools import count, islice
 from pathlib import Path
 
 WORDS = [
@@ -88,11 +90,17 @@ def speed_tasks(size: int) -> list[dict[str, str]]:
     return [{"prompt": " ".join(COUNTS[int(digit)] for digit in f"{index:04d}"), "answer": ""} for index in range(size)]
 
 
-def reverse_tasks(size: int, seed: int) -> list[dict[str, str]]:
-    """Short texts to write backwards."""
+def reverse_tasks(size: int, seed: int, *, held_out: bool) -> list[dict[str, str]]:
+    """Short texts to write backwards: of the fifth that is held out, or of the others."""
     rng = random.Random(seed)
-    texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 2))) for _ in range(size)]
+    drawn = (" ".join(rng.choices(WORDS, k=rng.randint(1, 2))) for _ in count())
+    texts = islice((text for text in drawn if is_held_out(text) is held_out), size)
     return [{"prompt": f"Reverse this text: {text}", "answer": text[::-1]} for text in texts]
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a text is for measuring alone; decided by the text, so that no lesson can have it."""
+    return zlib.crc32(text.encode()) % 5 == 0
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:

@@ -63,7 +63,8 @@ def now() -> tuple[float, float]:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(1)
+    tuning = job["tuning"]
+    torch.set_num_threads(tuning["threads"])
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     meter = Meter(job["max_tokens"])
@@ -80,8 +81,10 @@ def main() -> None:
         learning_rate=job["learning_rate"],
         lr_scheduler_type="constant",
         adam_beta2=0.99,
-        per_device_train_batch_size=job["micro_batch"],
-        gradient_accumulation_steps=job["batch_size"] // job["micro_batch"],
+        per_device_train_batch_size=tuning["micro_batch"],
+        gradient_accumulation_steps=job["batch_size"] // tuning["micro_batch"],
+        steps_per_generation=tuning["steps_per_generation"],
+        use_transformers_continuous_batching=tuning["continuous_batching"],
         num_generations=job["group_size"],
         max_completion_length=job["max_tokens_per_completion"],
         temperature=1.0,
@@ -93,7 +96,7 @@ def main() -> None:
         scale_rewards="none",
         bf16=job["precision"] == "bfloat16",
         gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "float32", "attn_implementation": tuning["attention"]},
         logging_strategy="no",
         save_strategy="no",
         report_to="none",

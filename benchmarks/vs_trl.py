@@ -6,15 +6,16 @@
 Speed. A Qwen3 of 3.4 million parameters, 8 tasks x 8 rollouts per step, a reward that costs nothing, and a learning
 rate so low that lengths stay what they are. `fixed`: 64 tokens each, none ends earlier. `natural`: every token is the
 last one with the same probability (see `small_model.py`), mean 200, cut at 256. Figures are trained completion tokens
-over user and system CPU of all processes, from the first rollout to the last step, start-up left out on both sides;
-`wall_ratio` compares tokens per second of wall time, with Tailrace on two cores and TRL, which takes turns, on one.
-TRL generates the 64 rollouts of a step together, with a cache, and trains on all of them in one pass, without a
-reference model; its bf16 is autocast over float32 weights. Tailrace decodes up to 256 rollouts at a time, four steps'
-worth, which its asynchronous schedule allows (tokens are at most 4 versions old), and generates with bf16 weights.
+over user and system CPU of all processes, from the first rollout to the last step, start-up left out on both sides, all
+with one thread; `wall_ratio` compares tokens per second of wall time with two threads on both sides. TRL runs as
+`trl_sweep.py` found it best, its allocator set as Tailrace sets its own, and as it sets itself up (`trl_defaults`),
+without a reference model; its bf16 is autocast over float32 weights. Tailrace decodes up to 256 rollouts at a time,
+four steps' worth, which its asynchronous schedule allows (tokens are at most 4 versions old), and beside that with one
+step's slots, 64; it generates with bf16 weights. One repeat of the four cases by default; recorded figures have three.
 
-Learning. A smaller Qwen3, schooled a little to write texts backwards, is trained by both at the same rate, with the
-same loss, on the same prompts and reward, for as many trained tokens; then `tailrace eval` measures both on held-out
-texts.
+Learning (`--case learning`). A smaller Qwen3, schooled a little to write texts backwards, is trained by both at the
+same rate, with the same loss, on the same prompts and reward, for as many trained tokens; then `tailrace eval` measures
+both on texts that neither the lessons nor the training have, told apart by a hash of the text.
 """
 
 from __future__ import annotations
@@ -24,14 +25,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.kit import parse_options, progress, report  # isort: skip - before torch
+from benchmarks.kit import common_options, common_parser, progress, report  # isort: skip - before torch
 
 import math
 import statistics
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from benchmarks.peers import Job, require_peer, run_peer, run_tailrace, tailrace_reward
+from benchmarks.peers import (
+    TRL_DEFAULTS,
+    TRL_TUNED,
+    Job,
+    Outcome,
+    require_peer,
+    run_peer,
+    run_tailrace,
+    tailrace_reward,
+)
 from benchmarks.shared_tasks import COUNTS, reverse_tasks, speed_tasks, write_rows
 from benchmarks.small_model import ModelSize, make_model, make_tokenizer, save, school, set_end_probability
 
@@ -39,9 +50,10 @@ GROUP_SIZE, BATCH_SIZE = 8, 64
 END_PROBABILITY = {"fixed": 1e-9, "natural": 0.00206}
 """Of every token; under the second one the mean of lengths cut at 256 is 200."""
 CAP = {"fixed": 64, "natural": 256}
-STEPS = {"fixed": (24, 6), "natural": (12, 3)}
-"""Of Tailrace and of TRL; figures are rates, and Tailrace's include its start from empty slots and its end."""
-QUICK_STEPS = {"fixed": (6, 2), "natural": (3, 1)}
+STEPS = {"fixed": (24, 16, 6), "natural": (12, 8, 3)}
+"""Of Tailrace, of Tailrace with one step's slots, and of TRL; figures are rates, and Tailrace's include its start from
+empty slots and its end."""
+QUICK_STEPS = {"fixed": (4, 2, 1), "natural": (3, 2, 1)}
 TARGETS = {
     ("fixed", "float32"): 1.5,
     ("fixed", "bfloat16"): 2.0,
@@ -55,14 +67,23 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One workload in one precision."""
+    """One workload in one precision: medians over repeats, in tokens per CPU-second."""
 
     case: str
     precision: str
-    tailrace_tokens_per_cpu_s: float
-    trl_tokens_per_cpu_s: float
+    repeats: int
+    tailrace: float
+    tailrace_one_step: float
+    """With slots for one step's rollouts, as TRL has."""
+    trl: float
+    """As `trl_sweep.py` found it best."""
+    trl_defaults: float
     ratio: float
+    ratio_range: str
+    ratio_one_step: float
+    ratio_defaults: float
     wall_ratio: float
+    """Tokens per second of wall time, two threads on both sides: TRL's one process, Tailrace's two."""
     tailrace_mean_tokens: float
     trl_mean_tokens: float
     target: float
@@ -77,6 +98,8 @@ class LearningRow:
     precision: str
     seeds: int
     trained_tokens: int
+    tailrace_generated_tokens: int
+    trl_generated_tokens: int
     reward_before: float
     tailrace_reward: float
     tailrace_standard_error: float
@@ -87,41 +110,77 @@ class LearningRow:
     met: bool
 
 
-def speed(workload: str, precision: str, folder: Path, steps: tuple[int, int]) -> SpeedRow:
-    """Run both."""
+def speed_job(workload: str, precision: str, folder: Path, steps: int) -> Job:
+    """So many steps; makes the model and the tasks where they are not there yet."""
     model, tasks = folder / f"model-{workload}", folder / "speed.jsonl"
     if not model.exists():
         write_rows(tasks, speed_tasks(4096))
         made = make_model(ModelSize())
         set_end_probability(made, END_PROBABILITY[workload])
         save(model, made, make_tokenizer([" ".join(COUNTS)], ModelSize().vocabulary))
-    ours, theirs = (
-        Job(
-            model=model,
-            tasks=tasks,
-            reward="length",
-            precision=precision,
-            steps=count,
-            group_size=GROUP_SIZE,
-            batch_size=BATCH_SIZE,
-            max_tokens_per_completion=CAP[workload],
-            learning_rate=1e-7,
-        )
-        for count in steps
+    return Job(
+        model=model,
+        tasks=tasks,
+        reward="length",
+        precision=precision,
+        steps=steps,
+        group_size=GROUP_SIZE,
+        batch_size=BATCH_SIZE,
+        max_tokens_per_completion=CAP[workload],
+        learning_rate=1e-7,
     )
-    tailrace = run_tailrace(ours, folder, f"{workload}-{precision}")
-    trl = run_peer(theirs, folder, f"{workload}-{precision}")
-    target = TARGETS[workload, precision]
-    ratio = tailrace.tokens_per_cpu_s / trl.tokens_per_cpu_s
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Every side once, one after another."""
+
+    tailrace: Outcome
+    tailrace_one_step: Outcome
+    trl: Outcome
+    trl_two_threads: Outcome
+    trl_defaults: Outcome
+
+    @property
+    def ratio(self) -> float:
+        return self.tailrace.tokens_per_cpu_s / self.trl.tokens_per_cpu_s
+
+
+def run_sides(workload: str, precision: str, folder: Path, steps: tuple[int, int, int], name: str) -> Repeat:
+    """In turns, so that all sides have the machine as it is just then."""
+    ours, one_step, theirs = (speed_job(workload, precision, folder, count) for count in steps)
+    return Repeat(
+        tailrace=run_tailrace(ours, folder, name),
+        tailrace_one_step=run_tailrace(one_step, folder, f"{name}-one-step", slots=BATCH_SIZE),
+        trl=run_peer(theirs, folder, name),
+        trl_two_threads=run_peer(theirs, folder, f"{name}-two-threads", replace(TRL_TUNED, threads=2)),
+        trl_defaults=run_peer(theirs, folder, f"{name}-defaults", TRL_DEFAULTS),
+    )
+
+
+def speed_row(workload: str, precision: str, repeats: list[Repeat]) -> SpeedRow:
+    """Medians, and the range of the ratio that has a target."""
+
+    def middle(rate: Callable[[Repeat], float]) -> float:
+        return statistics.median(map(rate, repeats))
+
+    ratios = [repeat.ratio for repeat in repeats]
+    ratio, target = statistics.median(ratios), TARGETS[workload, precision]
     return SpeedRow(
         case=workload,
         precision=precision,
-        tailrace_tokens_per_cpu_s=tailrace.tokens_per_cpu_s,
-        trl_tokens_per_cpu_s=trl.tokens_per_cpu_s,
+        repeats=len(repeats),
+        tailrace=middle(lambda one: one.tailrace.tokens_per_cpu_s),
+        tailrace_one_step=middle(lambda one: one.tailrace_one_step.tokens_per_cpu_s),
+        trl=middle(lambda one: one.trl.tokens_per_cpu_s),
+        trl_defaults=middle(lambda one: one.trl_defaults.tokens_per_cpu_s),
         ratio=ratio,
-        wall_ratio=tailrace.tokens_per_s / trl.tokens_per_s,
-        tailrace_mean_tokens=tailrace.mean_tokens,
-        trl_mean_tokens=trl.mean_tokens,
+        ratio_range=f"{min(ratios):.2f} to {max(ratios):.2f}",
+        ratio_one_step=middle(lambda one: one.tailrace_one_step.tokens_per_cpu_s / one.trl.tokens_per_cpu_s),
+        ratio_defaults=middle(lambda one: one.tailrace.tokens_per_cpu_s / one.trl_defaults.tokens_per_cpu_s),
+        wall_ratio=middle(lambda one: one.tailrace.tokens_per_s / one.trl_two_threads.tokens_per_s),
+        tailrace_mean_tokens=middle(lambda one: one.tailrace.mean_tokens),
+        trl_mean_tokens=middle(lambda one: one.trl.mean_tokens),
         target=target,
         met=ratio >= target,
     )
@@ -131,17 +190,17 @@ def learning(folder: Path, seeds: tuple[int, ...], steps: int) -> LearningRow:
     """Train with both, seed by seed, and measure both on held-out texts."""
     model, held_out = folder / "model-learning", folder / "held-out.jsonl"
     size = ModelSize(layers=2, hidden=128, heads=2, key_value_heads=2, vocabulary=320)
-    lessons = reverse_tasks(4000, seed=1000)
+    lessons = reverse_tasks(4000, seed=1000, held_out=False)
     tokenizer = make_tokenizer([], size.vocabulary)
     schooled = make_model(size)
     school(schooled, tokenizer, lessons)
     save(model, schooled, tokenizer)
-    write_rows(held_out, reverse_tasks(400, seed=2000))
+    write_rows(held_out, reverse_tasks(400, seed=2000, held_out=True))
     before = tailrace_reward(model, held_out, folder, "before")
-    ours, theirs, tokens = [], [], []
+    ours, theirs, runs = [], [], list[tuple[Outcome, Outcome]]()
     for seed in seeds:
         tasks = folder / f"reverse-{seed}.jsonl"
-        write_rows(tasks, reverse_tasks(4096, seed))
+        write_rows(tasks, reverse_tasks(4096, seed, held_out=False))
         job = Job(
             model=model,
             tasks=tasks,
@@ -156,7 +215,7 @@ def learning(folder: Path, seeds: tuple[int, ...], steps: int) -> LearningRow:
         )
         tailrace = run_tailrace(job, folder, f"learning-{seed}")
         trl = run_peer(job.until(tailrace.tokens), folder, f"learning-{seed}")
-        tokens.append(tailrace.tokens)
+        runs.append((tailrace, trl))
         ours.append(tailrace_reward(tailrace.model, held_out, folder, f"tailrace-{seed}"))
         theirs.append(tailrace_reward(trl.model, held_out, folder, f"trl-{seed}"))
         progress(f"learning, seed {seed}: {before:.3f} before, Tailrace {ours[-1]:.3f}, TRL {theirs[-1]:.3f}")
@@ -166,7 +225,9 @@ def learning(folder: Path, seeds: tuple[int, ...], steps: int) -> LearningRow:
         case="learning",
         precision="float32",
         seeds=len(seeds),
-        trained_tokens=round(statistics.mean(tokens)),
+        trained_tokens=round(statistics.mean(tailrace.tokens for tailrace, _ in runs)),
+        tailrace_generated_tokens=round(statistics.mean(tailrace.generated_tokens for tailrace, _ in runs)),
+        trl_generated_tokens=round(statistics.mean(trl.generated_tokens for _, trl in runs)),
         reward_before=before,
         tailrace_reward=statistics.mean(ours),
         tailrace_standard_error=errors[0],
@@ -183,26 +244,29 @@ def standard_error(values: list[float]) -> float:
 
 
 def main() -> None:
-    options = parse_options(__doc__)
+    parser = common_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=1, help="of every case and side, in turns")
+    arguments = parser.parse_args()
+    options = common_options(arguments)
     require_peer()
-    names = [f"{workload}-{precision}" for workload, precision in TARGETS] + ["learning"]
-    if options.quick and not options.cases:
-        names = ["fixed-float32", "fixed-bfloat16"]
+    names = [f"{workload}-{precision}" for workload, precision in TARGETS]
+    chosen = options.choose([*names, "learning"])
+    if not options.cases:
+        chosen = ["fixed-bfloat16"] if options.quick else names
     rows: list[SpeedRow | LearningRow] = []
     with tempfile.TemporaryDirectory(prefix="tailrace-vs-trl-") as temporary:
         folder = Path(temporary)
-        for name in options.choose(names):
-            workload, _, precision = name.partition("-")
-            if name == "learning":
-                seeds, steps = ((0,), 10) if options.quick else (LEARNING_SEEDS, LEARNING_STEPS)
-                rows.append(learning(folder, seeds, steps))
-            else:
+        repeats: dict[str, list[Repeat]] = {name: [] for name in chosen if name != "learning"}
+        for turn in range(arguments.repeats):
+            for name, done in repeats.items():
+                workload, _, precision = name.partition("-")
                 steps = (QUICK_STEPS if options.quick else STEPS)[workload]
-                row = speed(workload, precision, folder, steps)
-                progress(
-                    f"{name}: {row.tailrace_tokens_per_cpu_s:,.0f} / {row.trl_tokens_per_cpu_s:,.0f} = {row.ratio:.2f}"
-                )
-                rows.append(row)
+                done.append(run_sides(workload, precision, folder, steps, f"{name}-{turn}"))
+                progress(f"{name}: {done[-1].ratio:.2f}")
+        rows += [speed_row(*name.split("-"), done) for name, done in repeats.items()]
+        if "learning" in chosen:
+            seeds, learning_steps = ((0,), 10) if options.quick else (LEARNING_SEEDS, LEARNING_STEPS)
+            rows.append(learning(folder, seeds, learning_steps))
     report("Tailrace and TRL", rows, options)
 
 

@@ -6,12 +6,13 @@ counts other threads than the one that planned them.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings as _hypothesis
+
+from tailrace.reporting import logs
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
@@ -34,16 +35,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """Commands and runs set up the logging of their process; a test gives it back."""
-    root, ours = logging.getLogger(), logging.getLogger("tailrace")
-    handlers, level, our_level = list(root.handlers), root.level, ours.level
-    yield
-    for handler in [*root.handlers]:
-        if handler not in handlers:
-            root.removeHandler(handler)
-            handler.close()
-    for handler in handlers:
-        if handler not in root.handlers:
-            root.addHandler(handler)
-    root.setLevel(level)
-    ours.setLevel(our_level)
-    logging.captureWarnings(False)
+    with logs.logging_as_it_was():
+        yield

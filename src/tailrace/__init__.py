@@ -1,7 +1,7 @@
 """Tailrace: asynchronous reinforcement learning of language models.
 
-Most is done by the command `tailrace`. For use as a library, without a run or a trainer: `gather_groups` and
-`stream_groups`, imported when they are first asked for.
+The command `tailrace` does it all; so do `train` and `evaluate` from a program (docs/python.md). Without a run or a
+trainer: `gather_groups` and `stream_groups`. All of them are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tailrace.environments import AgentResult
+    from tailrace.api import RunResult, evaluate, evaluate_async, train, train_async
+    from tailrace.environments import AgentResult, EnvironmentSpec, Observation, Policy
     from tailrace.records import Group, Message, Reward, Rollout, Task
+    from tailrace.reporting.metrics import StepMetrics
     from tailrace.rollouts.error_budget import ErrorBudget
     from tailrace.rollouts.gathering import GroupCounts, gather_groups, stream_groups
 
@@ -19,19 +21,28 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgentResult",
+    "EnvironmentSpec",
     "ErrorBudget",
     "Group",
     "GroupCounts",
     "Message",
+    "Observation",
+    "Policy",
     "Reward",
     "Rollout",
+    "RunResult",
+    "StepMetrics",
     "Task",
     "__version__",
+    "evaluate",
+    "evaluate_async",
     "gather_groups",
     "stream_groups",
+    "train",
+    "train_async",
 ]
 
-_ROOMS = ("records", "environments", "rollouts.error_budget", "rollouts.gathering")
+_ROOMS = ("records", "environments", "rollouts.error_budget", "rollouts.gathering", "reporting.metrics", "api")
 """Where the public names are defined, the quickest to import first."""
 
 

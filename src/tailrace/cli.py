@@ -14,6 +14,7 @@ tailrace --version
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,9 @@ class Train:
     name: Name = None
     """Name of the run's folder under runs/; without one, the recipe's or file's."""
     resume: bool = False
-    """Go on from the newest checkpoint of the folder of that name."""
+    """Go on from the newest checkpoint of the folder of that name, with the settings that the run has."""
+    allow_changed_settings: bool = False
+    """With --resume: go on with settings that differ from the run's own, which are kept."""
     dry_run: bool = False
     """Only show the resolved settings and what they come to."""
     capture: Steps = None
@@ -71,13 +74,16 @@ class Train:
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
-        from tailrace.config import load_settings, placed
+        from tailrace.config import load_settings, placed, read_settings_file
+        from tailrace.lifecycle.exit_codes import ExitCode
         from tailrace.reporting.summary import summary_text
 
         if self.name is not None:
             overrides = [*overrides, f"--name={json.dumps(self.name, ensure_ascii=False)}"]
         if self.resume:
             overrides = [*overrides, "--resume"]
+        if self.allow_changed_settings:
+            overrides = [*overrides, "--allow_changed_settings"]
         if self.capture is not None:
             overrides = [*overrides, "--observability.capture", str(self.capture)]
         settings = load_settings(self.recipe, overrides)
@@ -86,9 +92,11 @@ class Train:
                 return _show_plan(settings)
             from tailrace.run.training import train
 
-            summary = _run(train(settings))
+            summary = _run(train(settings, recipe=read_settings_file(self.recipe).table))
         _print(summary_text(summary))
         _print(f"  in          runs/{settings.name}")
+        if summary.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) and summary.checkpoint_path:
+            _print(f"  go on with  tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume")
         return summary.exit_code
 
 

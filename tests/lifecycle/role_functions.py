@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,12 @@ async def leave(role: Role) -> None:
 
 async def fail(role: Role) -> None:
     raise RuntimeError("the wheel fell off")
+
+
+async def leave_slowly(role: Role) -> None:
+    """With a thread that the interpreter would wait for, as it would for torch's modules to be taken apart."""
+    threading.Thread(target=threading.Event().wait).start()
+    print("all is done")
 
 
 async def refuse_settings(role: Role) -> None:

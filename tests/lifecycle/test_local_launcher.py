@@ -104,6 +104,13 @@ async def test_a_role_whose_work_is_done_may_leave(launcher: LocalLauncher) -> N
             await launcher.watch()
 
 
+async def test_a_role_whose_work_is_done_leaves_at_once_and_loses_no_print(launcher: LocalLauncher) -> None:
+    process = launcher.start(role("leave_slowly"))
+    process.expect_exit()
+    assert await process.left() == 0
+    assert "all is done" in (launcher.logs / "trainer.log").read_text()
+
+
 async def test_a_role_whose_work_is_done_may_not_crash(launcher: LocalLauncher) -> None:
     launcher.start(role("fail")).expect_exit()
     with pytest.raises(LifecycleError, match="with status 1"):

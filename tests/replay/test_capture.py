@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tailrace.config import load_settings
 from tailrace.errors import DataError
 from tailrace.records import (
     Branch,
@@ -21,7 +22,8 @@ from tailrace.records import (
     Task,
     TaskId,
 )
-from tailrace.replay.capture import CaptureWriter, read_capture
+from tailrace.replay.capture import CaptureWriter, capture_folders, read_capture
+from tailrace.replay.command import captured
 from tailrace.tracing.background import BackgroundWriter
 
 
@@ -71,9 +73,9 @@ def group(number: int = 1) -> Group:
     return Group(group_id, task, rollouts, [0.5, np.array([0.25, -1.0], np.float32)])
 
 
-def written(folder: Path, *groups: Group, steps: int = 1, max_bytes: int = 1 << 20) -> Path:
+def written(folder: Path, *groups: Group, steps: int = 1, max_bytes: int = 1 << 20, settings_json: str = "{}") -> Path:
     writer = BackgroundWriter()
-    capture = CaptureWriter(folder / "capture", writer, steps=steps, max_bytes=max_bytes, settings_json="{}")
+    capture = CaptureWriter(folder / "capture", writer, steps=steps, max_bytes=max_bytes, settings_json=settings_json)
     for one in groups:
         capture.write(one)
         capture.step_ended()
@@ -114,6 +116,25 @@ def test_a_capture_keeps_to_its_size(tmp_path: Path) -> None:
     one_group = sum(path.stat().st_size for path in written(tmp_path / "one", group()).glob("group_*"))
     folder = written(tmp_path / "more", *(group() for _ in range(4)), steps=9, max_bytes=one_group * 5 // 2)
     assert len(read_capture(folder)) == 2
+
+
+def test_a_capture_after_a_resume_leaves_the_earlier_ones_as_they_are(tmp_path: Path) -> None:
+    first = written(tmp_path, group(1), group(2), steps=2)
+    before = {path.name: path.read_bytes() for path in first.iterdir()}
+    for number in (7, 8):
+        written(tmp_path, group(number))
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == before
+    folders = capture_folders(first)
+    assert [folder.name for folder in folders] == ["capture", "capture_2", "capture_3"]
+    assert [[one.task.index for one in read_capture(folder)] for folder in folders] == [[1, 2], [7], [8]]
+
+
+def test_what_is_replayed_of_a_run_is_its_newest_capture(tmp_path: Path) -> None:
+    settings = load_settings("quickstart").model_dump_json()
+    for number in (1, 7):
+        folder = written(tmp_path, group(number), settings_json=settings)
+    assert [one.task.index for one in captured(tmp_path).captured] == [7]
+    assert [one.task.index for one in captured(folder).captured] == [1]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".msgpack"])

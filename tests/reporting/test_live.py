@@ -4,6 +4,7 @@ import asyncio
 import io
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tailrace.reporting.live_rendering import run_screen
 from tailrace.reporting.logs import Terminal, setup_logging
 from tailrace.reporting.run_view import Pace, RunView, Stage
 from tailrace.tracing.lag import LagStatistics
+from tests.reporting.example_run import HOSTILE, a_conversation, a_message, a_rollout
 
 
 def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
@@ -29,6 +31,9 @@ def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
         reward_std=0.143,
         completion_tokens=84.2,
         turns=2.4,
+        learning_rate=8e-4,
+        curves={"training/kl": [0.001, 0.002], "training/entropy": [0.9, 0.83], "training/grad_norm": [0.4, 0.31]},
+        sample=a_rollout(38, 0, 0.75, a_conversation(True)).rollout,
         held_out={"alphabet-sort": 0.813},
         evaluating_step=30,
         evaluated_rollouts=12,
@@ -53,16 +58,46 @@ def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
     )
 
 
-def text_of(view: RunView, width: int, **more: object) -> str:
+def text_of(view: RunView, width: int, height: int = 24, **more: object) -> str:
     console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
-    console.print(run_screen(view, width, **more))  # type: ignore[arg-type]
+    console.print(run_screen(view, width, height, **more))  # type: ignore[arg-type]
     return console.export_text()
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
-def test_the_live_view_shows_everything_within_the_width(width: int) -> None:
+LOG_LINES = [f"12:00:0{second} checkpoint written" for second in range(4)]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 50), (120, 30), (160, 50), (200, 60)])
+def test_the_live_view_fits_the_terminal(width: int, height: int) -> None:
+    lines = text_of(a_view(), width, height, remaining_s=41.0, log_lines=LOG_LINES).rstrip("\n").splitlines()
+    assert max(len(line) for line in lines) <= width
+    assert len(lines) < height
+
+
+def test_a_wide_and_tall_terminal_is_used_for_curves_and_a_conversation() -> None:
+    text = text_of(a_view(), 160, 50, log_lines=LOG_LINES)
+    for promised in (
+        *("reward 0.745  0.25 to 0.745", "KL 0.002  0.001 to 0.002", "entropy 0.83  0.83 to 0.9", "gradient 0.31"),
+        *("alphabet-sort/38: reward 0.750", "Sort these names: Curie, Ada, Dirac, Boole", "assistant  "),
+    ):
+        assert promised in text
+    assert sum(line.startswith("12:00:0", 2) for line in text.splitlines()) == 4
+    assert len(text.rstrip("\n").splitlines()) == 39
+
+
+def test_a_conversation_is_cut_to_the_rows_that_are_left() -> None:
+    said = [a_message("assistant", "word " * 400), a_message("user", HOSTILE), a_message("assistant", "long " * 4000)]
+    view = replace(a_view(), sample=a_rollout(38, 0, 0.75, said).rollout)
+    text = text_of(view, 160, 34)
+    assert len(text.rstrip("\n").splitlines()) < 34
+    assert "…" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+@pytest.mark.parametrize("width", [80, 160, 200])
+def test_the_live_view_shows_every_figure(width: int) -> None:
     text = text_of(a_view(), width, remaining_s=41.0, log_lines=["12:00:01 checkpoint written"])
-    assert max(len(line) for line in text.splitlines()) <= width
     for promised in (
         "step 38 of 60 · 1:12 · 0:41 left",
         "0.745 ± 0.143",
@@ -81,6 +116,8 @@ def test_the_live_view_shows_everything_within_the_width(width: int) -> None:
         "2 timeout",
         "checkpoint written",
         "▁▅█",
+        "rate 0.0008",
+        "KL 0.002  entropy 0.83  gradient 0.31",
     ):
         assert promised in text
 

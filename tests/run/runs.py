@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tailrace.config import RunSettings, load_settings
+from tailrace.config import RUNS, RunSettings, load_settings
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
@@ -30,6 +30,8 @@ TINY = (
     *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false"),
     *("--scheduling.row_tokens", "512", "--generator.max_cache_tokens", "512", "--generator.slots", "8"),
 )
+RESUMED = ("--resume", "--allow-changed-settings")
+"""Goes on with whatever is given now."""
 PATIENCE_S = 240.0
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
 """So that a command runs this very tree, and finds the tests' environments."""
@@ -39,14 +41,14 @@ def environment(name: str) -> tuple[str, ...]:
     return ("--environment.name", f"tests.support.run_environments:{name}")
 
 
-def tiny_settings(*overrides: str, name: str = "run") -> RunSettings:
-    return load_settings("quickstart", [*TINY, *environment("words"), "--name", name, *overrides])
+def tiny_settings(*overrides: str, name: str = "run", parent: Path = RUNS) -> RunSettings:
+    return load_settings("quickstart", [*TINY, *environment("words"), "--name", name, *overrides], parent)
 
 
 async def run_inline(parent: Path, *overrides: str, name: str = "run") -> RunSummary:
     """A run in this very process."""
-    settings = tiny_settings("--placement", "inline", "--observability.live", "off", *overrides, name=name)
-    return await train(settings, parent)
+    inline = ("--placement", "inline", "--observability.live", "off")
+    return await train(tiny_settings(*inline, *overrides, name=name, parent=parent), parent)
 
 
 @dataclass

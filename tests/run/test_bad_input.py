@@ -16,7 +16,7 @@ from tailrace.reporting.summary import RunSummary
 from tailrace.rollouts import ChatRenderer
 from tailrace.run.parts import within_own_context
 from tailrace.run.training import train
-from tests.run.runs import environment, records, rollouts, run_inline, tiny_settings
+from tests.run.runs import RESUMED, environment, records, rollouts, run_inline, tiny_settings
 from tests.support.chat_models import save_chat_model
 
 TROUBLES = """
@@ -179,7 +179,7 @@ async def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 async def test_a_checkpoint_of_other_environments_is_refused(tmp_path: Path) -> None:
     await run_inline(tmp_path, "--max_steps", "1")
-    summary = await run_inline(tmp_path, *environment("troubled"), "--max_steps", "2", "--resume")
+    summary = await run_inline(tmp_path, *environment("troubled"), "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
     assert "resume with the same environments" in summary.reason
 
@@ -188,7 +188,7 @@ async def test_a_disk_that_takes_no_checkpoint_fails_the_run(tmp_path: Path) -> 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").touch()
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
-    summary = await run_inline(tmp_path, "--max_steps", "1", "--resume")
+    summary = await run_inline(tmp_path, "--max_steps", "1", *RESUMED)
     assert (summary.status, summary.exit_code, summary.checkpoint_path) == (RunStatus.FAILED, 1, "")
     assert "cannot be written" in summary.reason
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.cli import main
 from tailrace.lifecycle.shutdown import ShutdownSettings
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.run import orchestrator
-from tests.run.runs import command, environment, records, run_inline, trained_tasks
+from tests.run.runs import TINY, command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
 
 
@@ -77,6 +78,18 @@ async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: 
     assert Path(summary.checkpoint_path).is_dir()
     assert (tmp_path / "run" / "summary.json").is_file()
     assert summary.ledger.balances
+
+
+def test_an_interrupted_command_says_how_to_stop_at_once_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    signalling = (*environment("signalling"), "--environment.args.after", "runs/run/metrics.jsonl")
+    inline = ("--placement", "inline", "--observability.live", "off", "--name", "run", "--max_steps", "1000")
+    assert main(["train", "quickstart", *TINY, *signalling, *inline]) == 130
+    printed = capsys.readouterr()
+    assert "stopping, with a last save: Ctrl-C again to stop at once" in printed.err
+    assert "go on with  tailrace train quickstart --name run --resume\n" in printed.out
 
 
 async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadline(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.run.runs import IMPORTS, PATIENCE_S, Command, command, records, rollouts, run_inline
+from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, Command, command, records, rollouts, run_inline
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
@@ -67,7 +67,7 @@ async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
         assert (status, run.leftovers(), all_gone(children)) == (130, [], True), printed
     steps = records(run.folder / "metrics.jsonl")[-1]["step"]
     assert f"checkpoint  runs/run/checkpoints/step_{steps:06d}" in printed
-    summary = await run_inline(tmp_path / "runs", "--max_steps", str(steps + 1), "--resume")
+    summary = await run_inline(tmp_path / "runs", "--max_steps", str(steps + 1), *RESUMED)
     assert (summary.exit_code, summary.steps) == (0, steps + 1)
 
 
@@ -105,7 +105,7 @@ async def test_children_of_a_killed_orchestrator_end_and_the_run_can_be_resumed(
         assert all_gone(children)
     told = len(records(run.folder / "metrics.jsonl"))
     saved = max(int(path.name.removeprefix("step_")) for path in (run.folder / "checkpoints").glob("step_*"))
-    summary = await run_inline(tmp_path / "runs", "--max_steps", str(max(told, saved) + 2), "--resume")
+    summary = await run_inline(tmp_path / "runs", "--max_steps", str(max(told, saved) + 2), *RESUMED)
     assert (summary.exit_code, summary.steps) == (0, max(told, saved) + 2)
     steps = [line["step"] for line in records(run.folder / "metrics.jsonl")]
     assert steps == sorted(set(steps))

@@ -16,7 +16,7 @@ import pytest
 
 from tailrace.errors import DataError
 from tailrace.run.ownership import LAPSES_AFTER_S, OWNER_FILE, Owner, may_be_alive, own_folder
-from tests.run.runs import command, run_inline
+from tests.run.runs import RESUMED, command, run_inline
 
 ELSEWHERE = Owner(pid=7, host="node-12", kernel="another", started_at="2026-01-01T00:00:00+00:00")
 HOLD = """
@@ -111,6 +111,6 @@ async def test_a_run_beside_a_live_one_of_its_name_is_refused_and_one_after_its_
         run.process.kill()
         run.process.wait()
     assert (run.folder / OWNER_FILE).is_file()
-    summary = await run_inline(run.folder.parent, "--max_steps", "1", "--resume")
+    summary = await run_inline(run.folder.parent, "--max_steps", "1", *RESUMED)
     assert summary.exit_code == 0
     assert not (run.folder / OWNER_FILE).exists()

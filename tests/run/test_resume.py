@@ -13,9 +13,12 @@ import pytest
 import torch
 import xxhash
 
+from tailrace.config import load_settings
+from tailrace.errors import SettingsError
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
 from tailrace.reporting.summary import RunSummary, summary_text
-from tests.run.runs import command, environment, records, rollouts, run_inline, trained_tasks
+from tailrace.run.training import train
+from tests.run.runs import RESUMED, command, environment, records, rollouts, run_inline, trained_tasks
 from tests.support.event_files import read_events
 
 DATA = (
@@ -33,7 +36,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def resumed(parent: Path) -> RunSummary:
     asyncio.run(run_inline(parent, *DATA, "--max_steps", "3"))
-    return asyncio.run(run_inline(parent, *DATA, "--max_steps", "100", "--max_epochs", "1", "--resume"))
+    return asyncio.run(run_inline(parent, *DATA, "--max_steps", "100", "--max_epochs", "1", *RESUMED))
 
 
 def test_steps_go_on_until_the_data_is_exhausted(resumed: RunSummary) -> None:
@@ -82,10 +85,27 @@ def test_the_events_of_both_starts_are_kept(parent: Path, resumed: RunSummary) -
     assert len({event.epoch for event in events}) == 2
 
 
+async def test_a_run_goes_on_with_its_own_settings_and_others_only_where_that_is_allowed(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "1", "--trainer.learning_rate", "7e-4")
+    config = tmp_path / "run" / "config.toml"
+    before = config.read_bytes()
+    summary = await train(load_settings("quickstart", ["--name", "run", "--resume"], tmp_path), tmp_path)
+    assert (summary.exit_code, summary.steps, summary.starts) == (0, 1, 2)
+    assert config.read_bytes() == before
+    more = ["--name", "run", "--resume", "--max_steps", "2"]
+    with pytest.raises(SettingsError, match="max_steps = 2 in place of 1"):
+        await train(load_settings("quickstart", more, tmp_path), tmp_path)
+    summary = await train(load_settings("quickstart", [*more, "--allow-changed-settings"], tmp_path), tmp_path)
+    assert (summary.exit_code, summary.steps) == (0, 2)
+    assert (tmp_path / "run" / "superseded" / "config_1.toml").read_bytes() == before
+    assert "learning_rate = 0.0007" in config.read_text()
+    assert "Goes on with max_steps = 2 in place of 1." in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+
+
 async def test_steps_after_the_checkpoint_are_trained_again_and_told_once(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "4", "--trainer.checkpoint_every_steps", "2")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000004")  # as if killed before it was written
-    summary = await run_inline(tmp_path, *DATA, "--max_steps", "10", "--max_epochs", "1", "--resume")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "10", "--max_epochs", "1", *RESUMED)
     assert (summary.steps, summary.starts, summary.ledger.by_state["trained"]) == (10, 2, 40)
     assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
     assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
@@ -110,7 +130,7 @@ async def test_a_crash_around_the_batch_of_a_step_costs_no_task(tmp_path: Path, 
         assert run.wait()[0] == -signal.SIGKILL
     assert (folder / "scheduler" / "step_000004.json").is_file()
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == ["step_000002"]
-    summary = await run_inline(tmp_path / "runs", *DATA, "--max_steps", "100", "--max_epochs", "1", "--resume")
+    summary = await run_inline(tmp_path / "runs", *DATA, "--max_steps", "100", "--max_epochs", "1", *RESUMED)
     assert summary.steps == 10
     assert Counter(trained_tasks(folder)) == {f"words/train/{index}": 2 for index in range(20)}
     names = [record["rollout_id"] for record in rollouts(folder)]
@@ -122,7 +142,7 @@ async def test_a_checkpoint_that_holds_the_scheduler_state_itself_is_resumed(tmp
     states, checkpoint = tmp_path / "run" / "scheduler", tmp_path / "run" / "checkpoints" / "step_000003"
     put_into(checkpoint, (states / "step_000003.json").read_bytes())
     shutil.rmtree(states)
-    await run_inline(tmp_path, *DATA, "--max_steps", "100", "--max_epochs", "1", "--resume")
+    await run_inline(tmp_path, *DATA, "--max_steps", "100", "--max_epochs", "1", *RESUMED)
     assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
 
 
@@ -141,7 +161,7 @@ def put_into(checkpoint: Path, state: bytes) -> None:
 async def test_a_checkpoint_without_its_scheduler_state_is_refused(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "1")
     shutil.rmtree(tmp_path / "run" / "scheduler")
-    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert "the checkpoint of step 1 cannot be resumed without" in summary.reason
 
@@ -151,7 +171,7 @@ async def test_no_rollout_of_a_resumed_run_has_a_name_that_was_given_before(tmp_
     await run_inline(tmp_path, *one_task, "--max_steps", "1", "--trainer.checkpoint_every_steps", "1")
     for _ in range(2):  # both from the same checkpoint, as if the first one had been killed
         shutil.rmtree(checkpoints / "step_000002", ignore_errors=True)
-        await run_inline(tmp_path, *one_task, "--max_steps", "2", "--resume")
+        await run_inline(tmp_path, *one_task, "--max_steps", "2", *RESUMED)
     written = [*rollouts(tmp_path / "run"), *records(tmp_path / "run" / "superseded" / "step_000002.jsonl")]
     names = [record["rollout_id"] for record in written]
     assert len(set(names)) == len(names) >= 12
@@ -160,20 +180,20 @@ async def test_no_rollout_of_a_resumed_run_has_a_name_that_was_given_before(tmp_
 async def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "2")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
     assert (summary.exit_code, summary.steps, summary.ledger.by_state["trained"]) == (0, 2, 8)
 
 
 async def test_a_run_that_is_through_has_nothing_more_to_train(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "2")
-    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.steps, summary.ledger.by_state["trained"]) == (RunStatus.FINISHED, 2, 8)
 
 
 async def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "1")
     (tmp_path / "run" / "checkpoints" / "step_000001" / "manifest.json").unlink()
-    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert "step_000001 is no checkpoint" in summary.reason
 
@@ -181,7 +201,7 @@ async def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None
 async def test_a_damaged_checkpoint_fails_the_run(tmp_path: Path) -> None:
     await run_inline(tmp_path, *DATA, "--max_steps", "1")
     (tmp_path / "run" / "checkpoints" / "step_000001" / "trainer.pt").write_bytes(b"rubbish")
-    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", "--resume")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert "step_000001 is damaged" in summary.reason
 

@@ -15,7 +15,7 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
-from tests.run.runs import length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
+from tests.run.runs import RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
 
@@ -174,5 +174,5 @@ async def test_a_folder_that_is_there_is_never_overwritten(parent: Path, folder:
 
 async def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to resume"):
-        await run_inline(tmp_path, "--max_steps", "1", "--resume")
+        await run_inline(tmp_path, "--max_steps", "1", *RESUMED)
     assert not list(tmp_path.iterdir())

@@ -71,7 +71,7 @@ async def test_one_run_at_a_time_and_another_protocol_is_refused() -> None:
     with serving("--address", "tcp://127.0.0.1:0") as process:
         address = address_of(process)
         first, second = GeneratorClient(address), GeneratorClient(address)
-        assert (await first.hello("run a")).model == "bundled:quickstart"
+        assert (await first.hello("run a")).model.name == "bundled:quickstart"
         with pytest.raises(SettingsError, match="in use by another run"):
             await second.hello("run b")
         await first.leave()

@@ -74,6 +74,14 @@ def test_stragglers_that_go_on_are_trained_in_a_later_batch() -> None:
     assert outcomes(simulated(over_sampling=1.5, max_staleness=4)) == {"trained": 320}
 
 
+async def test_the_budget_that_is_shown_has_room_for_what_over_sampling_starts_beyond_a_batch() -> None:
+    shown = [
+        make_world(lambda number: 0.0, max_staleness=1, over_sampling=factor).scheduler.statistics.budget_ceiling
+        for factor in (1.0, 3.0)
+    ]
+    assert shown == [(1 + 1) * 8, (1 + 3) * 8]
+
+
 async def test_groups_that_finish_beyond_the_batch_are_kept_for_the_next() -> None:
     world = make_world(lambda number: float(number % 2), rows=12, over_sampling=3.0, max_staleness=6, max_running=24)
     await world.run()

@@ -7,42 +7,83 @@ names the key, the line and the nearest valid name. Each part owns the class of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tailrace.config.overrides import apply_overrides, parse_overrides
+from tailrace.config.overrides import apply_overrides, flattened, parse_overrides
 from tailrace.config.plan import Plan, plan_run
 from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
+from tailrace.config.resuming import CONFIG_FILE, RECIPE_FILE, Difference, differences, own_settings, resumed_file
 from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
 from tailrace.user_code import modules_beside
 
 __all__ = [
+    "CONFIG_FILE",
+    "RECIPE_FILE",
+    "RUNS",
+    "Difference",
     "Plan",
     "RunSettings",
+    "differences",
     "list_recipes",
+    "load_from_python",
     "load_settings",
+    "own_settings",
     "placed",
+    "placed_at",
     "plan_run",
+    "read_settings_file",
     "settings_reference",
     "simulation_reference",
 ]
 
+RUNS = Path("runs")
+"""The folder of the runs' folders, where no other is given."""
 
-def load_settings(recipe: str, overrides: Sequence[str] = ()) -> RunSettings:
+
+def load_settings(recipe: str, overrides: Sequence[str] = (), runs: Path = RUNS) -> RunSettings:
     """The settings of a recipe or file, with command-line overrides laid over it. Raises `SettingsError`.
+
+    With `resume` they lie over those of the run of that name in `runs`, together with what was edited in the file.
 
     >>> load_settings("quickstart", ["--max_steps", "3"]).max_steps
     3
     """
-    file = read_settings_file(recipe)
-    table = apply_overrides(file.table, parse_overrides(overrides))
-    name = re.sub(r"[^\w.-]+", "-", Path(recipe).name.removesuffix(".toml"))  # `my run.toml` becomes `my-run`
-    table.setdefault("name", name.lstrip(".-") or "run")
-    return validated(RunSettings, table, _places(file, overrides))
+    given = parse_overrides(overrides)
+    return _resolved(_places(read_settings_file(recipe), given), given, runs)
+
+
+def load_from_python(
+    given: Mapping[str, Any] | str, changes: Mapping[str, Any], runs: Path = RUNS
+) -> tuple[RunSettings, Places]:
+    """Like `load_settings`, of a recipe, a file or a table, with what `changes` says by dotted name or in tables.
+
+    >>> load_from_python("quickstart", {"max_steps": 3, "trainer": {"threads": 2}})[0].trainer.threads
+    2
+    """
+    file = read_settings_file(given) if isinstance(given, str) else SettingsFile("settings", dict(given))
+    overrides = flattened(changes)
+    places = _places(file, overrides, "changes")
+    return _resolved(places, overrides, runs), places
+
+
+def _resolved(places: Places, overrides: dict[tuple[str, ...], Any], runs: Path) -> RunSettings:
+    table = apply_overrides(places.file.table, overrides)
+    if places.file.path != "settings":
+        stem = Path(places.file.path).name.removesuffix(".toml")
+        name = re.sub(r"[^\w.-]+", "-", stem)  # `my run.toml` becomes `my-run`
+        table.setdefault("name", name.lstrip(".-") or "run")
+    name = str(table.get("name", "run"))
+    if table.get("resume") is True and (own := resumed_file(runs / name, places.file)) is not None:
+        table = apply_overrides(own.table, overrides) | {"name": name, "resume": True}
+        places = replace(places, file=own)
+    return validated(RunSettings, table, places)
 
 
 @contextmanager
@@ -55,21 +96,27 @@ def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
         ...
     tailrace.errors.SettingsError: command line: no such argument
     """
-    path = Path(recipe)
+    with placed_at(_places(read_settings_file(recipe), parse_overrides(overrides))):
+        yield
+
+
+@contextmanager
+def placed_at(places: Places) -> Iterator[None]:
+    """`placed`, of settings whose places are known."""
+    path = Path(places.file.path)
     try:
         with modules_beside(path) if path.suffix == ".toml" else nullcontext():
             yield
     except SettingsError as error:
         if not error.key:
             raise
-        where = _places(read_settings_file(recipe), overrides).where(error.key)
-        raise SettingsError(f"{where}: {error}") from error
+        raise SettingsError(f"{places.where(error.key)}: {error}") from error
 
 
-def _places(file: SettingsFile, overrides: Sequence[str]) -> Places:
+def _places(file: SettingsFile, overrides: Iterable[tuple[str, ...]], given_by: str = "command line") -> Places:
     """`--environment.*` and `--environments.0.*` are the same key of the tables."""
     given: set[Key] = set()
-    for first, *rest in parse_overrides(overrides):
+    for first, *rest in overrides:
         parts = ("environments", "0", *rest) if first == "environment" else (first, *rest)
         given.add(tuple(int(part) if part.isdigit() else part for part in parts))
-    return Places(file, given)
+    return Places(file, given, given_by)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tailrace.config.sources import Key, Table
@@ -32,6 +32,19 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         overrides[tuple(name.replace("-", "_").split("."))] = _parse_value(value)
     return overrides
+
+
+def flattened(changes: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """The same form of what a program gives: dotted names, or tables in tables.
+
+    >>> flattened({"max_steps": 3, "trainer.threads": 2, "model": {"name": "m"}})
+    {('max_steps',): 3, ('trainer', 'threads'): 2, ('model', 'name'): 'm'}
+    """
+    found: dict[tuple[str, ...], Any] = {}
+    for name, value in changes.items():
+        key = (*prefix, *name.split("."))
+        found |= flattened(value, key) if isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:

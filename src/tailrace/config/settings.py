@@ -37,7 +37,14 @@ class RunSettings(BaseModel):
     )
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps after which training is finished.")
     max_epochs: int | None = Field(None, ge=1, description="Walks through the data sets after which it is finished.")
-    resume: bool = Field(False, description="Go on from the run folder's newest checkpoint.")
+    resume: bool = Field(
+        False,
+        description="Go on from the run folder's newest checkpoint, with the run's own settings (its config.toml). What"
+        " is given anew and differs from them is refused, unless allow_changed_settings is true.",
+    )
+    allow_changed_settings: bool = Field(
+        False, description="With resume: go on with settings that differ from the run's own; those are kept."
+    )
 
     model: ModelSettings
     environments: tuple[EnvironmentSettings, ...] = Field(min_length=1)

@@ -42,13 +42,15 @@ class Places:
 
     file: SettingsFile
     overridden: set[Key]
-    """Keys that the command line gave."""
+    """Keys that were given beside the file."""
+    beside: str = "command line"
+    """Where."""
 
     def where(self, *keys: Key) -> str:
-        """The command line, if it gave one of the keys or something inside; else the line of the first that has one."""
+        """`beside`, if one of the keys or something inside was given there; else the line of the first that has one."""
         overlaps = (all(map(eq, given, key)) for key in keys for given in self.overridden)
         if any(overlaps):  # one lies inside the other: `map` ends with the shorter
-            return "command line"
+            return self.beside
         return self.file.where(next((key for key in keys if key in self.file.lines), keys[0]))
 
 

@@ -45,16 +45,19 @@ def environment_names() -> list[str]:
     return sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
 
 
-def load_environment(settings: EnvironmentSettings, *, with_tasks: bool = True) -> EnvironmentSpec:
+def load_environment(
+    settings: EnvironmentSettings, *, with_tasks: bool = True, given: object | None = None
+) -> EnvironmentSpec:
     """The environment that the settings describe, its held-out tasks split off.
 
     Cheap, and depends on the settings and the files and modules they name alone, so that any process can re-create the
     environment. A worker process, whose tasks are sent to it, passes `with_tasks=False` and gets a spec without rows.
+    `given` is what the settings name, where that is an object of this process that no other one can import.
 
     Raises `SettingsError` for an unknown environment, a wrong argument or a missing extra, `DataError` for a data set
     that is missing, empty or malformed, or lacks a required column.
     """
-    target = _find(settings.name)
+    target = _find(settings.name) if given is None else given
     spec = _to_spec(target, settings)
     spec = replace(
         spec,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,7 +15,7 @@ _EXIT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TER
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM while entered, on the main thread with a running event loop.
+    """Handles SIGINT and SIGTERM while entered, with a running event loop; in another thread than the main one, none.
 
     The first calls `request_stop` on the loop; a later one `abort` in the signal handler, as the loop may be stuck.
     """
@@ -29,7 +30,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
-        for number in _EXIT_CODES:
+        is_main = threading.current_thread() is threading.main_thread()  # no other one may handle signals
+        for number in _EXIT_CODES if is_main else ():
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

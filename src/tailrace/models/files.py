@@ -10,7 +10,8 @@ from pathlib import Path
 from tailrace.errors import ModelError
 from tailrace.records import Json
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Files of them in a model's folder."""
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -64,8 +65,8 @@ def require_tokenizer(name: str, folder: Path) -> None:
 
 def require_whole_weights(name: str, folder: Path) -> None:
     """Raise `ModelError` for a local folder whose weights are not there, or not all there."""
-    if not any(map(any, map(folder.glob, _WEIGHTS))):
-        raise ModelError(f"model {name!r}: the folder {folder} holds no weights ({' or '.join(_WEIGHTS)})")
+    if not any(map(any, map(folder.glob, WEIGHTS))):
+        raise ModelError(f"model {name!r}: the folder {folder} holds no weights ({' or '.join(WEIGHTS)})")
     if missing := [file for file in _named_by_index(folder) if not (folder / file).is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"model {name!r} lacks files of its weights: {folder / missing[0]}{more}; fetch it again")

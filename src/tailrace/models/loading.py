@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import importlib.resources
 import importlib.util
+import json
 import logging
 import re
 import shutil
@@ -23,10 +24,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from tailrace.errors import ModelError
 from tailrace.models.files import read_json, require_tokenizer, require_whole_weights
+from tailrace.records import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,7 +166,7 @@ def tokenizer_folder(name: str, into: Path) -> Path:
     tokenizer = load_tokenizer(name)
     into.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(into)
-    _save_config(source, into)
+    (into / "config.json").write_text(json.dumps(load_config(name), indent=2), encoding="utf-8")
     return into
 
 
@@ -249,11 +251,14 @@ def _as_plain_model(model: Any) -> Any:
     return fresh
 
 
-def _save_config(source: ModelSource, into: Path) -> None:
+def load_config(name: str) -> dict[str, Json]:
+    """The configuration of the model called `name`, by transformers. Raises `ModelError`."""
     from transformers import AutoConfig
 
+    source = resolve_model(name)
     with _explained(source), quiet_transformers():
-        AutoConfig.from_pretrained(source.location, **source.arguments).save_pretrained(into)
+        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+    return cast("dict[str, Json]", json.loads(config.to_json_string(use_diff=False)))
 
 
 @contextmanager

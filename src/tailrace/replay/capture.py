@@ -1,9 +1,10 @@
-"""`capture/`: what entered the pipeline in a run's first steps, for `tailrace replay`.
+"""`capture/`: what entered the pipeline in the first steps of a start of a run, for `tailrace replay`.
 
     finished group ──▶ group_000001.safetensors  columns of its branches, side by side
                    └─▶ group_000001.msgpack      everything else of it
 
 The first steps' groups and so many megabytes, no more. Bytes of routed experts are not kept, only how many there were.
+A run that was resumed and captures again does so in a folder of its own: `capture_2/`, and so on.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class CaptureWriter:
     # --- in the writer's thread ---
 
     def _begin(self, settings_json: str) -> None:
+        if before := capture_folders(self._folder):
+            self._folder = self._folder.with_name(f"{self._folder.name}_{_number(before[-1]) + 1}")
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / SETTINGS_FILE).write_text(settings_json, encoding="utf-8")
 
@@ -118,6 +121,18 @@ class CaptureWriter:
             path = self._folder / f"group_{number:06d}"
             path.with_suffix(".safetensors").write_bytes(columns)
             path.with_suffix(".msgpack").write_bytes(record)
+
+
+def capture_folders(first: Path) -> list[Path]:
+    """The captures of a run, in order; `first` is where its first one is."""
+    others = first.parent.glob(f"{first.name}_*")
+    return sorted((path for path in (first, *others) if path.is_dir() and _number(path)), key=_number)
+
+
+def _number(folder: Path) -> int:
+    """Which of a run's captures it is, from 1; 0 for another folder."""
+    _, _, number = folder.name.partition("_")
+    return int(number) if number.isdecimal() else not number
 
 
 def read_capture(folder: Path) -> list[Group]:

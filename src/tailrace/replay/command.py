@@ -15,7 +15,7 @@ from tailrace.config import RunSettings
 from tailrace.errors import DataError, SettingsError
 from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.records import Group
-from tailrace.replay.capture import SETTINGS_FILE, read_capture
+from tailrace.replay.capture import SETTINGS_FILE, capture_folders, read_capture
 from tailrace.replay.experts import ReplayedExperts, num_bytes
 from tailrace.replay.measuring import Replay, StageCost
 from tailrace.replay.scoring import rescoring
@@ -91,9 +91,8 @@ async def replay(
 
 
 def captured(folder: Path) -> ReplayPlan:
-    """What a run captured: its folder, or the `capture` folder in it. Raises `DataError`."""
-    inner = folder / "capture"
-    place = inner if inner.is_dir() else folder
+    """What a run captured: its folder, for the newest capture, or a `capture` folder in it. Raises `DataError`."""
+    place = [folder, *capture_folders(folder / "capture")][-1]
     groups = read_capture(place)
     settings = place / SETTINGS_FILE
     if not settings.is_file():

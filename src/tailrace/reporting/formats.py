@@ -102,6 +102,22 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[min(7, int((point - low) / spread * 8))] for point in points)
 
 
+def block_chart(values: Sequence[float], width: int, height: int) -> list[str]:
+    """The same over several rows, from the top: a curve.
+
+    >>> block_chart([0, 1, 2, 3], 4, 2)
+    ['  ▃█', '▁▆██']
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or width < 1:
+        return [""] * height
+    points = _averaged(finite, width)
+    low, spread = min(points), max(points) - min(points)
+    eighths = [1 + int((point - low) / spread * (8 * height - 1)) if spread > 1e-12 else 4 for point in points]
+    bases = range(8 * (height - 1), -1, -8)
+    return ["".join((" " + _BLOCKS)[min(8, max(0, count - base))] for count in eighths) for base in bases]
+
+
 def _averaged(values: Sequence[float], width: int) -> Sequence[float]:
     if len(values) <= width:
         return values

@@ -108,10 +108,10 @@ class LiveView:
 
     def _render(self) -> RenderableType:
         try:
-            view, width = self._view, self._console.width
+            view, (width, height) = self._view, self._console.size
             recent = () if self._recent is None else self._recent.lines
             remaining_s = self._pace.remaining_s(view.max_steps, view.elapsed_s)
-            return run_screen(view, width, remaining_s=remaining_s, log_lines=recent)
+            return run_screen(view, width, height, remaining_s=remaining_s, log_lines=recent)
         except (ArithmeticError, TypeError, ValueError) as error:
             return Text(f"the live view cannot show this: {error}", style="dim")
 

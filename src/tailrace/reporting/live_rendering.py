@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,19 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.reporting.formats import NOTHING, clock, compact, num_bytes, plural, seconds, share, sparkline
+from tailrace.records import Rollout
+from tailrace.reporting.conversations import conversation_lines
+from tailrace.reporting.formats import (
+    NOTHING,
+    block_chart,
+    clock,
+    compact,
+    num_bytes,
+    plural,
+    seconds,
+    share,
+    sparkline,
+)
 from tailrace.reporting.run_view import RunView
 
 _ACCENT = "#2aa198"
@@ -21,13 +34,22 @@ _LABEL = "bright_black"
 _TRACK = "grey23"
 _TWO_COLUMNS = 96
 _SPARK_WIDTH = 24
+_COURSES = {"KL": "training/kl", "entropy": "training/entropy", "gradient": "training/grad_norm"}
+_LEAST_CURVE_ROWS, _MOST_CURVE_ROWS = 6, 10
+_LEAST_CURVE = 34
+"""Columns that a curve needs."""
+_LEAST_CONVERSATION = 5
+"""Rows that are worth one."""
 _BAR_WIDTH = 16
 
 
 def run_screen(
-    view: RunView, width: int, *, remaining_s: float | None = None, log_lines: Sequence[str] = ()
+    view: RunView, width: int, height: int, *, remaining_s: float | None = None, log_lines: Sequence[str] = ()
 ) -> RenderableType:
-    """The whole live view, laid out for a terminal of `width` columns: side by side where there is room."""
+    """The whole live view, laid out for a terminal: side by side where it is wide, more of the run where it is tall.
+
+    First the figures, then the newest log lines, curves, and a conversation, as far as there are rows.
+    """
     wide = width >= _TWO_COLUMNS
     column = (width - 8) // 2 if wide else width - 4
     learning, flow = _learning(view, column), _flow(view, column)
@@ -38,9 +60,19 @@ def run_screen(
         Text(),
         Padding(_beside(learning, flow) if wide else Group(learning, flow), (0, 2)),
     ]
-    if log_lines:
+    rows = max(learning.row_count, flow.row_count) if wide else learning.row_count + flow.row_count
+    spare = height - 5 - rows  # one row is the cursor's
+    shown = log_lines[max(0, len(log_lines) - max(0, spare - 1)) :]
+    spare -= len(shown) + 1 if shown else 0
+    curve_rows = min(_MOST_CURVE_ROWS, max(_LEAST_CURVE_ROWS, spare // 3))
+    if spare >= curve_rows + 2 and view.rewards:
+        parts += [Text(), _curves(view, width, curve_rows)]
+        spare -= curve_rows + 2
+    if spare >= _LEAST_CONVERSATION and view.sample is not None:
+        parts += [Text(), _conversation(view.sample, width, spare - 1)]
+    if shown:
         parts.append(Padding(Rule(style=_TRACK), (0, 2)))
-        parts.extend(_log_line(line, width) for line in log_lines)
+        parts.extend(_log_line(line, width) for line in shown)
     return Group(*parts)
 
 
@@ -68,13 +100,14 @@ def _progress(view: RunView, remaining_s: float | None, width: int) -> Renderabl
     return Text.assemble("  ", bar, "  ", words, no_wrap=True, overflow="ellipsis")
 
 
-def _learning(view: RunView, width: int) -> RenderableType:
+def _learning(view: RunView, width: int) -> Table:
     grid = _grid(width)
     grid.add_row("reward", _reward(view), _spark(view.rewards, _ACCENT))
     grid.add_row("", *_reward_detail(view))
     if view.held_out or view.evaluating_step is not None:
         grid.add_row("held out", *_held_out(view))
     grid.add_row("policy", Text.assemble(("version ", _LABEL), f"{view.policy_version:,}"), "")
+    grid.add_row("update", *_update(view))
     grid.add_row("staleness", *_staleness(view))
     grid.add_row("generate", _rate(view.generation_tokens_per_s), _spark(view.generation_tokens_per_s, _SECOND))
     grid.add_row("train", _rate(view.training_tokens_per_s), _spark(view.training_tokens_per_s, _SECOND))
@@ -82,7 +115,7 @@ def _learning(view: RunView, width: int) -> RenderableType:
     return grid
 
 
-def _flow(view: RunView, width: int) -> RenderableType:
+def _flow(view: RunView, width: int) -> Table:
     grid = _grid(width)
     grid.add_row("in flight", *_gauge(view.in_flight, view.in_flight_limit, "rollout"))
     grid.add_row("ready", *_gauge(view.ready_groups, view.groups_per_batch, "group"))
@@ -136,6 +169,51 @@ def _held_out(view: RunView) -> tuple[Text, Text]:
     for environment, reward in view.held_out.items():
         rewards.append(f"{reward:.3f}", style=_ACCENT).append(f" {environment}  ", style=_LABEL)
     return Text(going_on.partition(":")[0], style=_LABEL), rewards
+
+
+def _update(view: RunView) -> tuple[Text, Text]:
+    """The newest step's learning rate, and what it says of the policy."""
+    if view.learning_rate is None:
+        return Text(NOTHING, style=_LABEL), Text()
+    moved = Text()
+    for label, name in _COURSES.items():
+        if values := view.curves.get(name):
+            moved.append(f"{label} ", style=_LABEL).append(f"{values[-1]:.2g}  ")
+    return Text.assemble(("rate ", _LABEL), f"{view.learning_rate:.3g}"), moved
+
+
+def _curves(view: RunView, width: int, rows: int) -> RenderableType:
+    """As many as there is room for, each under its name, its newest value and its range."""
+    courses = {"reward": view.rewards} | {label: view.curves.get(name, ()) for label, name in _COURSES.items()}
+    count = max(1, min(len(courses), (width - 4) // _LEAST_CURVE))
+    column = (width - 4 - 4 * (count - 1)) // count
+    grid = Table.grid(padding=(0, 4, 0, 0), pad_edge=False)
+    cells = []
+    for label, values in [*courses.items()][:count]:
+        grid.add_column(width=column, no_wrap=True, overflow="crop")
+        cells.append(_curve(label, values, column, rows, _ACCENT if label == "reward" else _SECOND))
+    grid.add_row(*cells)
+    return Padding(grid, (0, 2))
+
+
+def _curve(label: str, values: Sequence[float], width: int, rows: int, style: str) -> Text:
+    finite = [value for value in values if math.isfinite(value)]
+    span = f"  {min(finite):.3g} to {max(finite):.3g}" if finite else f"  {NOTHING}"
+    newest = f" {values[-1]:.3g}" if values else ""
+    lines = block_chart(values, width, rows)
+    return Text.assemble((label, _LABEL), (newest, "bold"), (span, _LABEL), "\n", ("\n".join(lines), style))
+
+
+def _conversation(rollout: Rollout, width: int, rows: int) -> RenderableType:
+    """A rollout of the newest step, message by message, cut to `rows`."""
+    lines = [
+        line
+        for message in conversation_lines(rollout).split("\n")
+        for line in textwrap.wrap(message, width - 4, subsequent_indent=" " * 13, replace_whitespace=False)
+    ]
+    if len(lines) > rows:
+        lines[rows - 1 :] = ["  …"]
+    return Padding(Text("\n".join(lines), style=_LABEL, no_wrap=True, overflow="crop"), (0, 2))
 
 
 def _staleness(view: RunView) -> tuple[Text, Text]:

@@ -6,7 +6,8 @@ import enum
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
@@ -58,6 +59,24 @@ class _LogFile(logging.FileHandler):
         if not self._reported:
             self._reported = True
             super().handleError(record)
+
+
+@contextmanager
+def logging_as_it_was() -> Iterator[None]:
+    """On leaving, gives the process its own logging back, whatever was set up meanwhile."""
+    root, ours = logging.getLogger(), logging.getLogger(_OURS)
+    handlers, level, our_level = [*root.handlers], root.level, ours.level
+    try:
+        yield
+    finally:
+        for handler in [*root.handlers]:
+            if handler not in handlers:
+                root.removeHandler(handler)
+                handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        ours.setLevel(our_level)
+        logging.captureWarnings(False)
 
 
 def setup_logging(

@@ -11,10 +11,29 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tailrace.reporting.metric_table import METRICS, MetricSpec, Reduction
 
-__all__ = ["METRICS", "MetricSpec", "MetricsAccumulator", "Reduction", "metric_spec"]
+__all__ = ["METRICS", "MetricSpec", "MetricsAccumulator", "Reduction", "StepMetrics", "metric_spec"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What a line of `metrics.jsonl` says of one step, or of one evaluation."""
+
+    step: int
+    """The optimizer step; of an evaluation, the one that it was due at."""
+    wall_s: float
+    """Seconds since the run began."""
+    metrics: Mapping[str, float]
+    """By the names of docs/metrics.md."""
+
+    @classmethod
+    def of(cls, line: Mapping[str, float]) -> StepMetrics:
+        """What the line says."""
+        metrics = {name: value for name, value in line.items() if name not in ("step", "wall_s")}
+        return cls(int(line["step"]), line["wall_s"], metrics)
 
 
 @functools.lru_cache(maxsize=4096)

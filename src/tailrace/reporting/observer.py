@@ -28,12 +28,13 @@ from tailrace.records import (
 from tailrace.reporting.evaluation_figures import EVALUATED, evaluation_metrics
 from tailrace.reporting.gauges import WAITS, Gauge
 from tailrace.reporting.logs import FILE_ONLY
+from tailrace.reporting.metrics import StepMetrics
 from tailrace.reporting.phase_report import phase_line
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import LedgerSummary, RunSummary
-from tailrace.reporting.totals import RunTotals
+from tailrace.reporting.totals import FRESH_DIFFERENCE, MISMATCH_NATS, RunTotals
 from tailrace.scheduling import Evaluation, Ledger, SchedulerObserver
 from tailrace.tracing.phases import phase
 
@@ -66,6 +67,16 @@ class GroupSink(Protocol):
         ...
 
 
+class MetricsListener(Protocol):
+    """Is told what `metrics.jsonl` says, as it is written. Returns at once and never raises."""
+
+    def step_ended(self, metrics: StepMetrics) -> None:
+        """A step was trained or skipped."""
+
+    def evaluated(self, metrics: StepMetrics) -> None:
+        """Held-out tasks were measured beside training."""
+
+
 class RunObserver(SchedulerObserver):
     """Writes and counts what happens in a run. Everything here is O(rollouts); nothing waits for a disk.
 
@@ -78,6 +89,7 @@ class RunObserver(SchedulerObserver):
         metrics: JsonlSink,
         rollouts: RolloutWriter,
         capture: GroupSink,
+        listener: MetricsListener,
         release_payloads: Callable[[RolloutId], None],
     ) -> None:
         """`release_payloads` is called for every rollout that is terminal."""
@@ -85,6 +97,8 @@ class RunObserver(SchedulerObserver):
         """Of all starts of the run."""
         self.latest: dict[str, float] = {}
         """The line of the newest step."""
+        self.sample: Rollout | None = None
+        """One that the newest step was trained on, to be looked at."""
         self.starts = 1
         self.earlier_s = 0.0
         """What the run's earlier starts took."""
@@ -94,6 +108,7 @@ class RunObserver(SchedulerObserver):
         self._recorder = RunRecorder()
         self._gauges: list[Gauge] = []
         self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
+        self._listener = listener
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._last_step_s = self._clock()
         self._generated_tokens = 0
@@ -211,12 +226,27 @@ class RunObserver(SchedulerObserver):
         for gauge in self._gauges:
             self._recorder.update(gauge())
         self.latest = self._taken_in(event.step, now, self._flush()) | self.totals.ratios()
+        self._watch_mismatch(event.step)
         self._sink.write(self.latest)
+        self._listener.step_ended(StepMetrics.of(self.latest))
+        trained = (entry.rollout for entry in self._entries if entry.outcome.state is TerminalState.TRAINED)
+        self.sample = next(trained, self.sample)
         self._rollouts.write(event.step, self._entries)
         self._entries = []
         self._last_step_s = now
         self._capture.step_ended()
         _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
+
+    def _watch_mismatch(self, step: int) -> None:
+        """Raise the alarm where the trainer does not find the log-probabilities that its own version sampled with."""
+        difference, steps = self.latest.get(FRESH_DIFFERENCE, 0.0), self.totals.mismatched_steps
+        if difference > MISMATCH_NATS and steps.bit_count() == 1:  # the first, second, fourth, eighth, ...
+            _logger.error(
+                "ALARM: in step %d the trainer's log-probabilities of tokens that its own version sampled differ from "
+                "the generator's by %.3g nats on average (%s, above %g in %d steps so far): the generator holds other "
+                "weights, or computes with them otherwise",
+                *(step, difference, FRESH_DIFFERENCE, MISMATCH_NATS, steps),
+            )
 
     def weights_installed(self, duration_s: float) -> None:
         """The generator serves newer weights, `duration_s` after they were published."""
@@ -228,7 +258,9 @@ class RunObserver(SchedulerObserver):
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Held-out tasks were measured beside training: a line of metrics and a file of rollouts of their own."""
-        self._sink.write(self._taken_in(evaluation.step, self._clock(), evaluation_metrics(evaluation)))
+        line = self._taken_in(evaluation.step, self._clock(), evaluation_metrics(evaluation))
+        self._sink.write(line)
+        self._listener.evaluated(StepMetrics.of(line))
         rollouts = [rollout for result in evaluation.results.values() for rollout in result.rollouts]
         self._rollouts.write_evaluation(evaluation.step, [RolloutEntry(rollout, EVALUATED) for rollout in rollouts])
         for environment in evaluation.results:
@@ -287,6 +319,7 @@ def with_figures(summary: RunSummary, ledger: Ledger, observer: RunObserver) -> 
         generation_tokens_per_s=_per(generated, totals.wall_s),
         training_tokens_per_s=_per(totals.tokens_trained, totals.wall_s),
         tokens_per_cpu_s=_per(totals.tokens_trained, cpu_s),
+        mismatched_steps=totals.mismatched_steps,
         length_ratio=ratios.get("bias/length_ratio"),
         loss_length_ratio=ratios.get("bias/loss_length_ratio"),
         wasted_tokens=int(totals.sum("bias/wasted_tokens")),

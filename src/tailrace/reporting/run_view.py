@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tailrace.records import TerminalState
+from tailrace.records import Rollout, TerminalState
 from tailrace.reporting.observer import RunObserver
 from tailrace.reporting.phase_report import phase_costs
 from tailrace.scheduling import Evaluator, Ledger, SchedulerStatistics, Verdict
@@ -51,6 +51,11 @@ class RunView:
     completion_tokens: float | None = None
     """Mean sampled tokens per rollout, newest step."""
     turns: float | None = None
+    learning_rate: float | None = None
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of each step so far, in order: divergence (`training/kl`), entropy, norm of the gradients."""
+    sample: Rollout | None = None
+    """One that the newest step was trained on."""
 
     held_out: Mapping[str, float] = field(default_factory=dict)
     """Mean reward of the newest evaluation beside training, by environment."""
@@ -106,6 +111,9 @@ def snapshot(
         zero_spread_share=latest.get("group/zero_spread_share"),
         completion_tokens=latest.get("rollout/completion_tokens"),
         turns=latest.get("rollout/turns"),
+        learning_rate=latest.get("training/learning_rate"),
+        curves=totals.curves,
+        sample=observer.sample,
         held_out={name: course.reward_last for name, course in totals.evaluations.items()},
         evaluating_step=evaluator.step,
         evaluated_rollouts=evaluator.ended,

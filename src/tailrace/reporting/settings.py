@@ -38,7 +38,10 @@ class ObservabilitySettings(BaseModel):
         description="Megabytes that each process may add to trace.json, from its start on; 0 writes no trace.",
     )
     capture: int = Field(
-        0, ge=0, description="Write what enters the pipeline in the first so many steps to capture/, for a replay."
+        0,
+        ge=0,
+        description="Write what enters the pipeline in the first so many steps to capture/, for a replay. A run that is"
+        " resumed does so only where it is asked again, in capture_2/.",
     )
     capture_mb: float = Field(1000.0, gt=0, description="Megabytes at most that a capture takes.")
     trim_mb: float = Field(

@@ -138,6 +138,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float | None = None
     staleness_max: int | None = None
 
+    mismatched_steps: int = 0
+    """Steps in which trainer and generator disagreed about the log-probabilities of fresh tokens: the alarm's."""
+
     trainer_wait_s: float | None = None
     """Seconds that the trainer waited for a batch until the last step, the first one included."""
     admission_waits_s: dict[str, float] = {}
@@ -198,6 +201,7 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("tokens", _tokens(summary)),
         ("bias", _bias(summary)),
         ("staleness", _staleness(summary)),
+        ("ALARM", _mismatch(summary.mismatched_steps)),
         ("waits", _waits(summary)),
         ("memory", _memory(summary.peak_rss_bytes)),
         ("not saved", plural(summary.dropped_records, "record") if summary.dropped_records else ""),
@@ -246,6 +250,10 @@ def _bias(summary: RunSummary) -> str:
         parts[1] += f" ({share(summary.masked_share)})"
     ratios = (("length ratio", summary.length_ratio), ("loss length ratio", summary.loss_length_ratio))
     return " · ".join([*(f"{name} {ratio:.3f}" for name, ratio in ratios if ratio is not None), *parts])
+
+
+def _mismatch(steps: int) -> str:
+    return f"trainer and generator disagreed in {plural(steps, 'step')}, see the log" if steps else ""
 
 
 def _waits(summary: RunSummary) -> str:

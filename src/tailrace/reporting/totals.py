@@ -20,6 +20,12 @@ from tailrace.reporting.metrics import Reduction, metric_spec
 from tailrace.reporting.sinks import read_jsonl
 from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
 
+FRESH_DIFFERENCE = "training/logprob_difference_fresh"
+MISMATCH_NATS = 0.1
+"""Mean difference of log-probabilities that numerics do not explain: bfloat16 costs a few hundredths."""
+CURVES = ("training/kl", "training/entropy", "training/grad_norm")
+"""Metrics whose course the live view draws, beside the reward."""
+
 
 class RunTotals:
     """What the lines so far come to. Each metric is reduced over the run as the table reduces it over a step.
@@ -44,10 +50,14 @@ class RunTotals:
         """Those that bore loss, of steps that were not skipped."""
         self.rollouts_trained = 0
         self.staleness_max = 0
+        self.mismatched_steps = 0
+        """Steps above `MISMATCH_NATS`."""
         self.rewards: list[float] = []
         """One mean per step, like the rates below."""
         self.generation_tokens_per_s: list[float] = []
         self.training_tokens_per_s: list[float] = []
+        self.curves: defaultdict[str, list[float]] = defaultdict(list)
+        """Values of `CURVES`, one per step."""
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -146,8 +156,12 @@ class RunTotals:
             self.rollouts_trained += int(metrics.get("batch/rollouts", 0))
             self._staleness_sum += metrics.get("staleness/mean", 0.0) * loss_tokens
             self.staleness_max = max(self.staleness_max, int(metrics.get("staleness/max", 0)))
+        self.mismatched_steps += metrics.get(FRESH_DIFFERENCE, 0.0) > MISMATCH_NATS
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
+        for name in CURVES:
+            if name in metrics:
+                self.curves[name].append(metrics[name])
         self.generation_tokens_per_s.append(metrics.get("generation/tokens_per_s", 0.0))
         self.training_tokens_per_s.append(loss_tokens / max(wall_s - self.wall_s, 1e-9))
         self.wall_s = wall_s

@@ -30,10 +30,11 @@ from tailrace.reporting.gauges import (
     phase_gauge,
     replica_gauge,
 )
-from tailrace.reporting.observer import RunObserver
+from tailrace.reporting.observer import MetricsListener, RunObserver
 from tailrace.reporting.run_view import RunView, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment
+from tailrace.run.callbacks import Callbacks
 from tailrace.run.folder import RunPaths
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import held_out_tasks, make_rollouter
@@ -57,6 +58,7 @@ class RunGround:
     phases: PhaseRecorder
     """Of this process, as is the next one."""
     lag: LoopLagMonitor
+    listener: MetricsListener = field(default_factory=Callbacks)
     began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     started_at: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
 
@@ -124,7 +126,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     async with contextlib.AsyncExitStack() as stack:
         roles = await stack.enter_async_context(start_roles(settings, paths, log))
         stack.push_async_callback(log.close)
-        observer = _observer(settings, paths, writer, roles)
+        observer = _observer(ground, writer, roles)
         holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
         rollouter = await stack.enter_async_context(
@@ -177,7 +179,8 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator)
 
 
-def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
+def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
+    settings, paths = ground.settings, ground.paths
     chosen = settings.observability
     return RunObserver(
         metrics=JsonlSink(paths.metrics, writer),
@@ -189,6 +192,7 @@ def _observer(settings: RunSettings, paths: RunPaths, writer: BackgroundWriter, 
             max_bytes=int(chosen.capture_mb * 1e6),
             settings_json=settings.model_dump_json(),
         ),
+        listener=ground.listener,
         release_payloads=roles.payloads.release,
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -47,15 +49,21 @@ class EnvironmentEvaluation:
 
 
 async def evaluate_model(
-    settings: RunSettings, *, save: Path | None = None, limit: int | None = None, greedy: bool = False
+    settings: RunSettings,
+    *,
+    save: Path | None = None,
+    limit: int | None = None,
+    greedy: bool = False,
+    given: Mapping[str, object] = MappingProxyType({}),
 ) -> list[EnvironmentEvaluation]:
     """Run every held-out task of every environment once, or the first `limit` of each, with the generators of `train`.
 
-    `save` appends readable rollouts to that file; `greedy` runs every task once more, by greedy decoding. Raises
-    `DataError` when no environment has held-out tasks, and what all generators failed with.
+    `save` appends readable rollouts to that file; `greedy` runs every task once more, by greedy decoding; `given` are
+    environments that only this process has. Raises `DataError` when no environment has held-out tasks, and what all
+    generators failed with.
     """
     require_engine(settings.generator)
-    environments = await asyncio.to_thread(load_environments, settings)
+    environments = await asyncio.to_thread(load_environments, settings, given)
     require_held_out_tasks(environments)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))

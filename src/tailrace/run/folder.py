@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import tomli_w
 
-from tailrace.config import RunSettings
-from tailrace.errors import DataError
+from tailrace.config import CONFIG_FILE, RECIPE_FILE, Difference, RunSettings, differences, own_settings
+from tailrace.errors import DataError, SettingsError
 from tailrace.reporting.sinks import step_of_path
 from tailrace.run.ownership import OWNER_FILE, own_folder
 
@@ -20,12 +21,13 @@ class RunPaths:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.settings = root / "config.toml"
+        self.settings = root / CONFIG_FILE
+        self.recipe = root / RECIPE_FILE
         self.events = root / "events.jsonl"
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
         self.superseded = root / "superseded"
-        """What was written about steps that a resumed run trained again."""
+        """What was written about steps that a resumed run trained again, and settings that it went on without."""
         self.checkpoints = root / "checkpoints"
         self.scheduler = root / "scheduler"
         """The scheduler's state at the steps that checkpoints name."""
@@ -44,6 +46,13 @@ class RunPaths:
 
 _STARTED = b'{"type":"TrainerStarted"'
 """How the event of each start begins."""
+
+
+_REFUSED = """\
+{paths.root} has other settings than are given now:
+{changes}
+add --allow-changed-settings to go on with those given now (the others are kept in {paths.superseded}), or resume with \
+{paths.settings} in place of the recipe to go on as before"""
 
 
 class _MetricsLine(msgspec.Struct):
@@ -75,12 +84,43 @@ def _nothing_to_resume(paths: RunPaths) -> DataError:
     return DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
 
 
-def write_settings(settings: RunSettings, paths: RunPaths) -> None:
-    """Write the resolved settings into the folder. Raises `DataError` when it cannot be written."""
+def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str, Any] | None) -> list[Difference]:
+    """Write the resolved settings into the folder, and the recipe that they were made of, where there is one.
+
+    Where a run goes on with other settings than it had, those are kept in `superseded/`, and the differences returned.
+    Raises `SettingsError` where that is not allowed, and `DataError` where the folder cannot be written.
+    """
+    before = own_settings(paths.root)
+    changed = [] if before is None else differences(before, settings)
+    if changed and not settings.allow_changed_settings:
+        raise SettingsError(_REFUSED.format(paths=paths, changes="\n".join(f"  {one}" for one in changed)))
     try:
-        paths.settings.write_text(settings_as_toml(settings), encoding="utf-8")
+        paths.root.mkdir(parents=True, exist_ok=True)
+        if changed:
+            _keep(paths.settings, paths.superseded)
+        if before is None or changed:
+            paths.settings.write_text(settings_as_toml(settings), encoding="utf-8")
+        if recipe is not None:
+            paths.recipe.write_text(tomli_w.dumps(_without_none(recipe)), encoding="utf-8")
     except OSError as error:
         raise DataError(f"cannot write the run folder {paths.root}: {error.strerror}") from error
+    return changed
+
+
+def _keep(file: Path, folder: Path) -> None:
+    """Move a file there, as the next one of its name: `config_1.toml`."""
+    folder.mkdir(exist_ok=True)
+    number = len([*folder.glob(f"{file.stem}_*{file.suffix}")]) + 1
+    file.rename(folder / f"{file.stem}_{number}{file.suffix}")
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has no null: what is unset is left out."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in table.items()
+        if value is not None
+    }
 
 
 def wind_back(paths: RunPaths, step: int) -> None:
@@ -126,4 +166,5 @@ def _step_of(line: bytes) -> int:
 
 def settings_as_toml(settings: RunSettings) -> str:
     """The resolved settings as a file that `tailrace train` takes. What is unset is left out: TOML has no null."""
-    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+    of_this_start = {"resume", "allow_changed_settings"}
+    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True, exclude=of_this_start))

@@ -53,9 +53,19 @@ class ReplicaSource(Protocol):
 class Generators:
     """All generators of a run; `router` uses them as one. Make it on a running event loop; it starts at once."""
 
-    def __init__(self, settings: RunSettings, sources: Sequence[ReplicaSource]) -> None:
+    def __init__(
+        self, settings: RunSettings, sources: Sequence[ReplicaSource], *, awaits_weights: bool = False
+    ) -> None:
+        """`awaits_weights`: whatever weights they hold, they take no request before the trainer's are installed."""
         self._settings = chosen = settings.generator
-        self.router = Router(chosen.replica_names, chosen.router, chosen.weights, max_staleness=settings.max_staleness)
+        self.awaits_weights = awaits_weights
+        self.router = Router(
+            chosen.replica_names,
+            chosen.router,
+            chosen.weights,
+            max_staleness=settings.max_staleness,
+            awaits_weights=awaits_weights,
+        )
         self._clients: dict[ReplicaSource, ReplicaConnection] = {}
         self._left = len(sources)
         self._fatal: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()

@@ -87,7 +87,6 @@ class HostTransports(Transports):
                     generator,
                     store.open,
                     role.address,
-                    model=self._settings.model.name,
                     report_every_s=self._settings.generator.router.report_every_s,
                     forwarded=forwarded,
                 )

@@ -16,6 +16,7 @@ from tailrace.generation.rpc.client import ReportListener
 from tailrace.generation.rpc.messages import PROTOCOL, WelcomeReply
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.roles import Role
+from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, ReplicaConnection, TrainerEnds, Transports
 from tailrace.transport.batches.queue import MemoryBatchQueue
@@ -105,7 +106,7 @@ class GeneratorHere(ReplicaConnection):
         await self._generator.ready()
         self._watching = asyncio.create_task(self._watch(), name="watch over the engine")
         statistics = self._generator.statistics()
-        return WelcomeReply(call_id=0, protocol=PROTOCOL, model=self._model, statistics=statistics)
+        return WelcomeReply(call_id=0, protocol=PROTOCOL, model=ModelIdentity(self._model), statistics=statistics)
 
     @property
     @override

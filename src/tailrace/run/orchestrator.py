@@ -80,8 +80,8 @@ class Orchestrator(WeightListener):
         """Path of the newest one."""
         self.step = 0
         self.version = 0
-        self.installed_version = 0
-        """Lowest that a generator serves."""
+        self.installed_version = -1 if roles.generators.awaits_weights else 0
+        """Lowest that a generator serves; -1 before the trainer's first weights are there, where that is waited for."""
         self.has_begun = False
         """Whether rollouts are scheduled, or were."""
         self.error: BaseException | None = None

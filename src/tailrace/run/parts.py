@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,15 +16,26 @@ from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 
 
-def load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
-    """Every environment of the run by its id. Raises `SettingsError` and `DataError`."""
+def load_environments(
+    settings: RunSettings, given: Mapping[str, object] = MappingProxyType({})
+) -> dict[str, LoadedEnvironment]:
+    """Every environment of the run by its id. Raises `SettingsError` and `DataError`.
+
+    `given` are environments that exist in this process alone, by the names that the settings have for them.
+    """
     loaded = {}
     for index, chosen in enumerate(settings.environments):
         try:
-            spec = load_environment(chosen)
+            spec = load_environment(chosen, given=given.get(chosen.name))
         except SettingsError as error:
             error.key = ("environments", index, *error.key)
             raise
+        if chosen.name in given and spec.needs_workers:
+            raise SettingsError(
+                f"environment {spec.name!r} was given as an object and has synchronous code that is not trusted, which "
+                "runs in a worker process, and that cannot import it: write async functions, put it in a module, or "
+                "say trusted = True if it returns soon"
+            )
         if settings.rollouts.workers == 0 and spec.needs_workers:
             raise SettingsError(
                 f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "

@@ -14,6 +14,7 @@ from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.launchers import Launcher, RoleHandle
 from tailrace.lifecycle.roles import RoleSpec
+from tailrace.models.identity import ModelIdentity, identify, is_other, other_architecture
 from tailrace.run.generators import ReplicaSource
 from tailrace.run.transports import ReplicaConnection, Transports
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -97,15 +98,15 @@ class ConnectedGenerator(ReplicaSource):
         settings: GeneratorSettings,
         *,
         epoch: str,
-        lend_file: LendFile,
-        serving_model: str | None = None,
+        model: str,
+        lend_file: LendFile | None,
         payloads: PayloadAccounts | None = None,
     ) -> None:
-        """`serving_model` is the model that it has to serve, where it is sent no other weights."""
+        """It has to serve the architecture of `model`; its weights, too, where no `lend_file` sends it others."""
         self.name, self._address, self._epoch = name, address, epoch
         self._keys = read_keys(Path(settings.connect_key), "generator.connect_key") if settings.connect_key else None
         self._progress_deadline_s = settings.router.progress_deadline_s
-        self._lend_file, self._serving_model, self._payloads = lend_file, serving_model, payloads
+        self._lend_file, self._model, self._payloads = lend_file, model, payloads
 
     @override
     async def open(self, on_report: ReportListener) -> GeneratorClient:
@@ -135,12 +136,18 @@ class ConnectedGenerator(ReplicaSource):
     @override
     async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello(self._epoch)
-        if self._serving_model not in (None, welcome.model):
-            raise SettingsError(
-                f"generator.connect: the generator at {self._address} serves {welcome.model}, not model.name = "
-                f"{self._serving_model}: start it with `tailrace serve {self._serving_model}`"
-            )
+        own = await asyncio.to_thread(identify, self._model)
+        if differences := other_architecture(own.config, welcome.model.config):
+            raise self._refusal(welcome.model, f"another model than model.name = {own.name} ({differences[0]})")
+        if self._lend_file is None and is_other(own, welcome.model):
+            raise self._refusal(welcome.model, f"not the weights of model.name = {own.name}")
         return welcome
+
+    def _refusal(self, served: ModelIdentity, what: str) -> SettingsError:
+        return SettingsError(
+            f"generator.connect: the generator at {self._address} serves {served.name}, {what}: start it with "
+            f"`tailrace serve {self._model}`"
+        )
 
     @override
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:

@@ -91,6 +91,7 @@ async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRe
         epoch=role_settings.epoch,
         checkpoints=paths.checkpoints,
         resume_from=newest,
+        publishes_first=bool(settings.generator.connect),
         publish_dtype=settings.model.dtype,
         phases=phases,
     )

@@ -18,6 +18,7 @@ from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.resources import own_shared_memory, remove_leftovers
 from tailrace.lifecycle.signals import StopSignals
+from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
@@ -53,7 +54,7 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
             generator,
             uploads.open,
             address,
-            model=settings.model.name,
+            model=await asyncio.to_thread(identify, settings.model.name),
             report_every_s=settings.generator.router.report_every_s,
             forwarded=payloads,
             stand_alone=StandAlone(None if settings.generator.lockstep else new_generator, uploads, keys),

@@ -104,7 +104,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     is_alone = settings.generator.replicas == 1 and not settings.generator.connect
     placed = settings.model_copy(update={"placement": "inline" if is_alone else "local"})
     async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
-        generators = starter.start_generators(serving_model=settings.model.name)
+        generators = starter.start_generators(with_trainer=False)
         try:
             await first_done(generators.watch(), generators.router.serving())
             yield generators.router.generate, generators.watch
@@ -126,10 +126,8 @@ class _RoleStarter:
         environment = trainer_environment(os.environ)
         return self.launcher.start(self._spec("trainer", TRAINER, self.settings.trainer.threads, environment))
 
-    def start_generators(
-        self, *, payloads: PayloadAccounts | None = None, serving_model: str | None = None
-    ) -> Generators:
-        """Those that the settings ask for, or name; the latter must serve `serving_model`, where given."""
+    def start_generators(self, *, payloads: PayloadAccounts | None = None, with_trainer: bool = True) -> Generators:
+        """Those that the settings ask for, or name; these must serve the model's weights unless a trainer sends its."""
         chosen, launcher, transports = self.settings.generator, self.launcher, self.transports
         if not chosen.connect:
             specs = [self._spec(name, GENERATOR, chosen.threads) for name in chosen.replica_names]
@@ -140,11 +138,12 @@ class _RoleStarter:
             ConnectedGenerator,
             settings=chosen,
             epoch=launcher.epoch,
-            lend_file=transports.lent_files(),
-            serving_model=serving_model,
+            model=self.settings.model.name,
+            lend_file=transports.lent_files() if with_trainer else None,
             payloads=payloads,
         )
-        return Generators(self.settings, [*map(connect, chosen.replica_names, chosen.connect)])
+        connected = map(connect, chosen.replica_names, chosen.connect)
+        return Generators(self.settings, [*connected], awaits_weights=with_trainer)
 
     def _spec(self, name: str, entry: str, threads: int, environment: Mapping[str, str] | None = None) -> RoleSpec:
         return RoleSpec(name, entry, self.role_settings, threads, self.devices.get(name), environment or {})

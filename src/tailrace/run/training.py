@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import msgspec
 
-from tailrace.config import RunSettings, plan_run
+from tailrace.config import RUNS, RunSettings, plan_run
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -30,10 +32,11 @@ from tailrace.reporting.observer import with_figures
 from tailrace.reporting.report import write_report
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.rollouts import LoadedEnvironment
+from tailrace.run.callbacks import Callbacks
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
-from tailrace.run.folder import RunPaths, open_run_folder, write_settings
+from tailrace.run.folder import RunPaths, open_run_folder, record_settings
 from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks, within_own_context
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
@@ -42,32 +45,58 @@ _logger = logging.getLogger(__name__)
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
-async def train(settings: RunSettings, parent: Path = Path("runs")) -> RunSummary:
-    """Train, and leave a run's folder under `parent`. Raises `TailraceError` before anything is started."""
+def exit_at_once(code: ExitCode) -> NoReturn:
+    """Without waiting for anything: for a command that was interrupted twice."""
+    os._exit(code)
+
+
+async def train(
+    settings: RunSettings,
+    parent: Path = RUNS,
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] = MappingProxyType({}),
+    callbacks: Callbacks | None = None,
+    abort: Callable[[ExitCode], NoReturn] = exit_at_once,
+) -> RunSummary:
+    """Train, and leave a run's folder under `parent`.
+
+    `recipe` is what the settings were made of, before anything was laid over it: by it a resume tells what was edited
+    since. `given` are environments that only this process has, `abort` is called for a second signal to stop. Raises
+    `TailraceError` before anything is started, and at the end what one of `callbacks` raised.
+    """
+    callbacks = callbacks or Callbacks()
     if not launcher_class(settings.placement).runs_in_this_process:  # a trainer in it configures its own allocator
         share_one_arena()
     devices = await asyncio.to_thread(role_devices, settings)
-    environments = await asyncio.to_thread(_load_environments, settings)
+    environments = await asyncio.to_thread(_load_environments, settings, given)
     with open_run_folder(settings, parent) as paths:
-        summary = await _train_in(paths, settings, environments, devices)
-        return await asyncio.to_thread(_written, summary, paths, with_report=settings.observability.report)
+        summary = await _train_in(paths, settings, recipe, environments, devices, callbacks=callbacks, abort=abort)
+        summary = await asyncio.to_thread(_written, summary, paths, with_report=settings.observability.report)
+    if callbacks.error is not None:
+        raise callbacks.error
+    return summary
 
 
 async def _train_in(
     paths: RunPaths,
     settings: RunSettings,
+    recipe: Mapping[str, Any] | None,
     environments: dict[str, LoadedEnvironment],
     devices: Mapping[str, tuple[str, ...]],
+    *,
+    callbacks: Callbacks,
+    abort: Callable[[ExitCode], NoReturn],
 ) -> RunSummary:
     """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
     given, settings = settings, within_own_context(settings, renderer)
-    write_settings(given, paths)
+    changed = record_settings(given, paths, recipe)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
-    for sentence in [*plan.sentences, *describe_devices(devices)]:
+    for sentence in [*plan.sentences, *describe_devices(devices), *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if not launcher_class(settings.placement).runs_in_this_process:  # tensors in cycles live elsewhere
@@ -75,7 +104,7 @@ async def _train_in(
             reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
         phases, lag = await stack.enter_async_context(observed_process(ORCHESTRATOR, paths, observability))
-        ground = RunGround(settings, paths, environments, renderer, phases, lag)
+        ground = RunGround(settings, paths, environments, renderer, phases, lag, callbacks)
         live = LiveView(
             ground.view,
             terminal=terminal is Terminal.LIVE,
@@ -86,34 +115,36 @@ async def _train_in(
         await stack.enter_async_context(live)
         async with compose(ground) as run:
             live.follow(run.view)
-            with _stop_signals(run, live) as signals:
-                ended = await run.orchestrator.run()
+            with _stop_signals(run, live, abort) as signals:
+                async with callbacks.delivered(run.orchestrator.request_stop):
+                    ended = await run.orchestrator.run()
         return await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
 
 
-def _load_environments(settings: RunSettings) -> dict[str, LoadedEnvironment]:
+def _load_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
     """Those of the settings. Raises before anything is started where the engine or held-out tasks are missing."""
     require_engine(settings.generator)
-    environments = load_environments(settings)
+    environments = load_environments(settings, given)
     if settings.evaluation.every_steps is not None:
         require_held_out_tasks(environments)
     return environments
 
 
-def _stop_signals(run: ComposedRun, live: LiveView) -> StopSignals:
+def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], NoReturn]) -> StopSignals:
     """Once: an orderly stop. Twice: everything at once."""
     requests: set[asyncio.Task[None]] = set()
 
     def request_stop(code: ExitCode) -> None:
-        why = "interrupted" if code is ExitCode.INTERRUPTED else "terminated"
+        why, signal = ("interrupted", "Ctrl-C") if code is ExitCode.INTERRUPTED else ("terminated", "SIGTERM")
+        _logger.warning("stopping, with a last save: %s again to stop at once", signal)
         requests.add(asyncio.ensure_future(run.orchestrator.request_stop(RunStatus.CANCELLED, why)))
 
-    def abort(code: ExitCode) -> None:
+    def end_at_once(code: ExitCode) -> None:
         run.roles.kill()
         live.release_terminal()
-        os._exit(code)
+        abort(code)
 
-    return StopSignals(request_stop, abort)
+    return StopSignals(request_stop, end_at_once)
 
 
 async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:

@@ -56,6 +56,8 @@ class TrainerPlan:
     """Folder that checkpoints go to."""
     resume_from: Path | None = None
     """Checkpoint to continue from."""
+    publishes_first: bool = False
+    """Whether the initial weights are published, too: generators may hold others."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of published weights: what the generators compute in."""
     phases: PhaseRecorder | None = None
@@ -148,7 +150,7 @@ class _TrainerLoop:
         self._step = trainer.step
         self._phase_metrics()  # leaves the start out of the first step
         await self._events.append(TrainerStarted(epoch=self._plan.epoch, step=trainer.step, version=trainer.version))
-        if trainer.version > 0:  # generators start from the initial model, which is version 0
+        if trainer.version > 0 or self._plan.publishes_first:  # else generators hold the initial model, version 0
             await self._publish(await self._in_thread(lambda: trainer.snapshot(self._plan.publish_dtype)))
 
     async def _train(self, trainer: Trainer, batch: Batch) -> None:

@@ -74,8 +74,8 @@ class Stager:
         self._thread = threading.Thread(target=self._run, name="tailrace-staging", daemon=True)
 
     def start(self, version: int, prepare: Prepare) -> None:
-        """The engine is built and has `version` installed."""
-        self._installed, self._prepare = version, prepare
+        """The engine is built and began with `version`, which a trainer's weights of that version replace."""
+        self._installed, self._prepare = version - 1, prepare
         self._thread.start()
 
     def put(self, load: LoadCall) -> None:

@@ -41,8 +41,11 @@ class Router:
         weights: WeightPolicy = DEFAULT_WEIGHT_POLICY,
         *,
         max_staleness: int,
+        awaits_weights: bool = False,
     ) -> None:
+        """`awaits_weights`: replicas take no request before weights were published and installed."""
         self._settings = settings
+        self._awaits_weights = awaits_weights
         self._starved_at = max(1, max_staleness)
         self.replicas = [Replica(name) for name in names]
         self._policy: RoutingPolicy = (
@@ -157,7 +160,7 @@ class Router:
         replica = self.replicas[index]
         replica.join(client, statistics)
         self._policy.forget(index)
-        replica.starved = self.weights.newest is not None
+        replica.starved = self._awaits_weights or self.weights.newest is not None
         ended = asyncio.ensure_future(client.failed())
         following = asyncio.create_task(
             self.weights.follow(replica, client.load_model_state_dict), name=f"weights of {name}"
@@ -229,7 +232,7 @@ class Router:
         """Waits for a replica to be starved of weights for longer than it may be; fails it then."""
         deadline_s = self._settings.starved_deadline_s
         while True:
-            await self._until(lambda: replica.starved)
+            await self._until(lambda: replica.starved and self.weights.newest is not None)
             try:
                 async with asyncio.timeout(deadline_s):
                     await self._until(lambda: not replica.starved)

@@ -131,7 +131,12 @@ class GeneratorClient:
 
         Raises what building the engine raised, and `SettingsError` for a server that is none, or not for us.
         """
-        call = messages.HelloCall(call_id=next(self._ids), protocol=messages.PROTOCOL, epoch=epoch)
+        call = messages.HelloCall(
+            call_id=next(self._ids),
+            protocol=messages.PROTOCOL,
+            epoch=epoch,
+            brings_weights=self._lend_file is not None,
+        )
         try:
             welcome, _ = await self._call(call, messages.WelcomeReply)
         except CorruptData as error:

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from tailrace import errors
 from tailrace.errors import CorruptData, EngineFailed, TailraceError
 from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, PayloadChunk
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -49,6 +50,8 @@ class HelloCall(_Call, frozen=True, kw_only=True):
     protocol: int
     epoch: str = ""
     """Of the client's run. A stand-alone generator serves one run at a time, each with the engine's first weights."""
+    brings_weights: bool = False
+    """Whether this run will send weights, under versions that begin at 0 again."""
 
 
 class LeaveCall(_Call, frozen=True, kw_only=True):
@@ -94,8 +97,8 @@ class WelcomeReply(_Call, frozen=True, kw_only=True):
     """The engine is built and serves."""
 
     protocol: int
-    model: str
-    """Name of the model that it was started with."""
+    model: ModelIdentity
+    """That it was started with."""
     statistics: EngineStatistics
 
 

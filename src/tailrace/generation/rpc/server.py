@@ -25,6 +25,7 @@ from tailrace.generation.rpc.keys import CurveKeys, guard, keep_alive
 from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
 from tailrace.generation.rpc.outbox import Outbox
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
+from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, FinishReason, ModelStateDictRef
 from tailrace.tracing.phases import phase
 from tailrace.transport.channels import CLOSE_LINGER_MS
@@ -67,14 +68,15 @@ class GeneratorServer:
         open_model_state_dict: OpenModelStateDict,
         address: str,
         *,
-        model: str = "",
+        model: ModelIdentity | None = None,
         report_every_s: float = 0.5,
         stand_alone: StandAlone | None = None,
         forwarded: MemoryPayloadStore | None = None,
     ):
         """`forwarded` is the generator's payload store where clients do not see it: payloads then go along."""
         self._generator, self._open, self._forwarded = generator, open_model_state_dict, forwarded
-        self._model, self._report_every_s, self._stand_alone = model, report_every_s, stand_alone
+        self._model = model or ModelIdentity("")
+        self._report_every_s, self._stand_alone = report_every_s, stand_alone
         self._outboxes: dict[bytes, Outbox[AnyReply]] = {}
         keys = stand_alone.keys if stand_alone else None
         self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
@@ -212,7 +214,7 @@ class GeneratorServer:
                 f"version {call.protocol}: install the same version of Tailrace on both sides"
             )
         if self._stand_alone:
-            await self._begin_run(call.epoch, self._stand_alone)
+            await self._begin_run(call, self._stand_alone)
         await self._generator.ready()
         self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
         statistics = self._generator.statistics()
@@ -220,8 +222,11 @@ class GeneratorServer:
             call_id=call.call_id, protocol=messages.PROTOCOL, model=self._model, statistics=statistics
         )
 
-    async def _begin_run(self, epoch: str, stand_alone: StandAlone) -> None:
-        """Another run than the last one begins with the engine's first weights. Raises while that one is connected."""
+    async def _begin_run(self, call: messages.HelloCall, stand_alone: StandAlone) -> None:
+        """Another run than the last one begins with the engine's first weights, and one that brings weights of its own
+        with an empty cache. Raises while the last one is connected.
+        """
+        epoch = call.epoch
         async with self._renewing:
             if any(client.epoch != epoch for client in self._clients.values()):
                 raise SettingsError(
@@ -229,7 +234,9 @@ class GeneratorServer:
                     "of your own with `tailrace serve`"
                 )
             await self._generator.ready()
-            if epoch != self._epoch and self._generator.statistics().policy_version != 0:
+            known = self._generator.statistics()
+            is_used = known.loads_total > 0 or (call.brings_weights and known.sampled_tokens_total > 0)
+            if epoch != self._epoch and is_used:
                 if stand_alone.new_generator is None:
                     raise SettingsError(
                         "generator.connect: the generator served a run already, and ranks in lockstep cannot begin "

@@ -1,0 +1,218 @@
+"""Training and measuring from a program: what the command `tailrace` does, as functions. See docs/python.md."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from tailrace.config import RUNS, RunSettings, load_from_python, placed_at
+from tailrace.errors import LifecycleError, SettingsError
+from tailrace.lifecycle.event_loop import run_on_event_loop
+from tailrace.lifecycle.exit_codes import ExitCode
+from tailrace.records import RunStatus
+from tailrace.reporting.logs import logging_as_it_was
+from tailrace.reporting.sinks import read_jsonl
+from tailrace.reporting.summary import RunSummary
+from tailrace.run import evaluating, training
+from tailrace.run.callbacks import Callbacks, OnMetrics
+from tailrace.run.evaluating import EnvironmentEvaluation
+
+Settings: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunSettings
+"""A packaged recipe's name, a .toml file, or the same in tables.
+
+In place of an environment's name may stand the environment: an `EnvironmentSpec`, a function that returns one, an
+`async def agent(task, policy)`, or a class with reset and step.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run went."""
+
+    summary: RunSummary
+    """What `summary.json` says."""
+    folder: Path
+    """The run's, with metrics, rollouts, checkpoints, logs and the report."""
+
+    @property
+    def status(self) -> RunStatus:
+        """`finished`, `failed` or `cancelled`; `summary.reason` says why."""
+        return self.summary.status
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one, a model in Hugging Face layout; None where none was written."""
+        return Path(self.summary.checkpoint_path) if self.summary.checkpoint_path else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`: one a step, and one for each evaluation beside training."""
+        return read_jsonl(self.folder / "metrics.jsonl")
+
+
+async def train_async(
+    settings: Settings,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    on_step: OnMetrics | None = None,
+    on_evaluation: OnMetrics | None = None,
+    runs: str | os.PathLike[str] = "runs",
+) -> RunResult:
+    """`train`, from an async function or a notebook: `result = await tailrace.train_async(...)`."""
+    given = _Given(settings, changes, Path(runs))
+    with logging_as_it_was(), placed_at(given.places):
+        summary = await training.train(
+            given.settings,
+            Path(runs),
+            recipe=given.places.file.table,
+            given=given.objects,
+            callbacks=Callbacks(on_step, on_evaluation),
+            abort=_interrupt,
+        )
+    return RunResult(summary, Path(runs) / given.settings.name)
+
+
+def train(
+    settings: Settings,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    on_step: OnMetrics | None = None,
+    on_evaluation: OnMetrics | None = None,
+    runs: str | os.PathLike[str] = "runs",
+) -> RunResult:
+    """Train, and return how it went: also where the run failed or was interrupted, once it was started.
+
+    Args:
+        settings: A recipe, a .toml file, or tables of settings; see `Settings`.
+        changes: Laid over them, by dotted name or in tables: `{"max_steps": 20, "trainer.learning_rate": 1e-4}`.
+        on_step: Called with the `StepMetrics` of every step, in order; what returns True ends the run, with a last
+            save. The run goes on meanwhile.
+        on_evaluation: The same for evaluations beside training.
+        runs: The folder that the run's folder is made in.
+
+    Raises:
+        TailraceError: What the command ends with status 2 for: `SettingsError`, `DataError`, `ModelError`; and
+            `LifecycleError` where an event loop runs already (write `await tailrace.train_async(...)` there).
+        Exception: What a callback raised, after the run has ended in order.
+    """
+    _require_no_loop("train")
+    return run_on_event_loop(train_async(settings, changes, on_step=on_step, on_evaluation=on_evaluation, runs=runs))
+
+
+async def evaluate_async(
+    settings: Settings,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    limit: int | None = None,
+    greedy: bool = False,
+    save: str | os.PathLike[str] | None = None,
+) -> dict[str, EnvironmentEvaluation]:
+    """`evaluate`, from an async function or a notebook: `found = await tailrace.evaluate_async(...)`."""
+    if limit is not None and limit < 1:
+        raise SettingsError(f"limit is {limit}; it counts held-out tasks, so it must be 1 or above")
+    given = _Given(settings, changes)
+    with logging_as_it_was(), placed_at(given.places):
+        found = await evaluating.evaluate_model(
+            given.settings, limit=limit, greedy=greedy, save=None if save is None else Path(save), given=given.objects
+        )
+    return {one.environment: one for one in found}
+
+
+def evaluate(
+    settings: Settings,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    limit: int | None = None,
+    greedy: bool = False,
+    save: str | os.PathLike[str] | None = None,
+) -> dict[str, EnvironmentEvaluation]:
+    """Measure a model on held-out tasks; the result by environment.
+
+    Args:
+        settings: Of the run whose environments are meant, as in `train`.
+        changes: Laid over them: `{"model.name": result.checkpoint}` measures what a run made.
+        limit: Only the first so many held-out tasks of each environment.
+        greedy: Measure greedy decoding as well.
+        save: Append the rollouts, readable, to this .jsonl file.
+
+    Raises:
+        TailraceError: As `train` does; `DataError` where no environment has held-out tasks.
+    """
+    _require_no_loop("evaluate")
+    return run_on_event_loop(evaluate_async(settings, changes, limit=limit, greedy=greedy, save=save))
+
+
+def _require_no_loop(name: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise LifecycleError(
+        f"tailrace.{name} cannot be called while an event loop runs, as in a notebook or an async function: write "
+        f"`await tailrace.{name}_async(...)` there"
+    )
+
+
+def _interrupt(code: ExitCode) -> NoReturn:
+    """For a second Ctrl-C: the program decides whether it ends."""
+    raise KeyboardInterrupt
+
+
+class _Given:
+    """Settings as a program gives them: with names in place of the environments that it gave as objects."""
+
+    def __init__(self, settings: Settings, changes: Mapping[str, Any] | None, runs: Path = RUNS) -> None:
+        self.objects: dict[str, object] = {}
+        """Environments that only this process has, by name."""
+        if isinstance(settings, RunSettings):
+            settings = settings.model_dump(exclude_unset=True)
+        table = self._named(settings) if isinstance(settings, Mapping) else os.fspath(settings)
+        self.settings, self.places = load_from_python(table, self._named(changes or {}), runs)
+
+    def _named(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        named: dict[str, Any] = _plain(table)
+        for key, value in named.items():
+            if key == "environments" and isinstance(value, list):
+                named[key] = [self._entry(one) for one in value]
+            elif key == "environment":
+                named[key] = self._entry(value)
+            elif key == "environment.name":
+                named[key] = self._name(value)
+        return named
+
+    def _entry(self, given: object) -> dict[str, Any]:
+        """One environment's table."""
+        entry = given if isinstance(given, dict) else {"name": given}
+        return entry | ({"name": self._name(entry["name"])} if "name" in entry else {})
+
+    def _name(self, given: object) -> str:
+        """A name is one already; what can be imported is named by where it is; else this process keeps it."""
+        if isinstance(given, str):
+            return given
+        module, own = getattr(given, "__module__", ""), _own_name(given)
+        if module != "__main__" and getattr(sys.modules.get(module), own, None) is given:
+            return f"{module}:{own}"
+        name, number = own, 1
+        while self.objects.setdefault(name, given) is not given:
+            number += 1
+            name = f"{own}-{number}"
+        return name
+
+
+def _plain(value: Any) -> Any:
+    """Tables and lists as TOML would give them, with text for paths."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_plain, value)]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _own_name(given: object) -> str:
+    """Of a spec, a function or a class."""
+    name = getattr(given, "__name__", None) or getattr(given, "name", None)
+    return str(name or type(given).__name__).strip("<>")

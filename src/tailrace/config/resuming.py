@@ -1,0 +1,110 @@
+"""Settings of a run that goes on: its own, and over them only what was given anew.
+
+runs/<name>/config.toml    its settings, resolved
+runs/<name>/recipe.toml    what its recipe or file said when it was started: what differs now was edited since
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tailrace.config.problems import validated
+from tailrace.config.settings import RunSettings
+from tailrace.config.sources import Places, SettingsFile, Table, read_settings_file
+
+CONFIG_FILE = "config.toml"
+RECIPE_FILE = "recipe.toml"
+OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture"})
+"""Settings that say how a run is started, and not what it is: each start has those that it was given."""
+
+_UNSET = "unset"
+
+
+def resumed_file(folder: Path, given: SettingsFile) -> SettingsFile | None:
+    """The run's own settings, with what was edited in the recipe or file since it was started; `given` is that now.
+
+    None where there is no run. Where its folder does not know what the recipe said then (older versions did not write
+    it), nothing counts as edited. Raises `SettingsError`.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    own = read_settings_file(str(folder / CONFIG_FILE))
+    recorded = folder / RECIPE_FILE
+    before = read_settings_file(str(recorded)).table if recorded.is_file() else given.table
+    return SettingsFile(own.path, _edited(_without_starts(own.table), before, given.table), own.lines)
+
+
+def _without_starts(table: Table, prefix: str = "") -> Table:
+    return {
+        key: _without_starts(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in table.items()
+        if f"{prefix}{key}" not in OF_ONE_START
+    }
+
+
+def _edited(own: Any, before: Any, now: Any) -> Any:
+    """`own` with what changed from `before` to `now`.
+
+    >>> _edited({"a": 1, "b": {"c": 2}}, {"b": {"c": 7, "d": 4}}, {"b": {"c": 7, "d": 5}})
+    {'a': 1, 'b': {'c': 2, 'd': 5}}
+    """
+    if before == now:
+        return own
+    if isinstance(own, dict) and isinstance(before, dict) and isinstance(now, dict):
+        edited = {key: value for key, value in own.items() if key in now or key not in before}
+        return edited | {
+            key: _edited(own.get(key), before.get(key), value) for key, value in now.items() if value != before.get(key)
+        }
+    lists = [value for value in (own, before, now) if isinstance(value, list)]
+    if len(lists) == 3 and len({*map(len, lists)}) == 1:
+        return [_edited(*entries) for entries in zip(*lists, strict=True)]
+    return now
+
+
+def own_settings(folder: Path) -> RunSettings | None:
+    """Those that a run has, by its folder; None for a run that begins. Raises `SettingsError`."""
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    file = read_settings_file(str(folder / CONFIG_FILE))
+    return validated(RunSettings, file.table, Places(file, set()))
+
+
+class Difference(NamedTuple):
+    """One setting that is not what the run has."""
+
+    name: str
+    before: object
+    now: object
+
+    def __str__(self) -> str:
+        return f"{self.name} = {_shown(self.now)} in place of {_shown(self.before)}"
+
+
+def differences(before: RunSettings, now: RunSettings) -> list[Difference]:
+    """What the run would go on with that it did not have before, by name."""
+    were, are = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (before, now))
+    return [
+        Difference(name, were.get(name), are.get(name))
+        for name in [*were, *(name for name in are if name not in were)]
+        if were.get(name) != are.get(name) and name not in OF_ONE_START
+    ]
+
+
+def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every value by its dotted name; lists of plain values are one."""
+    entries: Iterator[tuple[object, object]]
+    if isinstance(value, dict) and value:
+        entries = iter(value.items())
+    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        entries = iter(enumerate(value))
+    else:
+        yield prefix.removesuffix("."), value
+        return
+    for key, entry in entries:
+        yield from _leaves(entry, f"{prefix}{key}.")
+
+
+def _shown(value: object) -> str:
+    return _UNSET if value is None else repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,97 @@
+"""Which model a generator was started with, so that a run that connects to it can tell whether it is its own.
+
+Weights are compared where a run sends none (`tailrace eval`): by their files, sampled. A run that trains sends its
+weights before the first rollout, so that only what they mean, the configuration, has to be the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from tailrace.models.files import WEIGHTS, read_json
+from tailrace.models.loading import load_config, resolve_model
+from tailrace.records import Json
+
+_SAMPLED_BYTES, _SAMPLES = 1 << 20, 64
+"""Of each file: so many pieces of this size, over its whole length. Smaller files are read whole."""
+
+_NOT_ARCHITECTURE = {
+    "architectures",
+    "attn_implementation",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""What may differ in the configurations of two models that compute the same from the same weights."""
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """A model, as both sides of a connection compare it."""
+
+    name: str
+    """As its user wrote it."""
+    config: dict[str, Json] = {}
+    """Its config.json."""
+    weights: str = ""
+    """A fingerprint of the files that hold them; empty where they are not known to this machine by their files."""
+
+
+def identify(name: str) -> ModelIdentity:
+    """The model called `name`. Raises `ModelError`."""
+    source = resolve_model(name)
+    folder = Path(source.location)
+    if not source.is_local:
+        return ModelIdentity(name, load_config(name))
+    if source.gguf_file:
+        return ModelIdentity(name, load_config(name), _fingerprint([folder / source.gguf_file]))
+    files = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+    return ModelIdentity(name, dict(read_json(folder / "config.json")), _fingerprint(files))
+
+
+def other_architecture(own: Mapping[str, Json], other: Mapping[str, Json]) -> list[str]:
+    """In what two configurations contradict each other; what only one of them mentions is a default of the other.
+
+    >>> other_architecture({"rope_theta": 1e4, "dtype": "float32"}, {"rope_theta": 5e5, "hidden_act": "silu"})
+    ['rope_theta is 500000.0 there and 10000.0 here']
+    """
+    found = []
+    for key in sorted(own.keys() & other.keys() - _NOT_ARCHITECTURE):
+        here, there = own[key], other[key]
+        if isinstance(here, dict) and isinstance(there, dict):
+            found += [f"{key}.{difference}" for difference in other_architecture(here, there)]
+        elif here != there and not key.startswith("_"):
+            found.append(f"{key} is {json.dumps(there)} there and {json.dumps(here)} here")
+    return found
+
+
+def is_other(own: ModelIdentity, other: ModelIdentity) -> bool:
+    """Whether the weights are known to differ; by their names where one side does not know them by their files."""
+    return own.weights != other.weights if own.weights and other.weights else own.name != other.name
+
+
+def _fingerprint(files: list[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in files:
+        for piece in _sampled(path):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _sampled(path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    step = max(_SAMPLED_BYTES, -(-size // _SAMPLES))
+    yield str(size).encode()
+    with path.open("rb") as file:
+        for offset in range(0, size, step):
+            file.seek(offset)
+            yield file.read(_SAMPLED_BYTES)

@@ -1,0 +1,143 @@
+"""A run that goes on has its own settings, and over them only what was given anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.config import differences, load_settings, own_settings, read_settings_file
+from tailrace.errors import SettingsError
+from tailrace.run.folder import RunPaths, record_settings
+
+FILE = """\
+max_steps = 60
+[model]
+name = "bundled:quickstart"
+[[environments]]
+name = "alphabet-sort"
+group_size = 8
+[environments.args]
+max_names = 5
+[trainer]
+learning_rate = 1e-3
+[observability]
+capture = 2
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE)
+    return path
+
+
+def start(file: Path, *overrides: str) -> Path:
+    """What a run that was started with this file and these overrides leaves of its settings; its folder."""
+    settings = load_settings(str(file), overrides, file.parent)
+    paths = RunPaths(file.parent / settings.name)
+    record_settings(settings, paths, read_settings_file(str(file)).table)
+    return paths.root
+
+
+def resumed(file: Path, *overrides: str) -> dict[str, tuple[object, object]]:
+    """What a resume with this file and these overrides would change."""
+    now = load_settings(str(file), ["--resume", *overrides], file.parent)
+    before = own_settings(file.parent / now.name)
+    assert before is not None
+    return {one.name: (one.before, one.now) for one in differences(before, now)}
+
+
+def test_what_was_given_at_the_start_need_not_be_given_again(file: Path) -> None:
+    start(file, "--trainer.learning_rate", "7e-4", "--environment.args.max_names", "3", "--max_epochs", "2")
+    assert resumed(file) == {}
+    settings = load_settings(str(file), ["--resume"], file.parent)
+    assert (settings.trainer.learning_rate, settings.max_epochs, settings.resume) == (7e-4, 2, True)
+    assert settings.environments[0].args == {"max_names": 3}
+
+
+def test_what_is_given_now_differs(file: Path) -> None:
+    start(file, "--trainer.learning_rate", "7e-4")
+    changes = ["--max_steps", "120", "--environment.args.max_names", "4", "--trainer.learning_rate", "7e-4"]
+    assert resumed(file, *changes) == {"max_steps": (60, 120), "environments.0.args.max_names": (5, 4)}
+    assert resumed(file, "--max_steps", "unset", "--max_epochs", "1") == {
+        "max_steps": (60, None),
+        "max_epochs": (None, 1),
+    }
+
+
+def test_what_was_edited_in_the_file_differs_and_nothing_else_that_it_says(file: Path) -> None:
+    start(file, "--trainer.learning_rate", "7e-4", "--environment.args.max_names", "3")
+    file.write_text(FILE.replace("max_steps = 60", "max_steps = 90").replace("group_size = 8\n", ""))
+    assert resumed(file) == {"max_steps": (60, 90), "environments.0.group_size": (8, None)}
+
+
+def test_an_environment_added_in_the_file_is_told_by_all_that_it_brings(file: Path) -> None:
+    start(file)
+    file.write_text(FILE + '[[environments]]\nname = "arithmetic"\nid = "sums"\n')
+    changes = resumed(file)
+    assert changes["environments.1.name"] == (None, "arithmetic")
+    assert all(name.startswith("environments.1.") for name in changes)
+
+
+def test_the_runs_own_file_goes_on_as_before_whatever_became_of_the_recipe(file: Path) -> None:
+    folder = start(file, "--trainer.learning_rate", "7e-4")
+    file.write_text(FILE.replace("1e-3", "5e-3"))
+    assert resumed(file) == {"trainer.learning_rate": (7e-4, 5e-3)}
+    own = load_settings(str(folder / "config.toml"), ["--resume"], file.parent)
+    before = own_settings(folder)
+    assert before is not None
+    assert differences(before, own) == []
+
+
+def test_a_folder_of_an_older_version_does_not_know_what_was_edited(file: Path) -> None:
+    folder = start(file)
+    (folder / "recipe.toml").unlink()
+    file.write_text(FILE.replace("1e-3", "5e-3"))
+    assert resumed(file) == {}
+    assert resumed(file, "--trainer.learning_rate", "5e-3") == {"trainer.learning_rate": (1e-3, 5e-3)}
+
+
+def test_name_and_capture_are_those_of_each_start(file: Path) -> None:
+    folder = start(file)
+    folder.rename(folder.with_name("copied"))
+    assert resumed(file, "--name", "copied") == {}
+    settings = load_settings(str(file), ["--resume", "--name", "copied"], file.parent)
+    assert (settings.name, settings.observability.capture) == ("copied", 0)
+    again = load_settings(str(file), ["--resume", "--name", "copied", "--observability.capture", "4"], file.parent)
+    assert again.observability.capture == 4
+    assert resumed(file, "--name", "copied", "--observability.capture", "4") == {}
+
+
+def test_what_differs_is_refused_with_every_difference_and_nothing_is_written(file: Path) -> None:
+    folder = start(file)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(SettingsError) as refused:
+        start(file, "--resume", "--max_steps", "120", "--trainer.learning_rate", "7e-4")
+    told = str(refused.value)
+    assert "max_steps = 120 in place of 60" in told
+    assert "trainer.learning_rate = 0.0007 in place of 0.001" in told
+    assert "--allow-changed-settings" in told
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_is_allowed_is_recorded_and_what_was_there_is_kept(file: Path) -> None:
+    folder = start(file)
+    kept = (folder / "config.toml").read_text()
+    for steps in ("120", "180"):
+        start(file, "--resume", "--allow-changed-settings", "--max_steps", steps)
+    assert (folder / "superseded" / "config_1.toml").read_text() == kept
+    assert "max_steps = 120" in (folder / "superseded" / "config_2.toml").read_text()
+    assert resumed(file) == {}
+    assert load_settings(str(file), ["--resume"], file.parent).max_steps == 180
+    with pytest.raises(SettingsError):  # it was allowed once
+        start(file, "--resume", "--max_steps", "200")
+
+
+def test_a_setting_of_the_runs_own_file_that_is_wrong_is_named_with_its_line(file: Path) -> None:
+    folder = start(file)
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("max_steps = 60", "max_stepz = 60"))
+    with pytest.raises(SettingsError, match=r"config\.toml, line \d+: max_stepz is no setting"):
+        load_settings(str(file), ["--resume"], file.parent)

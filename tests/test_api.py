@@ -1,0 +1,173 @@
+"""Training and measuring from a program, as docs/python.md says."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tailrace
+from tailrace.environments import EnvironmentSpec
+from tailrace.errors import LifecycleError, SettingsError
+from tailrace.records import RunStatus, Task
+from tailrace.reporting.summary import read_summary
+from tests.run.runs import IMPORTS, ROOT
+from tests.support import run_environments
+
+SMALL: dict[str, Any] = {
+    "placement": "inline",
+    "observability.live": "off",
+    "rollouts": {"group_size": 2, "max_tokens": 6, "max_turns": 1},
+    "scheduling": {"batch_size": 4, "filter_zero_spread": False, "row_tokens": 512},
+    "generator": {"slots": 8, "max_cache_tokens": 512},
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    return {"environment": run_environments.words, "max_steps": 2, **SMALL, **changes}
+
+
+def test_the_page_says_what_happens() -> None:
+    page = doctest.testfile(str(ROOT / "docs" / "python.md"), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert page.attempted > 20
+    assert page.failed == 0
+
+
+def test_a_script_trains_an_agent_of_its_own_in_processes_of_their_own(tmp_path: Path) -> None:
+    """It has no guard against being imported again, and its environment exists in it alone."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 8)
+    example = (ROOT / "README.md").read_text().split("import tailrace\n")[1].split("```")[0]
+    changes = {**SMALL, "placement": "local", "max_steps": 1}
+    (tmp_path / "script.py").write_text(
+        f"import tailrace\n{example}".replace('"data": "rows.jsonl"}', f'"data": "rows.jsonl"}}, **{changes}')
+    )
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=IMPORTS, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["finished", "runs/quickstart"]
+
+
+async def test_where_a_loop_runs_the_synchronous_functions_say_what_to_write() -> None:
+    for function in (tailrace.train, tailrace.evaluate):
+        with pytest.raises(LifecycleError, match=rf"await tailrace\.{function.__name__}_async"):
+            function("quickstart")
+
+
+async def test_in_a_running_loop_callbacks_get_every_step_and_every_evaluation_in_order() -> None:
+    steps, evaluations, threads = list[int](), list[int](), set[threading.Thread]()
+
+    def on_step(step: tailrace.StepMetrics) -> None:
+        threads.add(threading.current_thread())
+        steps.append(step.step)
+
+    async def on_evaluation(found: tailrace.StepMetrics) -> None:
+        assert 0 <= found.metrics["eval/words/reward/mean"] <= 1
+        evaluations.append(found.step)
+
+    changes = run(max_steps=3, evaluation={"every_steps": 3, "tasks": 2})
+    result = await tailrace.train_async("quickstart", changes, on_step=on_step, on_evaluation=on_evaluation)
+    assert result.status is RunStatus.FINISHED
+    assert steps == [1, 2, 3]
+    assert evaluations[-1] == 3
+    assert threading.main_thread() not in threads
+
+
+def test_a_callback_that_returns_true_ends_the_run_with_a_last_save() -> None:
+    result = tailrace.train("quickstart", run(max_steps=1000), on_step=lambda step: np.int32(step.step) >= 2)
+    assert result.status is RunStatus.FINISHED
+    assert 2 <= result.summary.steps < 1000
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == f"step_{result.summary.steps:06d}"
+
+
+def test_what_a_callback_raises_ends_the_run_in_order_and_is_raised() -> None:
+    def on_step(step: tailrace.StepMetrics) -> None:
+        raise ZeroDivisionError("of the program")
+
+    with pytest.raises(ZeroDivisionError, match="of the program"):
+        tailrace.train("quickstart", run(max_steps=1000), on_step=on_step)
+    summary = read_summary(Path("runs/quickstart"))
+    assert summary is not None
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert summary.reason.endswith("on_step raised ZeroDivisionError: of the program")
+
+
+def test_a_second_interrupt_ends_everything_at_once_and_is_raised(tmp_path: Path) -> None:
+    interrupted = []
+
+    async def agent(task: Task, policy: tailrace.Policy) -> float:
+        if len(interrupted) < 2:
+            interrupted.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+        return float(len((await policy.chat([{"role": "user", "content": "go on"}])).content))
+
+    spec = EnvironmentSpec(name="interrupting", agent=agent, train_tasks=[{"word": "a"}, {"word": "b"}])
+    with pytest.raises(KeyboardInterrupt):
+        tailrace.train("quickstart", {**run(max_steps=1000), "environment": spec})
+    assert len(interrupted) == 2
+    assert read_summary(Path("runs/quickstart")) is None
+
+
+def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
+    here = EnvironmentSpec(name="here", agent=run_environments.answer, train_tasks=[{"word": "a"}, {"word": "b"}])
+    settings = {"name": "two", "model": {"name": "bundled:quickstart"}, "environments": [here, run_environments.words]}
+    result = tailrace.train(settings, {"max_steps": 1, **SMALL}, runs="elsewhere")
+    assert result.summary.environments == ["here", "words"]
+    assert result.folder == Path("elsewhere/two")
+    written = (result.folder / "config.toml").read_text()
+    assert 'name = "here"' in written
+    assert 'name = "tests.support.run_environments:words"' in written  # so that any process can load it
+
+
+def test_synchronous_code_that_no_worker_can_import_is_refused_unless_trusted() -> None:
+    def reward(task: Task, messages: list[Any]) -> float:
+        return float(len(messages[-1]["content"]))
+
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    spec = EnvironmentSpec(name="plain", agent=run_environments.answer, reward=reward, train_tasks=rows)
+    with pytest.raises(SettingsError, match=r"'plain' was given as an object .* trusted = True"):
+        tailrace.train("quickstart", {**run(), "environment": spec})
+
+
+def test_what_is_wrong_is_told_with_its_place() -> None:
+    with pytest.raises(SettingsError, match=r"changes: trainer\.learning_rat is no setting"):
+        tailrace.train("quickstart", {"trainer": {"learning_rat": 1.0}})
+    with pytest.raises(SettingsError, match=r"settings: max_step is no setting; did you mean max_steps"):
+        tailrace.train({"max_step": 1, "model": {"name": "m"}, "environments": ["words"]})
+    with pytest.raises(SettingsError, match="limit is 0"):
+        tailrace.evaluate("quickstart", limit=0)
+
+
+def test_the_programs_logging_is_its_own_again_and_another_thread_may_train() -> None:
+    handler = logging.NullHandler()
+    logging.getLogger().addHandler(handler)
+    before = [*logging.getLogger().handlers]
+    found = []
+    thread = threading.Thread(target=lambda: found.append(tailrace.train("quickstart", run(max_steps=1)).status))
+    thread.start()
+    thread.join()
+    assert found == [RunStatus.FINISHED]
+    assert logging.getLogger().handlers == before
+
+
+def test_an_evaluation_measures_by_environment() -> None:
+    found = asyncio.run(tailrace.evaluate_async("quickstart", run(), limit=3, greedy=True, save="played.jsonl"))
+    measured = found["words"]
+    assert len(measured.result.rewards) == 3
+    assert measured.greedy is not None
+    assert len(Path("played.jsonl").read_text().splitlines()) == 6
