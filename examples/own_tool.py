@@ -30,7 +30,7 @@ def sits_by(name: str) -> str:
 async def agent(task: Task, policy: Policy) -> AgentResult:
     """At most four turns: call the tool as often as needed, then answer without a call.
 
-    The reward is by degrees: a model that calls no tool yet learns the form of an answer, and some names by heart.
+    The reward is by degrees, letter by letter: a model that calls no tool yet learns the form of an answer.
     """
     question = "Who sits beside them? One name per line:\n" + "\n".join(task["names"])
     messages: list[Message] = [{"role": "user", "content": question}]
@@ -42,8 +42,8 @@ async def agent(task: Task, policy: Policy) -> AgentResult:
             break
         messages += await answer_tool_calls(reply, {"sits_by": sits_by})
         called += len(reply.tool_calls)
-    neighbours = [NEIGHBOURS[name] for name in task["names"]]
-    right = SequenceMatcher(None, reply.content.strip().split("\n"), neighbours).ratio()
+    neighbours = "\n".join(NEIGHBOURS[name] for name in task["names"])
+    right = SequenceMatcher(None, reply.content.strip(), neighbours).ratio()
     return AgentResult(0.8 * right + 0.2 * (called > 0), metrics={"right": right, "tool_calls": called})
 
 

@@ -25,12 +25,22 @@ class Policy(Protocol):
     """All that an agent knows of the model. Belongs to one rollout."""
 
     async def chat(
-        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None
+        self,
+        messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """Sample the next message of a conversation: one turn, recorded as the rollout's tokens.
 
         Pass the whole conversation each time, earlier replies included as `reply.message`. Histories that only grow
         stay one branch; a rewritten history starts another. `max_tokens` may lower the run's limit, never raise it.
+
+        `temperature` is this turn's own, above 0; a branch has one temperature, so a change of it begins another. A
+        reply ends where it holds one of the strings `stop`, which its text is then without. Content may be a list of
+        text parts, `[{"type": "text", "text": ...}]`.
 
         Raises `BudgetExceeded` where no turn or token is left (let it pass: it ends the rollout), `RequestRefused`
         where the conversation does not fit the model's context.

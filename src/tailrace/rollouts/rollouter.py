@@ -44,6 +44,7 @@ class Rollouter:
         generate: Generate,
         max_model_tokens: int | None = None,
         max_steps: int = 0,
+        records_experts: bool = False,
         worker_log: Path | None = None,
     ) -> None:
         """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told."""
@@ -51,7 +52,7 @@ class Rollouter:
         self._environments = environments
         self._renderer = renderer
         self._generate = generate
-        self._max_model_tokens = max_model_tokens
+        self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
         self._attempts = Attempts()
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
@@ -243,6 +244,7 @@ class Rollouter:
             max_rollout_tokens=self._settings.max_rollout_tokens,
             max_model_tokens=self._max_model_tokens,
             system_prompt=self._settings.system_prompt,
+            records_experts=self._records_experts,
         )
 
     def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
