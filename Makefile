@@ -42,10 +42,10 @@ test-all: install-dev lint test-torch-floor  ## The tests that take minutes as w
 
 SEED := $(shell date +%s)
 
-explore: install-dev  ## Each property once more, with as many examples that nobody has tried yet; SEED=... repeats them.
-	@echo 'make explore SEED=$(SEED) tries the same examples again'
+explore: install-dev  ## A minute of properties with examples that nobody has tried yet; SEED=... tries the same again.
+	@echo 'make explore SEED=$(SEED) tries the same examples again, in the same order'
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m 'hypothesis and not long' \
-		--hypothesis-profile explore --hypothesis-seed $(SEED)
+		--hypothesis-profile explore --hypothesis-seed $(SEED) --explore-s 60
 
 test-torch-floor: .venv-torch-floor/.installed  ## Trainer, engine and GPU paths with the oldest torch that is declared.
 	.venv-torch-floor/bin/python -m pytest -q -m 'not long' tests/devices tests/training tests/generation/engines/test_torch_engine.py

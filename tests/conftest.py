@@ -6,7 +6,10 @@ counts other threads than the one that planned them.
 
 from __future__ import annotations
 
+import math
 import os
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,13 +21,28 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
 # A busy machine makes no property wrong, and the same code passes or fails alike each time it is tested. `make explore`
-# then tries examples that nobody has tried yet, all of them drawn from the seed that it prints.
+# then tries examples that nobody has tried yet, for a minute, all of them drawn from the seed that it prints.
 _hypothesis.register_profile("explore", deadline=None, derandomize=False, database=None)
 _hypothesis.register_profile("same", deadline=None, derandomize=True)
 _hypothesis.load_profile("same")
 
 
+_ends_s = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--explore-s", type=float, help="shuffle the tests by the seed, begin none after so many seconds")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seconds := config.getoption("--explore-s")) is not None:
+        random.Random(config.getoption("--hypothesis-seed")).shuffle(items)
+        config.stash[_ends_s] = time.monotonic() + seconds
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() > item.config.stash.get(_ends_s, math.inf):
+        pytest.skip("the time to explore is over")
     if item.get_closest_marker("gpu") is not None:
         import torch
 

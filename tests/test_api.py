@@ -134,6 +134,19 @@ def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     assert 'name = "tests.support.run_environments:words"' in written  # so that any process can load it
 
 
+def test_a_run_of_an_environment_of_this_process_goes_on_with_what_it_was_given_at_its_start() -> None:
+    spec = EnvironmentSpec(name="here", agent=run_environments.answer, train_tasks=[{"word": "a"}, {"word": "b"}])
+    given = {"environments": [spec], "model": {"name": "bundled:quickstart"}, "max_steps": 1000}
+    first = tailrace.train(given, {**SMALL, "trainer.learning_rate": 3e-4}, on_step=lambda step: True)
+    steps = first.summary.steps + 1
+    with pytest.raises(SettingsError, match=rf"max_steps = {steps} in place of 1000"):
+        tailrace.train(given, {"resume": True, "max_steps": steps})
+    second = tailrace.train(given, {"resume": True, "max_steps": steps, "allow_changed_settings": True})
+    assert (second.status, second.summary.steps, second.summary.starts) == (RunStatus.FINISHED, steps, 2)
+    assert [line["step"] for line in second.metrics()] == [*range(1, steps + 1)]
+    assert "learning_rate = 0.0003" in (second.folder / "config.toml").read_text()
+
+
 def test_synchronous_code_that_no_worker_can_import_is_refused_unless_trusted() -> None:
     def reward(task: Task, messages: list[Any]) -> float:
         return float(len(messages[-1]["content"]))

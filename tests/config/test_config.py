@@ -16,6 +16,7 @@ from tailrace.config import (
     plan_run,
     settings_reference,
     simulation_reference,
+    with_decay_end,
 )
 from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.errors import SettingsError
@@ -158,6 +159,21 @@ def test_a_file_with_a_space_in_its_name_names_a_run(tmp_path: Path) -> None:
 def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SettingsError, match="set max_steps or max_epochs"):
         load_settings(write(MINIMAL.replace("max_steps = 10", "")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["--max_steps", "unset", "--max_epochs", "2"], 200),  # 800 tasks of 8 rollouts, 64 to a batch
+        (["--max_steps", "50", "--max_epochs", "2"], None),
+        (["--max_steps", "unset", "--max_epochs", "2", "--trainer.decay_steps", "70"], 70),
+        (["--max_steps", "unset", "--max_epochs", "2", "--trainer.decay", "constant"], None),
+    ],
+)
+def test_the_learning_rate_falls_until_the_end_of_epochs_too(overrides: list[str], steps: int | None) -> None:
+    settings = load_settings("quickstart", ["--trainer.decay", "linear", "--scheduling.batch_size", "64", *overrides])
+    plan = plan_run(settings, {"alphabet-sort": 800})
+    assert with_decay_end(settings, plan).trainer.decay_steps == steps
 
 
 def test_overrides_win_over_the_file() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import subprocess
 import sys
 import threading
 
@@ -85,3 +86,17 @@ def test_a_thread_that_never_returns_is_told_and_left(
         assert run_on_event_loop(work()) == 3
     may_return.set()
     assert "as they do not return: 1 calls in threads" in caplog.text
+
+
+HANGING = """
+import sys, threading
+from tailrace.lifecycle.event_loop import force_exit_if_threads_hang
+threading.Thread(target=threading.Event().wait, name="of-the-user").start()
+force_exit_if_threads_hang(3, within_s=0.1)
+sys.exit(3)
+"""
+
+
+def test_a_thread_of_users_code_that_never_ends_does_not_keep_the_process_alive() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "they do not end: threads of-the-user" in done.stderr) == (3, True), done.stderr

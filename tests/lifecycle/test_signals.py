@@ -27,7 +27,7 @@ def program(loop: str, manner: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_asks_for_a_stop_and_decides_the_exit_status(
     loop: str, number: signal.Signals, status: int
 ) -> None:
@@ -45,6 +45,29 @@ def test_the_second_signal_ends_everything_at_once(loop: str) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         assert process.stdout.read() == "aborted by INTERRUPTED\n"
+
+
+def test_a_terminal_that_goes_away_only_asks_however_often_it_says_so() -> None:
+    with program("asyncio", "slow") as process:
+        assert process.stdout
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "asked by HUNG_UP\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+        assert process.stdout.read() == "aborted by TERMINATED\n"
+
+
+def test_a_run_that_nobody_hangs_up_goes_on() -> None:
+    script = Path(__file__).with_name("stopping_program.py")
+    ignoring = f"trap '' HUP; exec {sys.executable} {script} asyncio waits"
+    process = subprocess.Popen(["sh", "-c", ignoring], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    with process.stdout:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
 
 
 def test_the_second_signal_works_while_the_event_loop_is_stuck() -> None:

@@ -227,3 +227,19 @@ def test_each_process_logs_to_its_own_file_and_the_live_view_keeps_the_last_line
     assert "tailrace.training: line 0" in written
     assert "a detail" in written
     assert "noise" not in written
+
+
+def test_a_log_file_is_bounded_and_what_its_process_prints_goes_on_into_it(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    with log.open("ab", buffering=0) as printed:
+        setup_logging("trainer", tmp_path, max_bytes=10_000)
+        logger = logging.getLogger("tailrace.training")
+        for number in range(500):
+            logger.info("line %d of a loss that has much to tell", number)
+        printed.write(b"printed\n")
+        logger.info("the last line")
+        logging.shutdown()
+    assert {path.name for path in tmp_path.iterdir()} == {"trainer.log", "trainer.log.1"}
+    assert all(path.stat().st_size <= 10_000 for path in tmp_path.iterdir())
+    assert "printed\n" in log.read_text()
+    assert log.read_text().endswith("the last line\n")

@@ -186,7 +186,6 @@ async def test_a_checkpoint_of_other_environments_is_refused(tmp_path: Path) -> 
 
 async def test_a_disk_that_takes_no_checkpoint_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").touch()
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
     summary = await run_inline(tmp_path, "--max_steps", "1", *RESUMED)
     assert (summary.status, summary.exit_code, summary.checkpoint_path) == (RunStatus.FAILED, 1, "")

@@ -67,7 +67,7 @@ async def test_a_run_whose_summary_or_report_cannot_be_written_does_not_end_with
         assert read_summary(tmp_path / "run") == summary
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: int, code: int) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
     signalling = (*environment("signalling"), "--environment.args.number", str(int(number)))

@@ -57,7 +57,10 @@ async def test_a_trainer_that_disagrees_with_the_generator_raises_an_alarm(
     monkeypatch.setattr(roles, "engine_factory", with_other_weights)
     summary = await run_inline(tmp_path, "--max_steps", "1")
     assert (summary.mismatched_steps, summary.exit_code) == (1, 0)
-    assert "ALARM: in step 1 the trainer's log-prob" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+    assert (
+        "ALARM: in step 1 the trainer's log-probabilities differ"
+        in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+    )
 
 
 def test_a_model_is_known_by_its_files_wherever_they_lie(tmp_path: Path, other: str) -> None:

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ class World:
         self.thread: threading.Thread | None = None
 
     def run(
-        self, max_steps: int = 3, resume_from: Path | None = None, **settings: object
+        self, max_steps: int = 3, resume_from: Path | None = None, checkpoint_every_s: float = 300.0, **settings: object
     ) -> asyncio.Task[TrainerEnded]:
         def make_trainer() -> Trainer:
             self.thread = threading.current_thread()
@@ -86,7 +86,9 @@ class World:
             )
             return self.trainer
 
-        plan = TrainerPlan(epoch=EPOCH, checkpoints=self.checkpoints, resume_from=resume_from)
+        plan = TrainerPlan(
+            epoch=EPOCH, checkpoints=self.checkpoints, resume_from=resume_from, checkpoint_every_s=checkpoint_every_s
+        )
         return asyncio.create_task(run_trainer(make_trainer, self.queue, self.store, self.log, plan))
 
     async def send(self, *batches: Batch) -> None:
@@ -313,6 +315,23 @@ async def test_a_run_resumes_from_its_checkpoint_with_version_and_weights(world:
     assert resumed.trainer is not None
     for name, tensor in world.trainer.snapshot().wait().items():
         assert torch.equal(tensor, resumed.trainer.snapshot().wait()[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"checkpoint_every_s": 0.0}, [1, 2]),
+        ({"checkpoint_every_s": 1e9}, [2]),
+        ({"checkpoint_every_s": 0.0, "checkpoint_every_steps": 0}, [2]),
+    ],
+)
+async def test_checkpoints_are_written_every_so_often_by_default(
+    world: World, settings: dict[str, Any], steps: list[int]
+) -> None:
+    running = world.run(max_steps=2, **settings)
+    await world.send(*(build_batch(step=step) for step in (1, 2)))
+    await running
+    assert [event.step for event in await world.events() if isinstance(event, CheckpointWritten)] == steps
 
 
 async def test_the_event_loop_is_free_while_a_step_computes(world: World) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.overrides import apply_overrides, flattened, parse_overrides
-from tailrace.config.plan import Plan, plan_run
+from tailrace.config.plan import Plan, plan_run, with_decay_end
 from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.resuming import CONFIG_FILE, RECIPE_FILE, Difference, differences, own_settings, resumed_file
@@ -41,6 +41,7 @@ __all__ = [
     "read_settings_file",
     "settings_reference",
     "simulation_reference",
+    "with_decay_end",
 ]
 
 RUNS = Path("runs")

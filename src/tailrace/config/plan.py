@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,6 +74,15 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         *_evaluation(settings),
     ]
     return Plan(max_running, steps_per_epoch, expected_steps, sentences)
+
+
+def with_decay_end(settings: RunSettings, plan: Plan) -> RunSettings:
+    """The settings, with the step at which the learning rate has fallen where epochs alone end the run."""
+    trainer = settings.trainer
+    if trainer.decay == "constant" or trainer.decay_steps or settings.max_steps:
+        return settings
+    end = trainer.model_copy(update={"decay_steps": math.ceil(plan.expected_steps)})
+    return settings.model_copy(update={"trainer": end})
 
 
 def _schedule(settings: RunSettings) -> str:

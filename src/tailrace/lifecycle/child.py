@@ -1,7 +1,7 @@
 """The process of a role: `python -m tailrace.lifecycle.child`, started by `spawn_role`.
 
-Runs the role's coroutine to its end. SIGINT is ignored (the parent decides); SIGTERM cancels the coroutine, and so does
-the end of the parent, after which a thread kills this process and all it started by a deadline.
+Runs the role's coroutine to its end. SIGINT and SIGHUP are ignored (the parent decides); SIGTERM cancels the coroutine,
+and so does the end of the parent, after which a thread kills this process and all it started by a deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Run the role that standard input names; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     pipe = _take_standard_input()
     launch = _read_launch(pipe)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -7,6 +7,8 @@ import concurrent.futures
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -16,6 +18,9 @@ ResultT = TypeVar("ResultT")
 
 _END_S = 2.0
 """How long tasks and threads that are left have to end, once they were cancelled."""
+
+_EXIT_S = 10.0
+"""How long the interpreter has to exit, which waits for threads that users' code started."""
 
 _MOST_THREADS = 1024
 
@@ -58,13 +63,30 @@ def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
             runner.close()
 
 
-def force_exit_if_threads_hang(status: int) -> None:
-    """End the process with `status` if a thread that never returns would keep it alive; else do nothing."""
+def force_exit_if_threads_hang(status: int, *, within_s: float = _EXIT_S) -> None:
+    """End the process with `status` if a thread that never returns would keep it alive; call it last.
+
+    A call in the loop's own threads is known to hang by now. Threads that users' code started have `within_s` to end
+    while the interpreter exits, which waits for them.
+    """
     if _stuck:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(status)
+        _exit_now(status)
+    threading.Thread(target=_exit_later, args=(status, within_s), daemon=True).start()
+
+
+def _exit_later(status: int, within_s: float) -> None:
+    """Waits, and ends the process unless it ended before."""
+    time.sleep(within_s)
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]
+    _logger.error("left behind at the end of the process, as they do not end: threads %s", ", ".join(left))
+    _exit_now(status)
+
+
+def _exit_now(status: int) -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def _left_of(threads: _Threads) -> set[Future[Any]]:

@@ -16,6 +16,8 @@ class ExitCode(enum.IntEnum):
     FINISHED = 0
     FAILED = 1
     BAD_SETTINGS = 2
+    HUNG_UP = 129
+    """By SIGHUP: the terminal is gone."""
     INTERRUPTED = 130
     """By Ctrl-C."""
     TERMINATED = 143

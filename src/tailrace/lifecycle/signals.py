@@ -1,8 +1,14 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly stop, the second ends everything at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, a second one ends everything at once.
+
+A terminal that goes away sends SIGHUP more than once, so that this one only ever asks; where it is ignored (`nohup`) it
+stays so.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -11,11 +17,15 @@ from typing import Any
 
 from tailrace.lifecycle.exit_codes import ExitCode
 
-_EXIT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
+_EXIT_CODES = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.TERMINATED,
+    signal.SIGHUP: ExitCode.HUNG_UP,
+}
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM while entered, with a running event loop; in another thread than the main one, none.
+    """Handles signals to stop while entered, with a running event loop; in another thread than the main one, none.
 
     The first calls `request_stop` on the loop; a later one `abort` in the signal handler, as the loop may be stuck.
     """
@@ -25,6 +35,7 @@ class StopSignals:
         self._abort = abort
         self._previous: dict[signal.Signals, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._terminals: list[int] = []
         self.exit_code: ExitCode | None = None
         """Of the first signal; None while there was none."""
 
@@ -32,7 +43,9 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         is_main = threading.current_thread() is threading.main_thread()  # no other one may handle signals
         for number in _EXIT_CODES if is_main else ():
-            self._previous[number] = signal.signal(number, self._handle)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,9 +54,20 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         exit_code = _EXIT_CODES[signal.Signals(number)]
+        if exit_code is ExitCode.HUNG_UP:
+            self._leave_terminal()
         if self.exit_code is not None:
-            self._abort(exit_code)
+            if exit_code is not ExitCode.HUNG_UP:
+                self._abort(exit_code)
             return
         self.exit_code = exit_code
         if self._loop:
             self._loop.call_soon_threadsafe(self._request_stop, exit_code)
+
+    def _leave_terminal(self) -> None:
+        """What goes to a terminal that is gone would fail: it goes nowhere from now on."""
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for descriptor in self._terminals:
+                os.dup2(nowhere, descriptor)
+            os.close(nowhere)

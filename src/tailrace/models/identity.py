@@ -17,7 +17,7 @@ from tailrace.models.files import WEIGHTS, read_json
 from tailrace.models.loading import load_config, resolve_model
 from tailrace.records import Json
 
-_SAMPLED_BYTES, _SAMPLES = 1 << 20, 64
+_SAMPLED_BYTES, _SAMPLES = 1 << 16, 64
 """Of each file: so many pieces of this size, over its whole length. Smaller files are read whole."""
 
 _NOT_ARCHITECTURE = {
@@ -46,16 +46,18 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     """A fingerprint of the files that hold them; empty where they are not known to this machine by their files."""
 
 
-def identify(name: str) -> ModelIdentity:
+def identify(name: str, *, with_weights: bool = True) -> ModelIdentity:
     """The model called `name`. Raises `ModelError`."""
     source = resolve_model(name)
     folder = Path(source.location)
     if not source.is_local:
         return ModelIdentity(name, load_config(name))
     if source.gguf_file:
-        return ModelIdentity(name, load_config(name), _fingerprint([folder / source.gguf_file]))
-    files = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
-    return ModelIdentity(name, dict(read_json(folder / "config.json")), _fingerprint(files))
+        config, files = load_config(name), [folder / source.gguf_file]
+    else:
+        config = dict(read_json(folder / "config.json"))
+        files = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+    return ModelIdentity(name, config, _fingerprint(files) if with_weights else "")
 
 
 def other_architecture(own: Mapping[str, Json], other: Mapping[str, Json]) -> list[str]:

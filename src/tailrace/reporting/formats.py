@@ -103,15 +103,16 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def block_chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """The same over several rows, from the top: a curve.
+    """The same over several rows, from the top, and as wide as asked: a curve.
 
-    >>> block_chart([0, 1, 2, 3], 4, 2)
-    ['  ▃█', '▁▆██']
+    >>> block_chart([0, 1, 2, 3], 4, 2), block_chart([0, 1], 6, 1)
+    (['  ▃█', '▁▆██'], ['▁▁▁███'])
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite or width < 1:
         return [""] * height
     points = _averaged(finite, width)
+    points = [points[column * len(points) // width] for column in range(width)]
     low, spread = min(points), max(points) - min(points)
     eighths = [1 + int((point - low) / spread * (8 * height - 1)) if spread > 1e-12 else 4 for point in points]
     bases = range(8 * (height - 1), -1, -8)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+
+from typing_extensions import override
 
 _FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 _LINE_FORMAT = "%(asctime)s  %(message)s"
 _OURS = "tailrace"
+_MAX_BYTES = 50_000_000
+"""Of a log file; one more of this size is kept."""
 FILE_ONLY = "tailrace.phases"
 """Logger of what would crowd a terminal: a line per step."""
 
@@ -50,10 +57,19 @@ class RecentLines(logging.Handler):
             self._lines.append(first)
 
 
-class _LogFile(logging.FileHandler):
-    """A log file whose failure (a full disk) is reported once, not once a line."""
+class _LogFile(RotatingFileHandler):
+    """A log file of bounded size, whose failure (a full disk) is reported once, not once a line.
+
+    What users' code logs goes there, and what it prints in a process of its own. Once full it is copied to `NAME.1` and
+    emptied, not renamed: the process prints into the same file.
+    """
 
     _reported = False
+
+    @override
+    def rotate(self, source: str, dest: str) -> None:
+        shutil.copyfile(source, dest)
+        os.truncate(source, 0)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._reported:
@@ -80,7 +96,7 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 def setup_logging(
-    role: str, folder: Path, terminal: Terminal = Terminal.NONE, *, level: str = "info"
+    role: str, folder: Path, terminal: Terminal = Terminal.NONE, *, level: str = "info", max_bytes: int = _MAX_BYTES
 ) -> RecentLines | None:
     """Send this process's log to `folder/<role>.log`, and to the terminal as asked.
 
@@ -89,7 +105,9 @@ def setup_logging(
     Raises `OSError` when the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = _LogFile(folder / f"{role}.log", encoding="utf-8", errors="backslashreplace")
+    file = _LogFile(
+        folder / f"{role}.log", maxBytes=max_bytes, backupCount=1, encoding="utf-8", errors="backslashreplace"
+    )
     file.setFormatter(logging.Formatter(_FILE_FORMAT, "%Y-%m-%d %H:%M:%S"))
     handlers: list[logging.Handler] = [file]
     recent = RecentLines() if terminal is Terminal.LIVE else None

@@ -34,7 +34,7 @@ from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import LedgerSummary, RunSummary
-from tailrace.reporting.totals import FRESH_DIFFERENCE, MISMATCH_NATS, RunTotals
+from tailrace.reporting.totals import MISMATCH_NATS, RunTotals, mismatch_in
 from tailrace.scheduling import Evaluation, Ledger, SchedulerObserver
 from tailrace.tracing.phases import phase
 
@@ -238,14 +238,13 @@ class RunObserver(SchedulerObserver):
         _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
 
     def _watch_mismatch(self, step: int) -> None:
-        """Raise the alarm where the trainer does not find the log-probabilities that its own version sampled with."""
-        difference, steps = self.latest.get(FRESH_DIFFERENCE, 0.0), self.totals.mismatched_steps
-        if difference > MISMATCH_NATS and steps.bit_count() == 1:  # the first, second, fourth, eighth, ...
+        """Raise the alarm where the trainer does not find the log-probabilities that tokens were sampled with."""
+        metric, steps = mismatch_in(self.latest), self.totals.mismatched_steps
+        if metric is not None and steps.bit_count() == 1:  # the first, second, fourth, eighth, ...
             _logger.error(
-                "ALARM: in step %d the trainer's log-probabilities of tokens that its own version sampled differ from "
-                "the generator's by %.3g nats on average (%s, above %g in %d steps so far): the generator holds other "
-                "weights, or computes with them otherwise",
-                *(step, difference, FRESH_DIFFERENCE, MISMATCH_NATS, steps),
+                "ALARM: in step %d the trainer's log-probabilities differ from the generator's by %.3g nats on average "
+                "(%s, at most %g; %d steps so far): the generator holds other weights, or computes with them otherwise",
+                *(step, self.latest[metric], metric, MISMATCH_NATS[metric], steps),
             )
 
     def weights_installed(self, duration_s: float) -> None:

@@ -20,9 +20,9 @@ from tailrace.reporting.metrics import Reduction, metric_spec
 from tailrace.reporting.sinks import read_jsonl
 from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
 
-FRESH_DIFFERENCE = "training/logprob_difference_fresh"
-MISMATCH_NATS = 0.1
-"""Mean difference of log-probabilities that numerics do not explain: bfloat16 costs a few hundredths."""
+MISMATCH_NATS = {"training/logprob_difference_fresh": 0.1, "training/logprob_difference": 0.5}
+"""Highest mean differences of log-probabilities that numerics (bfloat16 costs a few hundredths) and, over tokens of all
+versions, some steps of training explain."""
 CURVES = ("training/kl", "training/entropy", "training/grad_norm")
 """Metrics whose course the live view draws, beside the reward."""
 
@@ -156,7 +156,7 @@ class RunTotals:
             self.rollouts_trained += int(metrics.get("batch/rollouts", 0))
             self._staleness_sum += metrics.get("staleness/mean", 0.0) * loss_tokens
             self.staleness_max = max(self.staleness_max, int(metrics.get("staleness/max", 0)))
-        self.mismatched_steps += metrics.get(FRESH_DIFFERENCE, 0.0) > MISMATCH_NATS
+        self.mismatched_steps += mismatch_in(metrics) is not None
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         for name in CURVES:
@@ -165,6 +165,15 @@ class RunTotals:
         self.generation_tokens_per_s.append(metrics.get("generation/tokens_per_s", 0.0))
         self.training_tokens_per_s.append(loss_tokens / max(wall_s - self.wall_s, 1e-9))
         self.wall_s = wall_s
+
+
+def mismatch_in(metrics: Mapping[str, float]) -> str | None:
+    """The metric by which trainer and generator disagree in a step.
+
+    >>> mismatch_in({"training/logprob_difference": 1.65})
+    'training/logprob_difference'
+    """
+    return next((name for name, most in MISMATCH_NATS.items() if metrics.get(name, 0.0) > most), None)
 
 
 def read_totals(metrics: Path) -> RunTotals:

@@ -136,7 +136,7 @@ class ConnectedGenerator(ReplicaSource):
     @override
     async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello(self._epoch)
-        own = await asyncio.to_thread(identify, self._model)
+        own = await asyncio.to_thread(identify, self._model, with_weights=self._lend_file is None)
         if differences := other_architecture(own.config, welcome.model.config):
             raise self._refusal(welcome.model, f"another model than model.name = {own.name} ({differences[0]})")
         if self._lend_file is None and is_other(own, welcome.model):

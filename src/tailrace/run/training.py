@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tailrace.config import RUNS, RunSettings, plan_run
+from tailrace.config import RUNS, RunSettings, plan_run, with_decay_end
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -41,6 +41,13 @@ from tailrace.run.parts import load_environments, make_renderer, require_held_ou
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 
 _logger = logging.getLogger(__name__)
+
+_STOPPED_BY = {
+    ExitCode.INTERRUPTED: ("interrupted", "Ctrl-C again"),
+    ExitCode.TERMINATED: ("terminated", "SIGTERM again"),
+    ExitCode.HUNG_UP: ("hung up", "SIGTERM"),
+}
+"""Why a signal's exit status stops the run, and how it ends at once."""
 
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
@@ -96,6 +103,7 @@ async def _train_in(
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
+    settings = with_decay_end(settings, plan)
     for sentence in [*plan.sentences, *describe_devices(devices), *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
@@ -135,8 +143,8 @@ def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], 
     requests: set[asyncio.Task[None]] = set()
 
     def request_stop(code: ExitCode) -> None:
-        why, signal = ("interrupted", "Ctrl-C") if code is ExitCode.INTERRUPTED else ("terminated", "SIGTERM")
-        _logger.warning("stopping, with a last save: %s again to stop at once", signal)
+        why, at_once = _STOPPED_BY[code]
+        _logger.warning("stopping, with a last save: %s to stop at once", at_once)
         requests.add(asyncio.ensure_future(run.orchestrator.request_stop(RunStatus.CANCELLED, why)))
 
     def end_at_once(code: ExitCode) -> None:

@@ -1,7 +1,7 @@
 """The trainer's loop: waits for a batch or for a request to stop, whichever comes first.
 
     batch ─► train_step (own thread) ─► snapshot ─► publish ─► ModelStateDictPublished ─► StepTrained ─► acknowledge
-                                └─ skipped: StepSkipped        every n steps, and at the end: CheckpointWritten
+                                └─ skipped: StepSkipped        every so often, and at the end: CheckpointWritten
 
 A snapshot that a GPU made is published and reported while the next batch computes; no step is reported before it.
 Steps, copies and files run in one thread of their own, and a step that runs is always finished. `TrainerEnded` is
@@ -45,6 +45,9 @@ ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 
+_LEAST_PAUSE = 20
+"""Between checkpoints, in durations of the last one: they take 5 % of the time at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
@@ -58,6 +61,8 @@ class TrainerPlan:
     """Checkpoint to continue from."""
     publishes_first: bool = False
     """Whether the initial weights are published, too: generators may hold others."""
+    checkpoint_every_s: float = 300.0
+    """Between checkpoints, where no number of steps is set: what a crash may cost."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of published weights: what the generators compute in."""
     phases: PhaseRecorder | None = None
@@ -106,6 +111,8 @@ class _TrainerLoop:
         self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
         self._step = 0
         self._saved_step: int | None = None
+        self._saved_at_s, self._save_s = time.monotonic(), 0.0
+        """When the last checkpoint was written, or training began; and how long that took."""
         self._checkpoint_metrics: dict[str, float] = {}
         self._ended = False
 
@@ -172,9 +179,15 @@ class _TrainerLoop:
                 self._reporting = asyncio.create_task(report, name="trainer: report of a step")
             else:
                 await report
-        every = trainer.settings.checkpoint_every_steps
-        if every and result.step % every == 0:
+        if self._is_due(result.step, trainer.settings.checkpoint_every_steps):
             await self._save(trainer)
+
+    def _is_due(self, step: int, every_steps: int | None) -> bool:
+        """Whether a checkpoint of this step is to be written before the end."""
+        if every_steps is not None:
+            return every_steps > 0 and step % every_steps == 0
+        pause_s = max(self._plan.checkpoint_every_s, _LEAST_PAUSE * self._save_s)
+        return time.monotonic() - self._saved_at_s >= pause_s
 
     async def _report(self, result: StepResult, snapshot: Snapshot) -> None:
         """From a step's end to the acknowledgement of its batch."""
@@ -210,7 +223,8 @@ class _TrainerLoop:
         started_s = time.perf_counter()
         with phase("checkpoint", track="checkpoints", about={"step": trainer.step}):
             path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints))
-        self._checkpoint_metrics = {"training/checkpoint_s": time.perf_counter() - started_s}
+        self._saved_at_s, self._save_s = time.monotonic(), time.perf_counter() - started_s
+        self._checkpoint_metrics = {"training/checkpoint_s": self._save_s}
         self._saved_step = trainer.step
         await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=trainer.step, path=str(path)))
 

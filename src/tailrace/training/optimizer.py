@@ -11,7 +11,7 @@ from tailrace.training.settings import TrainerSettings
 
 
 def learning_rate(step: int, settings: TrainerSettings, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 1) of a run of `max_steps`.
+    """Learning rate of optimizer step `step` (from 1) of a run of `max_steps`, or of `settings.decay_steps`.
 
     >>> settings = TrainerSettings(learning_rate=1.0, warmup_steps=2, decay="linear", decay_end=0.0)
     >>> [learning_rate(step, settings, max_steps=4) for step in (1, 2, 3, 4)]
@@ -19,7 +19,7 @@ def learning_rate(step: int, settings: TrainerSettings, max_steps: int) -> float
     """
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
-    decay_steps = max_steps - settings.warmup_steps
+    decay_steps = (settings.decay_steps or max_steps) - settings.warmup_steps
     done = min(1.0, (step - settings.warmup_steps) / decay_steps) if decay_steps > 0 else 1.0
     left = {
         "constant": 1.0,

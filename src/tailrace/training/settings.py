@@ -67,10 +67,16 @@ class TrainerSettings(BaseModel):
     learning_rate: float = Field(default=1e-5, gt=0, description="Learning rate of AdamW after warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
     decay: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="How the learning rate falls from warm-up to max_steps."
+        default="constant", description="How the learning rate falls after warm-up."
     )
     decay_end: float = Field(
-        default=0.0, ge=0, le=1, description="Fraction of learning_rate that is left at max_steps (linear and cosine)."
+        default=0.0, ge=0, le=1, description="Fraction of learning_rate that is left at the end (linear and cosine)."
+    )
+    decay_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Step at which it has fallen; unset: max_steps, or those that max_epochs come to if no group is"
+        " filtered.",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
     beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
@@ -111,7 +117,10 @@ class TrainerSettings(BaseModel):
         ge=1,
         description="Consecutive steps with a non-finite loss or gradient that end the run as diverged.",
     )
-    checkpoint_every_steps: int = Field(
-        default=0, ge=0, description="Steps between checkpoints; 0 saves only at the end."
+    checkpoint_every_steps: int | None = Field(
+        default=None,
+        ge=0,
+        description="Steps between checkpoints; 0 saves only at the end; unset: whenever 5 minutes have passed since"
+        " the last one, and 20 times as long as it took.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept; older ones are deleted.")

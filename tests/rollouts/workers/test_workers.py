@@ -17,6 +17,7 @@ from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
 from tailrace.records import Completion, GenerationRequest, GroupId, OnChunk, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts.workers.output import OutputLog
 from tests.support.scripted_generate import ScriptedGenerate
 
 PATIENCE_S = 60.0
@@ -259,3 +260,17 @@ async def test_cancelling_a_rollout_ends_what_it_called_in_a_worker(
         assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
         assert (await run.rollout(name)).reward is not None
     assert children() == []
+
+
+def test_what_a_process_prints_without_end_takes_no_more_than_two_files(tmp_path: Path) -> None:
+    output = OutputLog(tmp_path / "workers.log", max_bytes=100_000)
+    with output.writer() as log:
+        loop = "for number in range(9000): print(number, 'and more of the same text')"
+        process = subprocess.Popen([sys.executable, "-c", loop], stdout=log)
+    assert process.wait(PATIENCE_S) == 0
+    output.close()
+    files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(files) <= {"workers.log", "workers.log.1"}
+    assert sum(files.values()) <= 2 * (100_000 + (1 << 16))
+    newest = tmp_path / ("workers.log" if "workers.log" in files else "workers.log.1")
+    assert newest.read_text().endswith("8999 and more of the same text\n")

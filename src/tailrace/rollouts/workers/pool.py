@@ -40,6 +40,7 @@ from tailrace.rollouts.workers.messages import (
     answer_decoder,
     pack,
 )
+from tailrace.rollouts.workers.output import OutputLog
 
 CANCELLED_CALL_S = 1.0
 """Seconds that a call has to return once its rollout was cancelled; then its worker process is killed."""
@@ -58,7 +59,8 @@ class WorkerPool:
         log_path: Path | None = None,
     ) -> None:
         self._environments = dict(environments)
-        self._workers = [_Worker(settings, self._environments, log_path) for _ in range(settings.workers)]
+        self._output = None if log_path is None else OutputLog(log_path)
+        self._workers = [_Worker(settings, self._environments, self._output) for _ in range(settings.workers)]
 
     async def start(self, environments: Iterable[str]) -> None:
         """Start every worker now, and load these environments there, instead of with the first rollout."""
@@ -102,6 +104,8 @@ class WorkerPool:
         async with asyncio.TaskGroup() as closing:
             for worker in self._workers:
                 closing.create_task(worker.close())
+        if self._output is not None:
+            await asyncio.to_thread(self._output.close)
 
 
 class WorkerEnvironment(EnvironmentHost):
@@ -159,11 +163,11 @@ class _Worker:
     _answers: asyncio.StreamReader
 
     def __init__(
-        self, settings: RolloutSettings, environments: Mapping[str, EnvironmentSettings], log_path: Path | None
+        self, settings: RolloutSettings, environments: Mapping[str, EnvironmentSettings], output: OutputLog | None
     ) -> None:
         self._settings = settings
         self._environments = environments
-        self._log_path = log_path
+        self._output = output
         self._turn = asyncio.Lock()
         self._process: Process | None = None
         self._loaded: set[str] = set()
@@ -220,7 +224,7 @@ class _Worker:
 
     async def _start(self) -> Process:
         """A fresh process, in a process group of its own, one thread for numerics."""
-        with nullcontext() if self._log_path is None else self._log_path.open("ab") as log:
+        with nullcontext() if self._output is None else self._output.writer() as log:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
