@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import MambaConfig, MambaForCausalLM
 
 from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
@@ -133,6 +134,18 @@ async def test_what_only_the_trainer_can_know_ends_the_run_before_its_first_roll
     summary = await run_inline(tmp_path, "--trainer.loss.name", "math:pi", "--max_steps", "1")
     assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 2, 0)
     assert summary.reason == "trainer.loss.name is 'math:pi': that is 3.141592653589793, not a function"
+
+
+async def test_an_architecture_that_the_engine_cannot_run_is_told_in_the_summary(tmp_path: Path) -> None:
+    folder = tmp_path / "mamba"
+    MambaForCausalLM(MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1, state_size=4)).save_pretrained(
+        folder
+    )
+    config = (folder / "config.json").read_text()
+    (save_chat_model(folder) / "config.json").write_text(config)
+    summary = await run_inline(tmp_path, "--model.name", str(folder), "--max_steps", "1")
+    assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 2, 0)
+    assert "MambaForCausalLM cannot run on the torch engine: it has layers of type" in summary.reason
 
 
 def test_the_model_s_own_context_is_used_and_not_to_be_exceeded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
         if changed:
             _keep(paths.settings, paths.superseded)
         if before is None or changed:
-            paths.settings.write_text(settings_as_toml(settings), encoding="utf-8")
+            written = paths.settings.with_suffix(".toml.part")
+            written.write_text(settings_as_toml(settings), encoding="utf-8")
+            written.replace(paths.settings)  # whatever interrupts this, the run has one file or the other
         if recipe is not None:
             paths.recipe.write_text(tomli_w.dumps(_without_none(recipe)), encoding="utf-8")
     except OSError as error:
@@ -108,10 +111,10 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
 
 
 def _keep(file: Path, folder: Path) -> None:
-    """Move a file there, as the next one of its name: `config_1.toml`."""
+    """Copy a file there, as the next one of its name: `config_1.toml`."""
     folder.mkdir(exist_ok=True)
     number = len([*folder.glob(f"{file.stem}_*{file.suffix}")]) + 1
-    file.rename(folder / f"{file.stem}_{number}{file.suffix}")
+    shutil.copy2(file, folder / f"{file.stem}_{number}{file.suffix}")
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:

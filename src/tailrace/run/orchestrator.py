@@ -22,6 +22,7 @@ from tailrace.errors import (
     EngineFailed,
     ErrorBudgetSpent,
     LifecycleError,
+    ModelError,
     NothingLeft,
     SettingsError,
     TailraceError,
@@ -185,8 +186,10 @@ class Orchestrator(WeightListener):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
                     await self._roles.watch()
-            except (TimeoutError, LifecycleError, SettingsError) as explanation:
-                return error if isinstance(explanation, TimeoutError) else explanation
+            except TimeoutError:
+                return error
+            except TailraceError as explanation:
+                return explanation
         return error
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
@@ -295,7 +298,7 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
 def root_cause(error: BaseException) -> BaseException:
     """The error to show, out of a group: a process that left explains the calls that failed with it."""
     leaves = list(_leaves(error))
-    return next((leaf for leaf in leaves if isinstance(leaf, LifecycleError | SettingsError)), leaves[0])
+    return next((leaf for leaf in leaves if isinstance(leaf, LifecycleError | SettingsError | ModelError)), leaves[0])
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
