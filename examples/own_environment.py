@@ -2,38 +2,51 @@
 
     tailrace train quickstart --environment.name examples.own_environment:guess_the_name
 
-Run it from the folder above this one. The policy looks for a name and hears whether it comes earlier or later.
+Run it from the folder above this one. The policy looks for the middle one of five names in the alphabet, and hears
+whether it comes earlier or later.
 """
+
+import random
+from difflib import SequenceMatcher
 
 from tailrace.environments import EnvironmentSpec, Message, Observation, Task
 
-NAMES = ["Ada", "Ben", "Eva", "Ian", "Leo", "Max", "Tom", "Zoe"]
+NAMES = ["Ada", "Ben", "Carl", "Daisy", "Eva", "Felix", "Grace", "Hugo", "Iris", "Jane", "Leo", "Max", "Nina", "Zoe"]
+GUESSES = 3
+
+
+def tasks(count: int) -> list[dict[str, list[str]]]:
+    """Five names each; the same ones every time, as every process makes them anew."""
+    draw = random.Random(0)
+    return [{"names": draw.sample(NAMES, 5)} for _ in range(count)]
 
 
 class GuessTheName:
     """Made anew for every rollout, so its state is plain attributes.
 
-    Every step has a reward, so that a rollout whose turns run out (`rollouts.max_turns`) is scored too.
+    Every step has a reward, so that a rollout whose turns run out (`rollouts.max_turns`) is scored too. It is by
+    degrees: a reply that holds the name among others earns a part of it.
     """
 
     def reset(self, task: Task) -> Observation:
         """Open the conversation."""
-        self.name, self.guesses = task["name"], 0
-        return Observation.user("Guess the name:\n" + "\n".join(NAMES))
+        self.name, self.guesses = sorted(task["names"])[2], 0
+        return Observation.user("Guess the middle one:\n" + "\n".join(task["names"]))
 
     def step(self, reply: Message) -> Observation:
-        """Judge the guess: the sooner the name is found, the more it earns."""
+        """Judge the guess. A right one earns the guesses that it saves as well."""
         guess, self.guesses = reply["content"].strip(), self.guesses + 1
-        if guess == self.name or self.guesses == 4:
-            return Observation.end(reward=(guess == self.name) / self.guesses)
-        return Observation.user("earlier" if guess > self.name else "later", reward=0.0)
+        likeness = SequenceMatcher(None, guess.split("\n"), [self.name]).ratio()
+        if guess == self.name or self.guesses == GUESSES:
+            return Observation.end(reward=likeness * (GUESSES + 1 - self.guesses) / GUESSES)
+        return Observation.user("earlier" if guess > self.name else "later", reward=likeness / GUESSES)
 
 
 guess_the_name = EnvironmentSpec(
     name="guess-the-name",
     environment=GuessTheName,
-    train_tasks=[{"name": name} for name in NAMES],
-    held_out=2,
-    columns=("guesses",),  # saved with every rollout
+    train_tasks=tasks(512),
+    held_out=32,
+    columns=("name", "guesses"),  # saved with every rollout
     trusted=True,  # its synchronous code returns at once, so it needs no worker process
 )

@@ -1,48 +1,56 @@
-"""A policy with a tool of your own: it looks up prices, then answers.
+"""A policy with a tool of your own: it looks up who sits beside whom, then answers.
 
-    tailrace train quickstart --environment.name examples.own_tool:shopping
+    tailrace train quickstart --environment.name examples.own_tool:seats
 
 Run it from the folder above this one. `answer_tool_calls` runs the tool calls of a reply; what is wrong with one goes
 back to the policy as a message.
 """
 
+from difflib import SequenceMatcher
+
 from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy, Task, ToolSpec, answer_tool_calls
 from tailrace.errors import ToolError
 
-PRICES = {"apple": 3, "bread": 12, "honey": 27, "lamp": 140}
-PRICE_OF = ToolSpec(
-    name="price_of",
-    description="The price of one thing.",
-    parameters={"type": "object", "properties": {"thing": {"type": "string"}}, "required": ["thing"]},
+NAMES = ["Max", "Ada", "Leo", "Eva", "Tom", "Ben", "Zoe", "Iris", "Paul", "Nina", "Hugo", "Vera", "Sam", "Ruth", "Karl"]
+NEIGHBOURS = dict(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True))
+SITS_BY = ToolSpec(
+    name="sits_by",
+    description="Who sits beside somebody.",
+    parameters={"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
 )
 
 
-def price_of(thing: str) -> str:
+def sits_by(name: str) -> str:
     """The tool: an ordinary function of keyword arguments. A `ToolError` is an answer too."""
-    if thing not in PRICES:
-        raise ToolError(f"{thing} is not for sale; there are: {', '.join(PRICES)}")
-    return str(PRICES[thing])
+    if name not in NEIGHBOURS:
+        raise ToolError(f"nobody is called {name}; there are: {', '.join(NEIGHBOURS)}")
+    return NEIGHBOURS[name]
 
 
 async def agent(task: Task, policy: Policy) -> AgentResult:
-    """At most four turns: call the tool as often as needed, then answer without a call."""
-    messages: list[Message] = [{"role": "user", "content": f"What do {task['things']} cost together?"}]
+    """At most four turns: call the tool as often as needed, then answer without a call.
+
+    The reward is by degrees, letter by letter: a model that calls no tool yet learns the form of an answer.
+    """
+    question = "Who sits beside them? One name per line:\n" + "\n".join(task["names"])
+    messages: list[Message] = [{"role": "user", "content": question}]
     called = 0
     for _ in range(4):
-        reply = await policy.chat(messages, tools=[PRICE_OF])
+        reply = await policy.chat(messages, tools=[SITS_BY])
         messages.append(reply.message)
         if not reply.tool_calls:
             break
-        messages += await answer_tool_calls(reply, {"price_of": price_of})
+        messages += await answer_tool_calls(reply, {"sits_by": sits_by})
         called += len(reply.tool_calls)
-    return AgentResult(float(reply.content.strip() == task["total"]), metrics={"tool_calls": called})
+    neighbours = "\n".join(NEIGHBOURS[name] for name in task["names"])
+    right = SequenceMatcher(None, reply.content.strip(), neighbours).ratio()
+    return AgentResult(0.8 * right + 0.2 * (called > 0), metrics={"right": right, "tool_calls": called})
 
 
-shopping = EnvironmentSpec(
-    name="shopping",
+seats = EnvironmentSpec(
+    name="seats",
     agent=agent,
-    train_tasks=[
-        {"things": f"one {a} and one {b}", "total": str(PRICES[a] + PRICES[b])} for a in PRICES for b in PRICES
-    ],
+    train_tasks=[{"names": [first, second]} for first in NAMES for second in NAMES if first != second],
+    held_out=16,
     trusted=True,
 )

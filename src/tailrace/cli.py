@@ -3,7 +3,7 @@
 tailrace train quickstart --trainer.learning_rate 3e-4
 tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
-tailrace try own:shout
+tailrace try own:guess
 tailrace serve bundled:quickstart
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200

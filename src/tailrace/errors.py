@@ -11,7 +11,7 @@ Each message says what was found, what was expected and what to do about it, and
     ├── ToolError                                   the policy reads it, the rollout continues
     ├── GenerationError                             RequestRefused, ChatFailed, EngineFailed
     ├── TransportError                              CorruptData, NoRoom, PayloadLost, PeerGone
-    ├── TrainingError                               Diverged, CheckpointError
+    ├── TrainingError                               Diverged, CheckpointError, NothingLeft
     ├── AccountingError, LifecycleError
     └── SimulationError ── Deadlock
 """
@@ -146,6 +146,10 @@ class PeerGone(TransportError):
 
 class TrainingError(TailraceError):
     """Training cannot go on."""
+
+
+class NothingLeft(TrainingError):
+    """Every rollout earns the highest reward there was: nothing is left to learn. Ends the run as finished."""
 
 
 class Diverged(TrainingError):

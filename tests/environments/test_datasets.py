@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.environments import load_rows
+from tailrace.environments import EnvironmentSpec, Policy, Task, load_rows
 from tailrace.environments.datasets import hold_out
 from tailrace.errors import DataError, SettingsError
 
@@ -25,6 +26,27 @@ ROWS: list[dict[str, Any]] = [
 def write_jsonl(path: Path) -> Path:
     path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS))
     return path
+
+
+def write_json(path: Path) -> Path:
+    path.write_text(json.dumps(ROWS, ensure_ascii=False))
+    return path
+
+
+def pack(path: Path) -> Path:
+    """The file gzipped, beside it."""
+    packed = path.with_name(f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return packed
+
+
+def write_packed_jsonl(path: Path) -> Path:
+    return pack(write_jsonl(path))
+
+
+def write_packed_json(path: Path) -> Path:
+    return pack(write_json(path))
 
 
 def write_parquet(path: Path) -> Path:
@@ -51,7 +73,11 @@ def write_saved_dataset(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("write", "name"), [(write_jsonl, "d.jsonl"), (write_parquet, "d.parquet"), (write_saved_dataset, "d")]
+    ("write", "name"),
+    [
+        *((write_jsonl, "d.jsonl"), (write_json, "d.json"), (write_parquet, "d.parquet"), (write_saved_dataset, "d")),
+        *((write_packed_jsonl, "d.jsonl"), (write_packed_json, "d.json")),
+    ],
 )
 def test_every_kind_of_data_set_gives_the_same_rows(write: Any, name: str, tmp_path: Path) -> None:
     rows = load_rows(write(tmp_path / name))
@@ -93,9 +119,97 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind_of_file_says_which_are_known(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match=r"no known kind; expected \.jsonl, \.parquet"):
-        load_rows(tmp_path / "rows.csv")
+    (tmp_path / "rows.xml").write_text("<row/>")
+    with pytest.raises(DataError, match=r"no known kind; expected \.jsonl, .*\.csv .*\.parquet"):
+        load_rows(tmp_path / "rows.xml")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_rows_of_a_csv_file_are_texts_by_the_names_of_its_first_line(tmp_path: Path, is_packed: bool) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"Which, näher?\nOr far?",1\nb,\n', encoding="utf-8-sig")
+    rows = load_rows(pack(path) if is_packed else path)
+    assert list(rows) == [{"question": "Which, näher?\nOr far?", "answer": "1"}, {"question": "b", "answer": ""}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("rows.csv", b"a,b\n1,2\n3\n", r"rows\.csv, line 3: 1 values for the 2 columns of line 1 \(a, b\)"),
+        ("rows.csv", b'a,b\n"1,2\n', r"rows\.csv is not a CSV file"),
+        ("rows.csv", b"a,b\n", "is empty"),
+        ("rows.json", b'{"a": 1}\n{"a": 2}\n', r"one object a line belongs into a \.jsonl file"),
+        ("rows.json", b'{"rows": []}', "holds an object; a data set is an array of objects"),
+        ("rows.json", b'[{"a": 1}, 2]', "entry 1: a task row is a JSON object, not a number"),
+        ("rows.jsonl.gz", b"plain", "is not a readable gzip file"),
+        ("rows.json.gz", gzip.compress(b"[]" * 99)[:20], "is not a readable gzip file"),
+    ],
+)
+def test_a_bad_file_is_refused_with_what_was_expected(tmp_path: Path, name: str, text: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(DataError, match=says):
+        load_rows(tmp_path / name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` without a network; it knows the data set `owner/numbers`, which is a folder here."""
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "owner" / "numbers").mkdir(parents=True)
+    for split, count in (("train", 20), ("test", 3)):
+        lines = [json.dumps({"n": n}) for n in range(count)]
+        (tmp_path / "owner" / "numbers" / f"{split}.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_data_set_of_the_hub_is_named_with_its_split() -> None:
+    assert [len(load_rows(f"hub:owner/numbers{split}")) for split in ("", ":test", ":train[:7]")] == [20, 3, 7]
+    assert load_rows("hub:owner/numbers:test")[2] == {"n": 2}
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("hub:owner/numbers:valid", 'hub:owner/numbers:valid cannot be loaded: ValueError: Unknown split "valid"'),
+        ("hub:owner/nothing", r"hub:owner/nothing cannot be loaded: \w+: "),
+        ("hub:", "names no data set; write hub:OWNER/NAME"),
+        ("owner/nothing", r"does not exist .*; one of the Hugging Face hub is hub:owner/nothing"),
+    ],
+)
+def test_a_data_set_that_the_hub_has_not_is_told(name: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        load_rows(name)
+
+
+def test_without_datasets_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        SettingsError, match=r'a data set of the hub needs datasets: pip install "tailrace\[datasets\]"'
+    ):
+        load_rows("hub:owner/numbers")
+
+
+async def _silent(task: Task, policy: Policy) -> float:
+    return 0.0
+
+
+def test_a_dataset_object_is_a_sequence_of_task_rows_and_what_is_none_is_refused() -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"n": n} for n in range(20)])
+    spec = EnvironmentSpec(name="numbers", agent=_silent, train_tasks=rows, required_columns=("n",))
+    assert [spec.train_task(index).row for index in (0, 19)] == [{"n": 0}, {"n": 19}]
+    train, held_out = hold_out(rows, 5, name="numbers")
+    assert sorted(row["n"] for part in (train, held_out) for row in part) == list(range(20))
+    with pytest.raises(SettingsError, match=r"maps names to rows \(a DatasetDict\?\); choose one: train, test"):
+        EnvironmentSpec(name="any", agent=_silent, train_tasks=datasets.DatasetDict(train=rows, test=rows))  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="is a IterableDataset, which has no length and index"):
+        EnvironmentSpec(name="any", agent=_silent, eval_tasks=rows.to_iterable_dataset())
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:

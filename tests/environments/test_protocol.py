@@ -6,9 +6,19 @@ from functools import partial
 
 import pytest
 
-from tailrace.environments import EnvironmentSpec, Message, NamedReward, Observation, Policy, Task
+from tailrace.environments import (
+    EnvironmentSpec,
+    Message,
+    NamedReward,
+    Observation,
+    Policy,
+    Task,
+    single_turn_agent,
+)
 from tailrace.environments.protocol import read_attributes
 from tailrace.errors import DataError, SettingsError
+from tailrace.records import TaskId
+from tests.support.scripted_policy import ScriptedPolicy
 
 
 async def agent(task: Task, policy: Policy) -> float:
@@ -98,3 +108,12 @@ def listed(**columns: object) -> list[float | None]:
 )
 def test_only_synchronous_code_that_is_not_trusted_needs_workers(needs: bool, parts: dict[str, object]) -> None:
     assert EnvironmentSpec(name="own", **parts).needs_workers == needs  # type: ignore[arg-type]
+
+
+async def test_a_single_turn_begins_with_a_text_or_with_the_messages_of_a_conversational_data_set() -> None:
+    policy = ScriptedPolicy(["a", "b"])
+    agent = single_turn_agent(system_prompt="Be brief.")
+    for prompt in ("Why?", [{"role": "user", "content": "Why?"}]):
+        await agent(Task(TaskId("t"), "any", 0, {"prompt": prompt}), policy)
+    assert policy.conversations[0] == policy.conversations[1]
+    assert [message["role"] for message in policy.conversations[0]] == ["system", "user"]

@@ -25,15 +25,21 @@ def page() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "reply", "reward"), [("shout", "{word}", 0.0), ("guess", "{number}", 1.0), ("quiz", "{answer}!", 1.0)]
+    ("name", "reply", "reward"),
+    [
+        ("backwards", lambda row: "\n".join(row["names"][::-1]), 1.0),
+        ("backwards", lambda row: row["names"][0], 0.5),
+        ("guess", lambda row: max(row["names"]), 1.0),
+        ("quiz", lambda row: row["answer"], 1.0),
+    ],
 )
-async def test_the_environments_on_the_page_play(page: dict[str, Any], name: str, reply: str, reward: float) -> None:
+async def test_the_environments_on_the_page_play(page: dict[str, Any], name: str, reply: Any, reward: float) -> None:
     spec: EnvironmentSpec = page[name]
     task = spec.train_task(0)
-    assert (await play(spec, task, [reply.format(**task.row)])).reward == reward
+    assert (await play(spec, task, [reply(task.row)])).reward == reward
 
 
 async def test_the_tool_on_the_page_answers(page: dict[str, Any]) -> None:
     policy = ScriptedPolicy([calls("length", {"word": "sun"}), "3"])
-    assert await page["count"](Task(TaskId("t"), "count", 0, {"word": "sun"}), policy) == 1.0
+    assert await page["count"](Task(TaskId("t"), "count", 0, {"word": "sun"}), policy) == 0.9 + 0.1
     assert policy.conversations[1][-1]["content"] == "3"

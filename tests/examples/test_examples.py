@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,28 +25,32 @@ async def test_own_agent_rewards_the_sorted_names() -> None:
 async def test_own_environment_rewards_the_quicker_guess() -> None:
     spec = load_environment(EnvironmentSettings(name="examples.own_environment:guess_the_name"))
     task = spec.train_task(5)
-    assert (await play(spec, task, [task["name"]])).reward == 1.0
-    assert (await play(spec, task, ["Ada", task["name"]])).reward == 0.5
-    assert (await play(spec, task, ["Ada"] * 4)).reward == 0.0
+    first, _, name, *_ = sorted(task["names"])
+    assert (await play(spec, task, [name])).reward == 1.0
+    assert (await play(spec, task, [first, name])).reward == pytest.approx(2 / 3)
+    assert (await play(spec, task, [first] * 3)).reward == 0.0
+    assert (await play(spec, task, [f"{first}\n{name}"] * 3)).reward == pytest.approx(2 / 3)
 
 
-async def test_own_dataset_rewards_capitals(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_own_dataset_rewards_each_right_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     spec = load_environment(
-        EnvironmentSettings(name="examples.own_dataset:shout", data="examples/words.jsonl", eval_tasks=4)
+        EnvironmentSettings(name="examples.own_dataset:rest", data="examples/names.jsonl", eval_tasks=4)
     )
     task = spec.train_task(0)
     assert (await play(spec, task, [task["answer"]])).reward == 1.0
-    assert (await play(spec, task, [task["answer"].lower()])).reward == 0.0
+    assert (await play(spec, task, [task["answer"].split("\n")[0]])).reward == pytest.approx(2 / 3)
     assert len(spec.eval_tasks) == 4
 
 
-async def test_own_tool_looks_prices_up_and_learns_from_a_refusal() -> None:
-    spec = load_environment(EnvironmentSettings(name="examples.own_tool:shopping"))
-    task = spec.train_task(1)  # one apple and one bread
-    script = [calls("price_of", {"thing": "sun"}), calls("price_of", {"thing": "apple"}), task["total"]]
+async def test_own_tool_looks_neighbours_up_and_learns_from_a_refusal() -> None:
+    loaded = load_environment(EnvironmentSettings(name="examples.own_tool:seats"))
+    spec = replace(loaded, train_tasks=[{"names": ["Max", "Ada"]}])
+    task = spec.train_task(0)
+    script = [calls("sits_by", {"name": "Bob"}), calls("sits_by", {"name": "Max"}), "Ada\nLeo"]
     result = await play(spec, task, script)
-    assert (result.reward, result.metrics["tool_calls"]) == (1.0, 2)
+    assert (result.reward, result.metrics["tool_calls"]) == (pytest.approx(1.0), 2)
+    assert 0.0 < ((await play(spec, task, ["Ada"])).reward or 0.0) < 0.8
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("own_*.py")), ids=lambda path: path.stem)

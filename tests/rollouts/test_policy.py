@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from tailrace.batching import sample_group
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, RolloutError
 from tailrace.records import (
     FinishReason,
+    Group,
     GroupId,
     Message,
     Rollout,
@@ -302,3 +304,74 @@ async def test_a_completion_that_did_not_finish_costs_the_rollout(renderer: Chat
     talk = Talk(renderer, [Sampled([], reason)])
     with pytest.raises(RolloutError, match=f"generation ended as {reason}"):
         await talk.policy.chat([user("a")])
+
+
+async def test_a_turn_at_another_temperature_begins_a_branch_whose_past_bears_no_loss(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada", "Leo", "Max"])
+    first = await talk.policy.chat([user("a")])
+    second = await talk.policy.chat([user("a"), first.message, user("b")], temperature=0.5)
+    await talk.policy.chat([user("a"), first.message, user("b"), second.message, user("c")], temperature=0.5)
+    assert [call.sampling.temperature for call in talk.generate.calls] == [1.0, 0.5, 0.5]
+    assert [branch.temperature for branch in talk.rollout.branches] == [None, 0.5]
+    plain, cooler = talk.rollout.branches
+    shared = plain.num_tokens
+    assert cooler.token_ids[:shared].tolist() == plain.token_ids.tolist()
+    assert not cooler.loss_mask[:shared].any()
+    sampled = sample_group(Group(GroupId("g7"), talk.rollout.task, [talk.rollout], [1.0]), oldest_version=0)
+    assert [sample.temperature for sample in sampled.samples] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+async def test_a_temperature_that_cannot_be_trained_on_is_refused(renderer: ChatRenderer, temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"sampled at a temperature above 0"):
+        await Talk(renderer).policy.chat([user("a")], temperature=temperature)
+
+
+async def test_a_greedy_evaluation_stays_greedy(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, sampling=SamplingParams(temperature=0.0, max_tokens=64))
+    await talk.policy.chat([user("a")], temperature=0.7)
+    assert talk.generate.calls[0].sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("stop", ["</answer>", "\n", "42</"])
+async def test_a_reply_ends_with_a_stop_string_and_the_conversation_goes_on(
+    renderer: ChatRenderer, stop: str, is_streamed: bool
+) -> None:
+    text = "<answer>\n42</answer> and more\n"
+    talk = Talk(renderer, [text, "fine"])
+    talk.generate.chunk_tokens = 3 if is_streamed else None
+    reply = await talk.policy.chat([user("a")], stop=["###", stop])
+    assert (reply.content, reply.finish_reason) == (text[: text.index(stop)], FinishReason.STOP)
+    kept = renderer.tokenizer.decode(reply.completion.token_ids.tolist())
+    assert stop in kept
+    assert stop not in renderer.tokenizer.decode(reply.completion.token_ids[:-1].tolist())
+    assert talk.generate.streamed < len(text) if is_streamed else True
+    await talk.policy.chat([user("a"), reply.message, user("b")])
+    (branch,) = talk.rollout.branches
+    assert talk.prompt(1).startswith(talk.prompt(0) + kept)
+    assert branch.num_completion_tokens == reply.completion.num_tokens + len(renderer.tokenizer.encode("fine")) + 1
+
+
+async def test_without_a_stop_string_in_it_a_reply_is_whole(renderer: ChatRenderer) -> None:
+    reply = await Talk(renderer, ["Ada"]).policy.chat([user("a")], stop=["###"])
+    assert (reply.content, reply.completion.num_tokens) == ("Ada", len(renderer.tokenizer.encode("Ada")) + 1)
+
+
+async def test_stop_strings_are_refused_where_routed_experts_are_recorded_or_one_is_empty(
+    renderer: ChatRenderer,
+) -> None:
+    with pytest.raises(ValueError, match=r"generator\.return_routed_experts"):
+        await Talk(renderer, records_experts=True).policy.chat([user("a")], stop=["x"])
+    with pytest.raises(ValueError, match="an empty string"):
+        await Talk(renderer).policy.chat([user("a")], stop=["x", ""])
+
+
+async def test_content_may_be_text_parts_and_nothing_else(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer)
+    parts: Any = [{"type": "text", "text": "who "}, {"type": "text", "text": "is it?"}]
+    await talk.policy.chat([{"role": "user", "content": parts}])
+    assert talk.rollout.messages[0] == user("who is it?")
+    image: Any = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    with pytest.raises(ValueError, match="a part of type 'image_url': the policy reads text only"):
+        await talk.policy.chat([{"role": "user", "content": image}])

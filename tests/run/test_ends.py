@@ -35,6 +35,16 @@ async def test_nothing_to_train_on_fails_the_run_and_says_why(tmp_path: Path) ->
     assert summary.ledger.balances
 
 
+async def test_a_run_that_has_learned_all_there_is_finishes(tmp_path: Path) -> None:
+    chosen = (*environment("learned"), "--environment.args.after", "12", "--scheduling.filter_zero_spread", "true")
+    summary = await run_inline(tmp_path, *chosen, "--max_steps", "1000")
+    assert (summary.status, summary.exit_code) == (RunStatus.FINISHED, 0)
+    assert summary.steps < 1000
+    assert "nothing is left to learn: each of the last" in summary.reason
+    assert Path(summary.checkpoint_path).is_dir()
+    assert summary.ledger.balances
+
+
 async def test_a_run_that_diverges_fails(tmp_path: Path) -> None:
     summary = await run_inline(tmp_path, "--max_steps", "20", "--trainer.learning_rate", "1e38")
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)

@@ -26,12 +26,12 @@ observability = {{ live = "off" }}
 environments = [
     {{ name = "examples.own_agent:first_names" }},
     {{ name = "examples.own_environment:guess_the_name" }},
-    {{ name = "examples.own_dataset:shout", data = "{root}/examples/words.jsonl", eval_tasks = 4 }},
-    {{ name = "examples.own_tool:shopping" }},
+    {{ name = "examples.own_dataset:rest", data = "{root}/examples/names.jsonl", eval_tasks = 4 }},
+    {{ name = "examples.own_tool:seats" }},
     {{ name = "calculator" }},
 ]
 """
-NAMES = {"first-names", "guess-the-name", "shout", "shopping", "calculator"}
+NAMES = {"first-names", "guess-the-name", "rest", "seats", "calculator"}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tailrace.errors import ScoringFailed, TrainingError
+from tailrace.errors import NothingLeft, ScoringFailed, TrainingError
 from tailrace.records import Group, TerminalState
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S, Backoff
@@ -122,5 +122,20 @@ def test_a_run_in_which_rewards_never_differ_ends_and_says_which(reward: object,
             await world.run()
         assert caught.group_contains(TrainingError, match=says, depth=None)
         assert caught.group_contains(TrainingError, match=r"Replies: '.*' \(task toy/train/\d, reward", depth=None)
+
+    run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize(("last", "ended"), [(1.0, NothingLeft), (0.5, TrainingError)])
+def test_nothing_is_left_to_learn_where_every_reward_is_as_high_as_any_was(
+    last: float, ended: type[TrainingError]
+) -> None:
+    async def run() -> None:
+        world = make_world(lambda number: spread(number) if number < 64 else last, rows=8, epochs=None)
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        [error] = caught.value.exceptions
+        assert type(error.exceptions[0] if isinstance(error, ExceptionGroup) else error) is ended
+        assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 48
 
     run_in_virtual_time(run())

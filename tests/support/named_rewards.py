@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tailrace.environments import EnvironmentSpec, NamedReward, Policy
+from tailrace.environments.named_rewards import TrainerState
 from tailrace.records import Json, Task
 
 Conversations = list[list[dict[str, Any]]]
@@ -70,6 +71,16 @@ def troubled(completions: Conversations, word: list[str], **_: object) -> list[f
         case "none":
             return 1.0
     return [1.0 for _ in completions]
+
+
+def tokens(completion_ids: list[list[int]], trainer_state: TrainerState, **_: object) -> list[float]:
+    """What TRL passes besides, in one number: thousands of tokens, steps, and the first token in hundredths."""
+    steps = trainer_state.max_steps + trainer_state.global_step
+    return [1000 * len(ids) + steps + ids[0] / 100 for ids in completion_ids]
+
+
+def ids_alone(prompts: Conversations, completions: Conversations, completion_ids: list[list[int]]) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
 
 
 def named() -> EnvironmentSpec:

@@ -43,6 +43,18 @@ def praising() -> EnvironmentSpec:
     return EnvironmentSpec(name="praising", agent=praise, train_tasks=[{"word": "good"}])
 
 
+def learned(after: int) -> EnvironmentSpec:
+    """Rewards that differ in the first so many rollouts, and then are all the highest."""
+    numbers = itertools.count()
+
+    async def agent(task: Task, policy: Policy) -> float:
+        await policy.chat([{"role": "user", "content": str(task["word"])}])
+        return 1.0 if (number := next(numbers)) >= after else float(number % 2)
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="learned", agent=agent, train_tasks=rows, trusted=True)
+
+
 TROUBLES = ("raise", "nan", "text", "too long")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tailrace.generation.completions import head, tail
 from tailrace.records import Completion, FinishReason, GenerationRequest, OnChunk, SamplingParams, as_token_ids
 from tailrace.rollouts import ChatTokenizer
 
@@ -28,6 +29,10 @@ class ScriptedGenerate:
     replies: Sequence[str | Sampled | Exception]
     delay: Callable[[], float] = lambda: 0.0
     calls: list[GenerationRequest] = field(default_factory=list)
+    chunk_tokens: int | None = None
+    """Listeners hear of so many tokens at a time; None: they hear nothing."""
+    streamed: int = 0
+    """Tokens that listeners heard of."""
 
     async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         reply = self.replies[min(len(self.calls), len(self.replies) - 1)]
@@ -35,7 +40,13 @@ class ScriptedGenerate:
         await asyncio.sleep(self.delay())
         if isinstance(reply, Exception):
             raise reply
-        return self._completion(reply, request.sampling)
+        completion = self._completion(reply, request.sampling)
+        if on_chunk is not None and self.chunk_tokens is not None:
+            for start in range(0, completion.num_tokens, self.chunk_tokens):
+                chunk = tail(head(completion, start + self.chunk_tokens), start)
+                self.streamed += chunk.num_tokens
+                on_chunk(chunk)
+        return completion
 
     def _completion(self, reply: str | Sampled, sampling: SamplingParams) -> Completion:
         if isinstance(reply, str):

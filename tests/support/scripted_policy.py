@@ -43,7 +43,13 @@ class ScriptedPolicy:
     tools: list[list[ToolSpec] | None] = field(default_factory=list)
 
     async def chat(
-        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None
+        self,
+        messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         turn = len(self.conversations)
         if turn >= len(self.replies):

@@ -64,7 +64,7 @@ def _sample(
         TrainingSample(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
-            temperature=rollout.sampling.temperature,
+            temperature=rollout.sampling.temperature if branch.temperature is None else branch.temperature,
             branch=branch,
             advantages=advantage,
             oldest_version=oldest,

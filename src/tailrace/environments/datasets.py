@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tailrace.environments.files import open_arrow_folder, open_jsonl, open_parquet
+from tailrace.environments.files import open_arrow_folder, open_csv, open_hub, open_json, open_jsonl, open_parquet
 from tailrace.environments.rows import AllBut, Row, RowView
 from tailrace.errors import DataError
 
+HUB = "hub:"
+"""Begins the name of a data set of the Hugging Face hub."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_READERS: Mapping[str, Callable[[Path], Sequence[Row]]] = {
+    ".jsonl": open_jsonl,
+    ".ndjson": open_jsonl,
+    ".json": open_json,
+    ".csv": open_csv,
+}
+"""By the kind of file, plain or gzipped."""
 _HELD_OUT_SEED = 20_000_003  # fixed, so that every run and every process holds out the same rows
 
 
 def load_rows(path: str | Path) -> Sequence[Row]:
-    """Task rows of a `.jsonl` or `.parquet` file, or of a folder that Hugging Face `datasets` saved to disk.
+    """Task rows of a file, of a folder that Hugging Face `datasets` saved to disk, or of its hub (`hub:OWNER/NAME`).
 
-    Rows are read when they are used; the file must not change while the run lasts. Raises `DataError` where it is
-    missing, empty, malformed (with file and line) or of another kind, `SettingsError` without the extra that reads it.
+    Files are `.jsonl`, `.json`, `.csv`, each plain or `.gz`, and `.parquet`; they must not change while the run lasts.
+    Raises `DataError` where it is missing, empty, malformed (with file and line) or of another kind, `SettingsError`
+    without the extra that reads it.
     """
-    location = Path(path).expanduser()
-    if not location.exists():
-        raise DataError(f"data set {location} does not exist (looked in {Path.cwd()})")
-    rows = _open(location)
+    if str(path).startswith(HUB):
+        rows = open_hub(str(path).removeprefix(HUB))
+    else:
+        location = Path(path).expanduser()
+        if not location.exists():
+            hint = f"; one of the Hugging Face hub is {HUB}{path}" if _HUB_ID.fullmatch(str(path)) else ""
+            raise DataError(f"data set {location} does not exist (looked in {Path.cwd()}){hint}")
+        rows = _open(location)
     if len(rows) == 0:
-        raise DataError(f"data set {location} is empty: it has no task row")
+        raise DataError(f"data set {path} is empty: it has no task row")
     return rows
 
 
@@ -54,8 +70,12 @@ def hold_out(rows: Sequence[Row], count: int, *, name: str) -> tuple[Sequence[Ro
 def _open(location: Path) -> Sequence[Row]:
     if location.is_dir():
         return open_arrow_folder(location)
-    if location.suffix in {".jsonl", ".ndjson"}:
-        return open_jsonl(location)
+    kind = Path(location.stem).suffix if location.suffix == ".gz" else location.suffix
+    if (read := _READERS.get(kind)) is not None:
+        return read(location)
     if location.suffix == ".parquet":
         return open_parquet(location)
-    raise DataError(f"data set {location} is of no known kind; expected .jsonl, .parquet or a `datasets` folder")
+    raise DataError(
+        f"data set {location} is of no known kind; expected {', '.join(_READERS)} (each of them also as .gz), .parquet "
+        "or a `datasets` folder"
+    )

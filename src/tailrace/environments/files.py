@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import importlib
+import io
 import json
 import os
+import shutil
+import tempfile
+import zlib
 from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -19,12 +27,13 @@ from tailrace.records import Json
 class JsonlRows(LazyRows):
     """Rows of a JSONL file: the offsets of its lines in memory (8 bytes each), the lines on disk."""
 
-    def __init__(self, path: Path, starts: array[int], line_numbers: array[int]) -> None:
+    def __init__(self, path: Path, starts: array[int], line_numbers: array[int], file: int | None = None) -> None:
+        """`file` is a descriptor of the text where `path` holds it compressed; it is closed with the rows."""
         self._path = path
         self._starts = starts
         """Offset of every row's line, and the end of the file."""
         self._line_numbers = line_numbers
-        self._file: int | None = None
+        self._file = file
 
     def __len__(self) -> int:
         return len(self._line_numbers)
@@ -41,17 +50,76 @@ class JsonlRows(LazyRows):
 
 
 def open_jsonl(path: Path) -> JsonlRows:
-    """Index a JSONL file, checking every line. Raises `DataError` with file and line for one that is no JSON object."""
+    """Index a JSONL file, checking every line; a gzipped one is unpacked into a temporary file first.
+
+    Raises `DataError` with file and line for a line that is no JSON object.
+    """
     starts, line_numbers, offset = array("q"), array("q"), 0
-    with path.open("rb") as lines:
+    is_packed = path.suffix == ".gz"
+    with _unpacked(path) if is_packed else path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 _decode_row(line, path, number)
                 starts.append(offset)
                 line_numbers.append(number)
             offset += len(line)
-    starts.append(offset)
-    return JsonlRows(path.resolve(), starts, line_numbers)
+        starts.append(offset)
+        return JsonlRows(path.resolve(), starts, line_numbers, os.dup(lines.fileno()) if is_packed else None)
+
+
+def open_json(path: Path) -> list[Row]:
+    """A JSON file, plain or gzipped, that holds an array of objects; in memory. Raises `DataError` when it does not."""
+    try:
+        rows = msgspec.json.decode(_read(path))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not valid JSON ({error}); one object a line belongs into a .jsonl file") from error
+    if not isinstance(rows, list):
+        raise DataError(f"{path} holds {_json_kind(rows)}; a data set is an array of objects")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, entry {number}: a task row is a JSON object, not {_json_kind(row)}")
+    return rows
+
+
+def open_csv(path: Path) -> list[Row]:
+    """A CSV file, plain or gzipped, whose first line names the columns; in memory, every value as text.
+
+    Raises `DataError` with file and line for a row of another length.
+    """
+    try:
+        lines = csv.reader(io.StringIO(_read(path).decode("utf-8-sig"), newline=""), strict=True)
+        columns = next(lines, [])
+        rows: list[Row] = []
+        for values in lines:
+            if len(values) != len(columns):
+                raise DataError(
+                    f"{path}, line {lines.line_num}: {len(values)} values for the {len(columns)} columns of line 1 "
+                    f"({', '.join(columns)})"
+                )
+            rows.append(dict(zip(columns, values, strict=True)))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a CSV file in UTF-8 ({error})") from error
+    return rows
+
+
+def _read(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    with _unpacked(path) as file:
+        return file.read()
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """The text of a gzipped file, in a file that is gone afterwards. Raises `DataError` for a damaged one."""
+    with tempfile.TemporaryFile() as file:
+        try:
+            with gzip.open(path) as packed:
+                shutil.copyfileobj(packed, file)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is not a readable gzip file ({error})") from error
+        file.seek(0)
+        yield file
 
 
 def _decode_row(line: bytes, path: Path, number: int) -> Row:
@@ -67,7 +135,10 @@ def _decode_row(line: bytes, path: Path, number: int) -> Row:
 
 
 def _json_kind(value: Json) -> str:
-    names: dict[type, str] = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    names: dict[type, str] = {
+        **{list: "an array", dict: "an object", str: "a string", bool: "a boolean"},
+        type(None): "null",
+    }
     return names.get(type(value), "a number")
 
 
@@ -115,8 +186,31 @@ def open_arrow_folder(folder: Path) -> ArrowRows:
         raise DataError(f"data set folder {folder} is damaged ({error})") from error
 
 
+def open_hub(reference: str) -> Sequence[Row]:
+    """A data set of the Hugging Face hub, `OWNER/NAME`, `OWNER/NAME/CONFIG` or either with `:SPLIT`; else `train`.
+
+    Whatever `datasets` takes as a split works (`train[:1000]`). Raises `DataError` with what `datasets` says.
+    """
+    name, _, split = reference.partition(":")
+    parts = name.split("/")
+    if not 1 <= len(parts) <= 3 or not all(parts):
+        raise DataError(f"hub:{reference} names no data set; write hub:OWNER/NAME, hub:OWNER/NAME/CONFIG:SPLIT, ...")
+    datasets = _import("datasets", "a data set of the hub", "datasets")
+    try:
+        rows: Sequence[Row] = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split or "train")
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise DataError(f"hub:{reference} cannot be loaded: {type(error).__name__}: {said}") from error
+    return rows
+
+
 def _import_pyarrow(module: str, extra: str) -> Any:
+    return _import(module, "this data set", extra)
+
+
+def _import(module: str, what: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SettingsError(f'reading this data set needs pyarrow: pip install "tailrace[{extra}]"') from error
+        package = module.partition(".")[0]
+        raise SettingsError(f'reading {what} needs {package}: pip install "tailrace[{extra}]"') from error

@@ -4,8 +4,9 @@
         return [float(a in completion[-1]["content"]) for completion, a in zip(completions, answer)]
 
 A prompt is what came before the first reply, a completion everything from there on, both as messages; every column of
-the tasks' rows is a list. A function may be async. `None` means that it does not apply to that completion: it then adds
-nothing to the sum, and is not among the components.
+the tasks' rows is a list, and so are `completion_ids`, the tokens of each completion. `trainer_state` has a
+`global_step` and `max_steps`. A function may be async. `None` means that it does not apply to that completion: it then
+adds nothing to the sum, and is not among the components.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
+import msgspec
+import numpy as np
+
 from tailrace.environments.results import AgentResult, finite_number
 from tailrace.errors import InvalidReward
 from tailrace.records import Json, Message, Task
@@ -24,8 +28,25 @@ from tailrace.records import Json, Message, Task
 RewardsFunction: TypeAlias = Callable[..., list[float | None] | Awaitable[list[float | None]]]
 """TRL's reward function: lists in, one number or None per completion out."""
 
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids", "prompts", "completions")
-"""Columns that TRL does not pass on either, and the names of the first two arguments."""
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids", "prompts", "completions", "trainer_state")
+"""Columns that TRL does not pass on either, and the names of the other arguments."""
+
+
+class TrainerState(msgspec.Struct, frozen=True):
+    """Where training is, by the names that TRL's functions know."""
+
+    global_step: int = 0
+    """Steps whose weights sampled the newest token that is scored; 0 before the first."""
+    max_steps: int = 0
+    """0 where training has no last step."""
+
+
+class ScoredRollout(msgspec.Struct, frozen=True):
+    """What named functions see of one rollout."""
+
+    messages: list[Message]
+    completion_ids: bytes = b""
+    """Its tokens from the first sampled one on, int32: those of tools and users between its turns included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +58,22 @@ class NamedReward:
     together: bool = False
     """Called once with all rollouts of a group, when the last one ended; otherwise with each when that one ended."""
 
-    def call(self, tasks: Sequence[Task], conversations: Sequence[Sequence[Message]]) -> object:
+    def call(self, tasks: Sequence[Task], rollouts: Sequence[ScoredRollout], state: TrainerState) -> object:
         """What the function returns for these rollouts: hand it to `checked_values`, awaited where it is awaitable."""
-        halves = [_halves(messages) for messages in conversations]
+        halves = [_halves(rollout.messages) for rollout in rollouts]
         columns: dict[str, list[Json]] = {
             name: [task.row.get(name) for task in tasks]
             for name in dict.fromkeys(name for task in tasks for name in task.row)
             if name not in _NOT_COLUMNS
         }
+        given: dict[str, object] = {**columns, "trainer_state": state}
         accepted = _accepted(self.function)
+        if accepted is None or "completion_ids" in accepted:
+            given["completion_ids"] = [np.frombuffer(one.completion_ids, np.int32).tolist() for one in rollouts]
         if accepted is not None:
-            columns = {name: values for name, values in columns.items() if name in accepted}
+            given = {name: value for name, value in given.items() if name in accepted}
         prompts, completions = [before for before, _ in halves], [after for _, after in halves]
-        return self.function(prompts=prompts, completions=completions, **columns)
+        return self.function(prompts=prompts, completions=completions, **given)
 
 
 def checked_values(returned: object, count: int, name: str) -> list[float | None]:

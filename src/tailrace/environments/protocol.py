@@ -25,12 +25,22 @@ class Policy(Protocol):
     """All that an agent knows of the model. Belongs to one rollout."""
 
     async def chat(
-        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None
+        self,
+        messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """Sample the next message of a conversation: one turn, recorded as the rollout's tokens.
 
         Pass the whole conversation each time, earlier replies included as `reply.message`. Histories that only grow
         stay one branch; a rewritten history starts another. `max_tokens` may lower the run's limit, never raise it.
+
+        `temperature` is this turn's own, above 0; a branch has one temperature, so a change of it begins another. A
+        reply ends where it holds one of the strings `stop`, which its text is then without. Content may be a list of
+        text parts, `[{"type": "text", "text": ...}]`.
 
         Raises `BudgetExceeded` where no turn or token is left (let it pass: it ends the rollout), `RequestRefused`
         where the conversation does not fit the model's context.
@@ -100,7 +110,10 @@ ScoreGroup: TypeAlias = Callable[[Group], Awaitable[Group | list[Group] | list[A
 
 It sets `rollout.reward` and returns the group, or returns one `AgentResult` per rollout, in their order."""
 TaskRows: TypeAlias = Sequence[Mapping[str, Json]]
-"""Task rows by index. May generate a row when asked for it; only `len` and `[index]` are used."""
+"""Task rows by index: a list, a `datasets.Dataset`, or a class of your own that generates a row when asked for it.
+
+Only `len` and `[index]` are used.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,10 +172,25 @@ class EnvironmentSpec:
             raise SettingsError(
                 f"environment {self.name!r} has both `eval_tasks` and `held_out` = {self.held_out}; give one of them"
             )
+        for field_name in ("train_tasks", "eval_tasks"):
+            self._require_rows(field_name, getattr(self, field_name))
         if self.reward is not None and self.rewards:
             raise SettingsError(f"environment {self.name!r} has both `reward` and `rewards`; give one of them")
         if self.score_group is not None and self.judge is not None:
             raise SettingsError(f"environment {self.name!r} has both `score_group` and `judge`; give one of them")
+
+    def _require_rows(self, field_name: str, rows: object) -> None:
+        """Rows have a length and an index; what `datasets` makes of several splits, or streams, has not."""
+        if isinstance(rows, Mapping):
+            splits = ", ".join(map(str, rows)) or "none"
+            raise SettingsError(
+                f"environment {self.name!r}: `{field_name}` maps names to rows (a DatasetDict?); choose one: {splits}"
+            )
+        if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+            raise SettingsError(
+                f"environment {self.name!r}: `{field_name}` is a {type(rows).__name__}, which has no length and index; "
+                "give a list or a `datasets.Dataset` (load a data set that is streamed without streaming)"
+            )
 
     @property
     def scores_rollouts(self) -> bool:

@@ -26,9 +26,11 @@ class EnvironmentSettings(BaseModel, extra="forbid", frozen=True):
     id: str | None = Field(None, min_length=1, description="Name in metrics and files; None: the environment's own.")
     args: dict[str, Json] = Field({}, description="Keyword arguments of the environment's factory, agent or class.")
     data: str | None = Field(
-        None, description="Task rows in place of its own: a .jsonl or .parquet file, or a `datasets` folder."
+        None,
+        description="Task rows in place of its own: a .jsonl, .json or .csv file (also as .gz), a .parquet file, a"
+        " `datasets` folder, or hub:OWNER/NAME[/CONFIG][:SPLIT] of the Hugging Face hub.",
     )
-    eval_data: str | None = Field(None, description="Held-out task rows in a file or folder; None: see `eval_tasks`.")
+    eval_data: str | None = Field(None, description="Held-out task rows, as `data`; None: see `eval_tasks`.")
     eval_tasks: int | None = Field(
         None,
         ge=0,

@@ -7,14 +7,15 @@ from tailrace.records import Message, Task
 
 
 def single_turn_agent(*, prompt: str = "prompt", system_prompt: str | None = None) -> Agent:
-    """An agent that sends the task's `prompt` column as one user message.
+    """An agent that sends the task's `prompt` column: one user message, or a list of messages as it is.
 
     It returns None: give the spec a `reward` function. The system prompt is optional.
     """
 
     async def agent(task: Task, policy: Policy) -> None:
         messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        messages.append({"role": "user", "content": str(task[prompt])})
+        asked = task[prompt]
+        messages += asked if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
         await policy.chat(messages)
 
     return agent

@@ -81,6 +81,18 @@ def tail(completion: Completion, start: int) -> Completion:
     )
 
 
+def head(completion: Completion, end: int) -> Completion:
+    """Its first `end` tokens, as if it had ended by itself there; without what was recorded beside them."""
+    return Completion(
+        token_ids=completion.token_ids[:end],
+        logprobs=completion.logprobs[:end],
+        policy_versions=completion.policy_versions[:end],
+        finish_reason=FinishReason.STOP,
+        mixed_spans=tuple((first, min(last, end)) for first, last in completion.mixed_spans if first < end),
+        metrics=completion.metrics,
+    )
+
+
 def count_nonfinite(logprobs: Float32Array) -> int:
     """Log-probabilities that are NaN or infinite."""
     return len(logprobs) - int(np.count_nonzero(np.isfinite(logprobs)))

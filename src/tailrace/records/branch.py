@@ -44,9 +44,12 @@ class Branch:
         "_spans",
         "_token_ids",
         "_version_counts",
+        "temperature",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: float | None = None) -> None:
+        """`temperature` is that of its completions; None: its rollout's."""
+        self.temperature = temperature
         self._num_tokens = 0
         self._num_completion_tokens = 0
         self._version_counts: dict[int, int] = {}

@@ -24,6 +24,7 @@ from tailrace.records import (
     Generate,
     GenerationRequest,
     Int32Array,
+    Json,
     Message,
     Reply,
     RequestId,
@@ -35,6 +36,7 @@ from tailrace.records import (
 )
 from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
 from tailrace.rollouts.chat.rendering import Renderer
+from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings
 from tailrace.tracing.phases import phase
 
 _LENGTH, _LOST = FinishReason.LENGTH, (FinishReason.ERROR, FinishReason.ABORTED)
@@ -56,6 +58,7 @@ class RolloutPolicy:
         max_rollout_tokens: int | None = None,
         max_model_tokens: int | None = None,
         system_prompt: str | None = None,
+        records_experts: bool = False,
     ) -> None:
         """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn."""
         self._rollout = rollout
@@ -63,7 +66,7 @@ class RolloutPolicy:
         self._generate = generate
         self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
         self._max_model_tokens = max_model_tokens
-        self._system_prompt = system_prompt
+        self._system_prompt, self._records_experts = system_prompt, records_experts
         self._conversations: list[BranchConversation] = []
         self._closed = False
         self._turns: set[asyncio.Task[object]] = set()
@@ -77,7 +80,13 @@ class RolloutPolicy:
         return self._rollout.rollout_id
 
     async def chat(
-        self, messages: list[Message], *, tools: list[ToolSpec] | None = None, max_tokens: int | None = None
+        self,
+        messages: list[Message],
+        *,
+        tools: list[ToolSpec] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
     ) -> Reply:
         """One turn: sample the next message of `messages`.
 
@@ -91,16 +100,17 @@ class RolloutPolicy:
         assert task is not None  # coroutines run in tasks
         if self._closed or task.cancelling():
             await self._refuse()
-        messages = self._with_system_prompt(messages)
+        messages = self._with_system_prompt(as_text(messages))
+        listener = self._listener(stop)
         if self._rollout.turns >= self._max_turns:
             raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
         with phase("render"):
-            conversation, context = self._locate(messages, tools)
+            conversation, context = self._locate(messages, tools, self._branch_temperature(temperature))
             limit = self._completion_limit(conversation, len(context), max_tokens)
             self._begin_turn(conversation, context, messages)
-        completion = await self._sample(conversation, limit, task)
+        completion = await self._sample(conversation, limit, task, listener)
         with phase("parse"):
-            return self._record(conversation, completion)
+            return self._record(conversation, completion, listener)
 
     def keep(self, messages: Sequence[Message]) -> None:
         """Add what follows the last reply to the conversation kept for people; the policy never answers it."""
@@ -124,17 +134,21 @@ class RolloutPolicy:
 
     # ---- where the conversation goes on
 
-    def _locate(self, messages: list[Message], tools: list[ToolSpec] | None) -> tuple[BranchConversation, Int32Array]:
+    def _locate(
+        self, messages: list[Message], tools: list[ToolSpec] | None, temperature: float | None
+    ) -> tuple[BranchConversation, Int32Array]:
         """The branch to extend and the context to extend it with."""
         match = longest_match(self._conversations, messages, tools)
         if match is not None:
             context = self._bridge(match, messages, tools)
             if context is not None:
                 self._count("realigned_turns", float(match.realigned))
-                return (match.conversation if match.is_tip else self._fork(match, messages, tools)), context
+                if match.is_tip and match.conversation.branch.temperature == temperature:
+                    return match.conversation, context
+                return self._fork(match, messages, tools, temperature), context
         if self._conversations and any(message["role"] == "assistant" for message in messages):
             self._count("rewritten_turns", 1)
-        return self._open(tools), self._renderer.render(messages, tools)
+        return self._open(tools, temperature), self._renderer.render(messages, tools)
 
     def _bridge(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> Int32Array | None:
         seen, turn = match.conversation, match.turn
@@ -146,16 +160,40 @@ class RolloutPolicy:
             tools,
         )
 
-    def _fork(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> BranchConversation:
+    def _fork(
+        self, match: Match, messages: list[Message], tools: list[ToolSpec] | None, temperature: float | None
+    ) -> BranchConversation:
         """A new branch that starts with the tokens shared with another one: context here, they bear loss there."""
         if any(message["role"] == "assistant" for message in messages[match.turn.num_messages :]):
             self._count("rewritten_turns", 1)
-        conversation = self._open(tools)
+        conversation = self._open(tools, temperature)
         conversation.branch.extend_context(match.conversation.branch.token_ids[: match.turn.end_token])
         return conversation
 
-    def _open(self, tools: list[ToolSpec] | None) -> BranchConversation:
-        return BranchConversation(len(self._conversations), Branch(), tools)
+    def _open(self, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
+        return BranchConversation(len(self._conversations), Branch(temperature), tools)
+
+    # ---- how it is sampled
+
+    def _branch_temperature(self, asked: float | None) -> float | None:
+        """The temperature of a turn's branch; None: the rollout's own. What is greedy by its settings stays so."""
+        if asked is not None and not asked > 0:
+            raise ValueError(f"chat(temperature={asked}): what is trained on is sampled at a temperature above 0")
+        own = self._rollout.sampling.temperature
+        return None if own in (0, asked) else asked
+
+    def _listener(self, stop: Sequence[str]) -> StopStrings | None:
+        if not stop:
+            return None
+        if self._records_experts:
+            raise ValueError(
+                "chat(stop=...) cuts a completion short, which generator.return_routed_experts does not allow: ask for "
+                "fewer tokens by max_tokens instead"
+            )
+        strings = [stop] if isinstance(stop, str) else list(stop)
+        if not all(strings):
+            raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
+        return StopStrings(strings, self._renderer.text)
 
     # ---- what it may cost
 
@@ -194,7 +232,13 @@ class RolloutPolicy:
         conversation.messages.extend(message.copy() for message in messages[len(conversation.messages) :])
         self._rollout.turns += 1
 
-    async def _sample(self, conversation: BranchConversation, limit: int, task: asyncio.Task[object]) -> Completion:
+    async def _sample(
+        self,
+        conversation: BranchConversation,
+        limit: int,
+        task: asyncio.Task[object],
+        listener: StopStrings | None,
+    ) -> Completion:
         clock = task.get_loop()
         turn = self._rollout.turns
         conversation.is_waiting = True
@@ -203,7 +247,7 @@ class RolloutPolicy:
         self._turns.add(task)
         try:
             with phase("generate", about={"turn": turn}):
-                completion = await self._generate(self._request(conversation, limit, turn))
+                completion = await self._completed(self._request(conversation, limit, turn), listener)
         finally:
             conversation.is_waiting = False
             self._turns.discard(task)
@@ -215,6 +259,15 @@ class RolloutPolicy:
             )
         return completion
 
+    async def _completed(self, request: GenerationRequest, listener: StopStrings | None) -> Completion:
+        """What is sampled, up to the first of the strings that `listener` looks for."""
+        if listener is None:
+            return await self._generate(request)
+        try:
+            return listener.cut(await self._generate(request, listener))
+        except StopStringFound:
+            return listener.completion
+
     def _request(self, conversation: BranchConversation, limit: int, turn: int) -> GenerationRequest:
         rollout = self._rollout
         session_id = session_of(rollout.rollout_id, conversation.index)
@@ -223,26 +276,32 @@ class RolloutPolicy:
             session_id=session_id,
             group_id=rollout.group_id,
             prompt_token_ids=conversation.branch.token_ids,
-            sampling=self._sampling(limit, turn),
+            sampling=self._sampling(limit, turn, conversation.branch.temperature),
             owner=rollout.rollout_id,
         )
 
-    def _sampling(self, limit: int, turn: int) -> SamplingParams:
+    def _sampling(self, limit: int, turn: int, temperature: float | None) -> SamplingParams:
         """The rollout's sampling for one turn: a seed of its own, so that turns do not share one random stream."""
         sampling = self._rollout.sampling
         seed = None
         if sampling.seed is not None:
             seed = int(np.random.SeedSequence([sampling.seed, turn]).generate_state(1)[0])
         return msgspec.structs.replace(
-            sampling, max_tokens=limit, stop_token_ids=self._renderer.stop_token_ids, seed=seed
+            sampling,
+            temperature=sampling.temperature if temperature is None else temperature,
+            max_tokens=limit,
+            stop_token_ids=self._renderer.stop_token_ids,
+            seed=seed,
         )
 
-    def _record(self, conversation: BranchConversation, completion: Completion) -> Reply:
+    def _record(self, conversation: BranchConversation, completion: Completion, listener: StopStrings | None) -> Reply:
         branch = conversation.branch
         prompt = branch.token_ids
         branch.extend_completion(completion)
         parsed = self._renderer.parse(completion, prompt_token_ids=prompt, tools=conversation.tools)
         message = parsed.message()
+        if listener is not None:
+            message["content"] = listener.before(message["content"])
         conversation.messages.append(message.copy())
         drifted = self._renderer.drifts(completion)
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
@@ -267,3 +326,25 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
+
+
+def as_text(messages: list[Message]) -> list[Message]:
+    """Messages whose content is a list of text parts, with their text; the list as it is where there are none.
+
+    Raises `ValueError` for a part that is no text.
+
+    >>> as_text([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
+    [{'role': 'user', 'content': 'Hello'}]
+    """
+    if all(not isinstance(message.get("content"), list) for message in messages):
+        return messages
+    return [{**message, "content": _joined(message["content"])} for message in messages]
+
+
+def _joined(content: Json) -> str:
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"content with a part of type {kind!r}: the policy reads text only")
+    return "".join(part["text"] for part in parts)

@@ -43,18 +43,20 @@ class Rollouter:
         renderer: Renderer,
         generate: Generate,
         max_model_tokens: int | None = None,
+        max_steps: int = 0,
+        records_experts: bool = False,
         worker_log: Path | None = None,
     ) -> None:
-        """`environments` by their names, which tasks carry."""
+        """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told."""
         self._settings = settings
         self._environments = environments
         self._renderer = renderer
         self._generate = generate
-        self._max_model_tokens = max_model_tokens
+        self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
         self._attempts = Attempts()
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
-        self._functions = RewardFunctions(self._workers)
+        self._functions = RewardFunctions(self._workers, max_steps=max_steps)
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
         self._scorer = Scorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
@@ -242,6 +244,7 @@ class Rollouter:
             max_rollout_tokens=self._settings.max_rollout_tokens,
             max_model_tokens=self._max_model_tokens,
             system_prompt=self._settings.system_prompt,
+            records_experts=self._records_experts,
         )
 
     def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:

@@ -23,6 +23,7 @@ from tailrace.errors import (
     ErrorBudgetSpent,
     LifecycleError,
     ModelError,
+    NothingLeft,
     SettingsError,
     TailraceError,
     TransportError,
@@ -92,6 +93,8 @@ class Orchestrator(WeightListener):
         roles.generators.router.weights.listener = self
         self._trainer_started = False
         self._stop_requested = self._is_interrupted = self._is_exhausted = False
+        self._exhausted = DATA_EXHAUSTED
+        """Why there is nothing more to schedule, once there is not."""
         self._scheduling: asyncio.Task[None] | None = None
         self._has_ended = False
         self._changed = asyncio.Event()
@@ -170,7 +173,7 @@ class Orchestrator(WeightListener):
 
     async def _stop_trainer(self, error: BaseException | None) -> None:
         if error is None:
-            await self.request_stop(RunStatus.FINISHED, DATA_EXHAUSTED)
+            await self.request_stop(RunStatus.FINISHED, self._exhausted)
             return
         self.error = await self._explained(root_cause(error))
         _logger.error("the run failed: %s", self.error)
@@ -232,7 +235,10 @@ class Orchestrator(WeightListener):
         self.has_begun = True
         if not any(course.step_last == self.step for course in earlier.totals.evaluations.values()):
             self._evaluator.step_ended(self.step, self.version)
-        await self._scheduler.run()
+        try:
+            await self._scheduler.run()
+        except* NothingLeft as learned:
+            self._exhausted = str(_leaves(learned)[0])
         self._is_exhausted = True
         self._changed.set()
 

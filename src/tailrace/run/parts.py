@@ -108,5 +108,7 @@ def make_rollouter(
         renderer=renderer,
         generate=generate,
         max_model_tokens=settings.max_model_tokens,
+        max_steps=settings.max_steps or 0,
+        records_experts=settings.generator.return_routed_experts,
         worker_log=log_folder / "workers.log" if log_folder else None,
     )

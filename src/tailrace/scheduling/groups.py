@@ -191,6 +191,8 @@ class GroupPlayer:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
         if reason == ZERO_SPREAD:
             self._untrainable.equal(group)
+        elif reason is None:
+            self._untrainable.differ(group)
         return reason is None
 
     def _end_untrainable(self, group: OpenGroup) -> None:
@@ -224,7 +226,8 @@ class GroupPlayer:
         self._untrainable.scored()
         if reason is not None:
             self._accounts.end(group.unreleased, Outcome.filtered(reason))
-            self._untrainable.equal(complete)
+            if not group.released:
+                self._untrainable.equal(complete)
         else:
             self._release(group, [(number, 0.0) for number in group.release.waiting])
         self._observer.group_scored(complete, reason)
@@ -239,6 +242,7 @@ class GroupPlayer:
         for member in members:
             member.is_released = True
         part = Group(group.group_id, rollouts[0].task, rollouts, advantages)
+        self._untrainable.differ(part)
         self._observer.part_released(part)
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             self._outstanding.push(group, Group(group.group_id, rollout.task, [rollout], [advantage]), 1)

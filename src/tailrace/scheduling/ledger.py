@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from tailrace.errors import AccountingError, TrainingError
+from tailrace.errors import AccountingError, NothingLeft, TrainingError
 from tailrace.records import Group, Outcome, Rollout, RolloutId, TerminalState
 from tailrace.scheduling.observer import SchedulerObserver
 
@@ -125,6 +125,8 @@ class UntrainableStreak:
         """Of the newest groups whose rewards were all equal, one rollout each."""
         self._lowest, self._highest = math.inf, -math.inf
         """Of the rewards of such groups."""
+        self._best = -math.inf
+        """Highest reward of any group that was trainable; infinitely low while there was none."""
 
     def reset(self) -> None:
         """A group was trainable."""
@@ -137,15 +139,27 @@ class UntrainableStreak:
         """A group was scored, trainable or not: its environment works."""
         self._failing_since_s = None
 
+    def differ(self, group: Group) -> None:
+        """The rewards of a scored group differ."""
+        self._best = max(self._best, *group.rewards)
+
     def equal(self, group: Group) -> None:
         """The rewards of a scored group are all equal."""
         self._lowest, self._highest = min(self._lowest, *group.rewards), max(self._highest, *group.rewards)
         self._equal = [*self._equal, group.rollouts[0]][-SAMPLE_REPLIES:]
 
     def extend(self, rollouts: int) -> None:
-        """A group of `rollouts` was not trainable. Raises `TrainingError` with the reasons at the limit."""
+        """A group of `rollouts` was not trainable. Raises `TrainingError` with the reasons at the limit.
+
+        Raises `NothingLeft` where that is because each of them earned as much as any that was trained on.
+        """
         self._rollouts += rollouts
         if self._rollouts >= self._limit:
+            if self._lowest == self._highest >= self._best > -math.inf:
+                raise NothingLeft(
+                    f"nothing is left to learn: each of the last {self._rollouts} rollouts earned {self._highest:g}, "
+                    "the highest reward there was"
+                )
             raise TrainingError(
                 f"the last {self._rollouts} rollouts held nothing to train on{self._why()}. So far {self._reasons()}; "
                 "the log tells the first failure of each kind"

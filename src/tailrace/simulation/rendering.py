@@ -42,5 +42,9 @@ class ModelledRenderer(Renderer):
         return _EMPTY
 
     @override
+    def text(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    @override
     def drifts(self, completion: Completion) -> bool:
         return False

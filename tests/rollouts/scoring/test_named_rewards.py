@@ -24,6 +24,7 @@ from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 MODULE = "tests.support.named_rewards"
+MAX_STEPS = 160
 
 
 def chosen(name: str = "plain", **rewards: object) -> EnvironmentSettings:
@@ -45,6 +46,7 @@ class Scored:
             {self.spec.name: LoadedEnvironment.of(self.spec, self._settings, environment)},
             renderer=renderer,
             generate=ScriptedGenerate(renderer.tokenizer, ["yes"]),
+            max_steps=MAX_STEPS,
         )
 
     async def __aenter__(self) -> Scored:
@@ -80,6 +82,21 @@ async def test_synchronous_functions_run_in_another_process_unless_they_are_trus
     assert here == Reward(float(os.getpid()), {"pid": float(os.getpid())})
     assert apart is not None
     assert apart != here
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_functions_get_the_tokens_of_completions_and_where_training_is(
+    renderer: ChatRenderer, trusted: bool
+) -> None:
+    environment = chosen(tokens=function("tokens"), alone=function("ids_alone"))
+    async with Scored(renderer, environment.model_copy(update={"trusted": trusted})) as scored:
+        rollout = await scored.run()
+    sampled = renderer.tokenizer.encode("yes")
+    assert rollout.reward is not None
+    assert rollout.reward.components == {
+        "tokens": 1000 * (len(sampled) + 1) + MAX_STEPS + sampled[0] / 100,  # the stop token is one of them
+        "alone": len(sampled) + 1,
+    }
 
 
 async def test_a_function_that_never_returns_costs_one_rollout_and_not_the_others(renderer: ChatRenderer) -> None:

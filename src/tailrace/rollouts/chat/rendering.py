@@ -62,6 +62,9 @@ class Renderer(Protocol):
     def drifts(self, completion: Completion) -> bool:
         """Whether the reply's text would be tokenized otherwise than it was sampled."""
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled tokens."""
+
 
 class ChatRenderer(Renderer):
     """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
@@ -153,6 +156,10 @@ class ChatRenderer(Renderer):
     def drifts(self, completion: Completion) -> bool:
         token_ids, text = self._read(completion)
         return self.tokenizer.encode(text) != token_ids
+
+    @override
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids)
 
     def _read(self, completion: Completion) -> tuple[list[int], str]:
         """Its tokens without the one that ended it, and their text. Read twice in a row, decoded once."""

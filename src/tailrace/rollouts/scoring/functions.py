@@ -12,18 +12,19 @@ from dataclasses import replace
 
 from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward
 from tailrace.environments.callables import is_async, settled
-from tailrace.environments.named_rewards import checked_values, weighted_sum
+from tailrace.environments.named_rewards import ScoredRollout, TrainerState, checked_values, weighted_sum
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import InvalidReward
-from tailrace.records import Group, Message, Rollout, Task
+from tailrace.records import Group, Rollout, Task
 from tailrace.rollouts.workers.pool import WorkerPool
 
 
 class RewardFunctions:
     """Calls the reward functions of environments, for one rollout or for all of a group together."""
 
-    def __init__(self, workers: WorkerPool) -> None:
-        self._workers = workers
+    def __init__(self, workers: WorkerPool, *, max_steps: int = 0) -> None:
+        """`max_steps` is the trainer's last step, which functions in TRL's form are told; 0: there is none."""
+        self._workers, self._max_steps = workers, max_steps
 
     async def score_rollout(self, rollout: Rollout, reported: AgentResult, spec: EnvironmentSpec) -> AgentResult:
         """What the functions for single rollouts say, in place of the reward that was `reported`.
@@ -38,7 +39,7 @@ class RewardFunctions:
             result = await self._workers.reward(rollout.task, rollout.messages)
         else:
             alone = {name: reward for name, reward in spec.rewards.items() if not reward.together}
-            (result,) = await self._weighted(rollout.task, [rollout.messages], alone, spec)
+            (result,) = await self._weighted(rollout.task, [rollout], alone, spec)
         rollout.metrics["score_s"] = clock() - since
         if result.reward is None and spec.rewards and not spec.scores_groups:
             raise InvalidReward(
@@ -50,7 +51,7 @@ class RewardFunctions:
     async def score_group(self, group: Group, spec: EnvironmentSpec) -> list[AgentResult]:
         """What the functions for whole groups add to each rollout's own reward. Raises as `score_rollout` does."""
         together = {name: reward for name, reward in spec.rewards.items() if reward.together}
-        added = await self._weighted(group.task, [rollout.messages for rollout in group.rollouts], together, spec)
+        added = await self._weighted(group.task, group.rollouts, together, spec)
         return [
             result
             if result.reward is None or rollout.reward is None
@@ -61,22 +62,37 @@ class RewardFunctions:
     async def _weighted(
         self,
         task: Task,
-        conversations: Sequence[list[Message]],
+        rollouts: Sequence[Rollout],
         rewards: Mapping[str, NamedReward],
         spec: EnvironmentSpec,
     ) -> list[AgentResult]:
-        """One sum per conversation. All functions at once: the asynchronous ones here, the others in a worker."""
+        """One sum per rollout. All functions at once: the asynchronous ones here, the others in a worker."""
+        tasks, shown = [task] * len(rollouts), [_shown(rollout) for rollout in rollouts]
+        state = TrainerState(max((_newest_version(rollout) for rollout in rollouts), default=0), self._max_steps)
         apart = [name for name, reward in rewards.items() if not (spec.trusted or is_async(reward.function))]
         async with asyncio.TaskGroup() as scoring:
             here = {
-                name: scoring.create_task(settled(reward.call([task] * len(conversations), conversations)))
+                name: scoring.create_task(settled(reward.call(tasks, shown, state)))
                 for name, reward in rewards.items()
                 if name not in apart
             }
-            there = scoring.create_task(self._workers.named_rewards(task, conversations, apart)) if apart else None
+            there = scoring.create_task(self._workers.named_rewards(task, shown, apart, state)) if apart else None
         returned = {name: call.result() for name, call in here.items()} | dict(there.result() if there else {})
-        values = {name: checked_values(returned[name], len(conversations), name) for name in rewards}
+        values = {name: checked_values(returned[name], len(rollouts), name) for name in rewards}
         return [
-            weighted_sum({name: values[name][index] for name in rewards}, rewards)
-            for index in range(len(conversations))
+            weighted_sum({name: values[name][index] for name in rewards}, rewards) for index in range(len(rollouts))
         ]
+
+
+def _shown(rollout: Rollout) -> ScoredRollout:
+    """What named functions see of it: its conversation, and the tokens of the branch that holds it."""
+    if not rollout.branches:
+        return ScoredRollout(rollout.messages)
+    branch = rollout.branches[-1]
+    first = int(branch.loss_mask.argmax()) if branch.num_completion_tokens else branch.num_tokens
+    return ScoredRollout(rollout.messages, branch.token_ids[first:].tobytes())
+
+
+def _newest_version(rollout: Rollout) -> int:
+    """Of the weights that sampled its tokens."""
+    return max((version for branch in rollout.branches for version in branch.version_counts), default=0)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from tailrace.environments.named_rewards import ScoredRollout, TrainerState
 from tailrace.records import Message, Task
 
 LENGTH_BYTES = 4
@@ -63,8 +64,9 @@ class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
     """Call some of the environment's named reward functions with rollouts of one task; answers what each returned."""
 
     task: Task
-    conversations: list[list[Message]]
+    rollouts: list[ScoredRollout]
     names: list[str]
+    state: TrainerState
 
 
 Call: TypeAlias = Load | Open | Step | ReadAttributes | Score | ScoreNamed

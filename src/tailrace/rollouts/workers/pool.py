@@ -21,6 +21,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from tailrace.environments import AgentResult, EnvironmentSettings, Observation
+from tailrace.environments.named_rewards import ScoredRollout, TrainerState
 from tailrace.errors import EnvironmentFailed, RolloutTimeout, SettingsError
 from tailrace.records import Json, Message, Task
 from tailrace.rollouts.agents import EnvironmentHost
@@ -73,10 +74,10 @@ class WorkerPool:
         return AgentResult(**await self._score(task, Score(task, messages)))
 
     async def named_rewards(
-        self, task: Task, conversations: Sequence[list[Message]], names: Sequence[str]
+        self, task: Task, rollouts: Sequence[ScoredRollout], names: Sequence[str], state: TrainerState
     ) -> Mapping[str, object]:
         """What these reward functions of the task's environment return, by name. Raises `RolloutError`."""
-        returned: Mapping[str, object] = await self._score(task, ScoreNamed(task, list(conversations), list(names)))
+        returned: Mapping[str, object] = await self._score(task, ScoreNamed(task, list(rollouts), list(names), state))
         return returned
 
     async def _score(self, task: Task, call: Score | ScoreNamed) -> Json:

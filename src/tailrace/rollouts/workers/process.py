@@ -71,9 +71,9 @@ class RolloutWorker:
             case Score(task, messages):
                 reward = self._spec(task.environment).reward
                 return as_agent_result(self._settled(reward(task, messages) if reward else None))
-            case ScoreNamed(task, conversations, names):
-                rewards, tasks = self._spec(task.environment).rewards, [task] * len(conversations)
-                return {name: self._settled(rewards[name].call(tasks, conversations)) for name in names}
+            case ScoreNamed(task, rollouts, names, state):
+                rewards, tasks = self._spec(task.environment).rewards, [task] * len(rollouts)
+                return {name: self._settled(rewards[name].call(tasks, rollouts, state)) for name in names}
 
     def _reopen(self, call: Open) -> Observation:
         factory = self._spec(call.task.environment).environment
