@@ -7,6 +7,7 @@ whether it comes earlier or later.
 """
 
 import random
+import re
 from difflib import SequenceMatcher
 
 from tailrace.environments import EnvironmentSpec, Message, Observation, Task
@@ -36,7 +37,7 @@ class GuessTheName:
     def step(self, reply: Message) -> Observation:
         """Judge the guess. A right one earns the guesses that it saves as well."""
         guess, self.guesses = reply["content"].strip(), self.guesses + 1
-        likeness = SequenceMatcher(None, guess.split("\n"), [self.name]).ratio()
+        likeness = SequenceMatcher(None, re.findall(r"\w+", guess), [self.name]).ratio()
         if guess == self.name or self.guesses == GUESSES:
             return Observation.end(reward=likeness * (GUESSES + 1 - self.guesses) / GUESSES)
         return Observation.user("earlier" if guess > self.name else "later", reward=likeness / GUESSES)

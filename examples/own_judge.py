@@ -11,6 +11,8 @@ it is the policy's own engine, if you train such a model. The quickstart's can d
 of a judge's question and answer is yours to choose. A verdict that is not valid is asked for again, and never a reward.
 """
 
+import itertools
+import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
@@ -19,7 +21,7 @@ from tailrace.errors import JudgeFailed
 from tailrace.records import Group
 
 NAMES = ["Max", "Ada", "Leo", "Eva", "Tom", "Ben", "Zoe", "Ian"]
-TASKS = [{"names": [a, b]} for a in NAMES for b in NAMES if a != b]
+TASKS = [{"names": list(names)} for names in itertools.permutations(NAMES, 4)]
 
 
 def question(task: Task) -> list[Message]:
@@ -27,10 +29,15 @@ def question(task: Task) -> list[Message]:
     return [{"role": "user", "content": "Sort these names alphabetically, one per line:\n" + "\n".join(task["names"])}]
 
 
+def names_in(reply: str) -> list[str]:
+    """In whatever layout."""
+    return re.findall(r"\w+", reply)
+
+
 async def agent(task: Task, policy: Policy) -> float:
     """One rollout. What it returns has no weight beside the judge's score; `reward_component/own` shows it."""
     reply = await policy.chat(question(task))
-    return float(reply.content.split("\n") == sorted(task["names"]))
+    return float(names_in(reply.content) == sorted(task["names"]))
 
 
 class AnswerKey:
@@ -42,10 +49,10 @@ class AnswerKey:
 
     def scores(self, answer: str, group: Group) -> Sequence[float]:
         """From 0 to 1 per rollout, in their order."""
-        key = answer.split("\n")
+        key = names_in(answer)
         if sorted(key) != sorted(group.task["names"]):
             raise JudgeFailed(f"the key {key} does not hold every name once")
-        replies = [rollout.messages[-1]["content"].split("\n") for rollout in group.rollouts]
+        replies = [names_in(rollout.messages[-1]["content"]) for rollout in group.rollouts]
         return [SequenceMatcher(None, reply, key).ratio() ** 4 for reply in replies]
 
 
