@@ -183,7 +183,9 @@ def read_totals(metrics: Path) -> RunTotals:
 
 @functools.lru_cache(maxsize=4096)
 def _reduction(name: str) -> Reduction | None:
-    """None for what is no metric: `step`, and names of other versions."""
+    """None for what is no metric: `step`, `wall_s`, and names of other versions."""
+    if "/" not in name:  # to look for the nearest name would hold the event loop for 10 ms
+        return None
     try:
         return metric_spec(name).reduction
     except ValueError:
