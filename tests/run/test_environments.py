@@ -12,7 +12,7 @@ from tailrace.config import load_settings
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
-from tests.run.runs import ROOT, records
+from tests.run.runs import ROOT, environment, records, rollouts, run_inline
 
 SETTINGS = """
 max_steps = 2
@@ -68,3 +68,14 @@ def test_the_report_draws_the_environments_apart(parent: Path, summary: RunSumma
     page = (parent / "mixed" / "report.html").read_text()
     assert "Reward by environment" in page
     assert "guess-the-name" in page
+
+
+async def test_turns_at_temperatures_of_their_own_that_end_at_a_string_are_trained_on(tmp_path: Path) -> None:
+    limits = ("--rollouts.max_turns", "2", "--rollouts.max_tokens", "32")
+    summary = await run_inline(tmp_path, *environment("cooling"), *limits, "--max_steps", "2")
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    trained = [one for one in rollouts(tmp_path / "run") if one["outcome"]["state"] == "trained"]
+    assert len(trained) == 8
+    assert [one["branches"] for one in trained] == [2] * 8
+    assert not any("\n" in one["columns"]["said"] for one in trained)
+    assert records(tmp_path / "run" / "metrics.jsonl")[0]["training/logprob_difference"] < 1e-3

@@ -43,6 +43,21 @@ def praising() -> EnvironmentSpec:
     return EnvironmentSpec(name="praising", agent=praise, train_tasks=[{"word": "good"}])
 
 
+def cooling() -> EnvironmentSpec:
+    """Two turns, the second at another temperature, each cut at the first line's end; says what it heard."""
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        messages: list[Message] = [{"role": "user", "content": str(task["word"])}]
+        first = await policy.chat(messages, stop=["\n"])
+        messages += [first.message, {"role": "user", "content": "go on"}]
+        second = await policy.chat(messages, temperature=0.5, stop=["\n"])
+        said = first.content + "|" + second.content
+        return Reward(zlib.crc32(said.encode()) % 97 / 97, columns={"said": said})
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="cooling", agent=agent, train_tasks=rows, trusted=True)
+
+
 def learned(after: int) -> EnvironmentSpec:
     """Rewards that differ in the first so many rollouts, and then are all the highest."""
     numbers = itertools.count()
