@@ -215,8 +215,13 @@ class Simulation:
             holder=holding,
         )
         self.scheduler.start(
-            step=start.step, version=start.version, serving_version=start.version, state=start.scheduler_state
+            step=start.step,
+            version=start.version,
+            serving_version=start.version,
+            state=start.scheduler_state,
+            resumes=start.resumes,
         )
+        self._resumes = start.resumes
         self._states: dict[int, bytes] = {}
         """Of the scheduler, at steps whose batch was sent."""
         self.checkpoints = {start.step: start}
@@ -277,7 +282,9 @@ class Simulation:
         self._states[step] = state
 
     def _step_trained(self, event: StepEnded) -> None:
-        self.checkpoints[event.step] = Checkpoint(event.step, event.version, self._states.pop(event.step))
+        self.checkpoints[event.step] = Checkpoint(
+            event.step, event.version, self._states.pop(event.step), resumes=self._resumes + 1
+        )
         self.scheduler.handle(event)
 
     def _step_ended(self, event: StepEnded) -> None:

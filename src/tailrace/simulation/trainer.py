@@ -23,6 +23,8 @@ class Checkpoint:
     step: int = 0
     version: int = 0
     scheduler_state: bytes = b""
+    resumes: int = 0
+    """Starts before the one that begins here."""
 
 
 class ModelledTrainer:
