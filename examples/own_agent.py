@@ -6,19 +6,31 @@ Run it from the folder above this one. The reward is the share of names that are
 """
 
 from difflib import SequenceMatcher
-from itertools import islice, permutations
+from random import Random
 
 from tailrace.environments import EnvironmentSpec, Policy, Task
 
 
 async def agent(task: Task, policy: Policy) -> float:
     """One rollout: one question, one answer, one reward."""
-    question = "Sort these names alphabetically, one per line:\n" + "\n".join(task["names"])
+    question = "Sort these names by their last letter, one per line:\n" + "\n".join(task["names"])
     reply = await policy.chat([{"role": "user", "content": question}])
-    return SequenceMatcher(None, reply.content.split("\n"), sorted(task["names"])).ratio()
+    return SequenceMatcher(None, reply.content.split("\n"), sorted(task["names"], key=backwards)).ratio()
 
 
-NAMES = ["Max", "Ada", "Leo", "Eva", "Tom", "Ben", "Zoe", "Ian"]
-TASKS = [{"names": list(names)} for names in islice(permutations(NAMES, 5), 0, None, 13)]
+def backwards(name: str) -> str:
+    """What a name is sorted by."""
+    return name[::-1].lower()
+
+
+# fmt: off
+NAMES = [
+    "Aaron", "Ada", "Amy", "Ben", "Clara", "Emma", "Eric", "Eva", "Felix", "Fiona", "Grace", "Harry",
+    "Ian", "Ivan", "Jane", "Julia", "Leo", "Luke", "Max", "Nina", "Olga", "Oscar", "Paul", "Rosa",
+    "Tom", "Will", "Zoe",
+]
+# fmt: on
+RANDOM = Random(0)
+TASKS = [{"names": RANDOM.sample(NAMES, 4)} for _ in range(4000)]
 
 first_names = EnvironmentSpec(name="first-names", agent=agent, train_tasks=TASKS, held_out=32)

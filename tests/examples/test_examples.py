@@ -14,10 +14,11 @@ from tests.support.scripted_policy import calls, play
 ROOT = Path(__file__).parents[2]
 
 
-async def test_own_agent_rewards_the_sorted_names() -> None:
+async def test_own_agent_rewards_the_names_in_order() -> None:
     spec = load_environment(EnvironmentSettings(name="examples.own_agent:first_names"))
     task = spec.train_task(0)
-    assert (await play(spec, task, ["\n".join(sorted(task["names"]))])).reward == 1.0
+    by_last_letter = sorted(task["names"], key=lambda name: name[::-1].lower())
+    assert (await play(spec, task, ["\n".join(by_last_letter)])).reward == 1.0
     assert (await play(spec, task, ["no names"])).reward == 0.0
     assert len(spec.eval_tasks) == 32
 
