@@ -36,7 +36,7 @@ def write_json(path: Path) -> Path:
 def pack(path: Path) -> Path:
     """The file gzipped, beside it."""
     packed = path.with_name(f"{path.name}.gz")
-    packed.write_bytes(gzip.compress(path.read_bytes(, mtime=0)))
+    packed.write_bytes(gzip.compress(path.read_bytes()))
     path.unlink()
     return packed
 
