@@ -21,7 +21,7 @@ SendMessage: TypeAlias = Callable[[bytes, Frames], None]
 
 
 class Outbox(Generic[PartT]):
-    """Keeps the order of what is put. A part with frames goes alone; so does the first of a conversation."""
+    """Keeps the order of what is put. A part with frames goes alone."""
 
     def __init__(self, send: SendMessage) -> None:
         self._send, self._loop = send, asyncio.get_running_loop()
