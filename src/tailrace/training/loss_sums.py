@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from tailrace.records import BatchSummary
 from tailrace.training.head import LossOutput
-from tailrace.training.losses import Loss, MeasuredLoss
-from tailrace.training.losses.clipped_ratio import MAX_LOG_RATIO
+from tailrace.training.losses import Divisor, Loss, MeasuredLoss, WeightedLoss
 from tailrace.training.micro_batch import MicroBatch
+
+REJECTED_SHARE = "training/rejected_share"
+MAX_LOG_RATIO = 20.0
+"""In metrics alone: ratios above e^20 are one and the same catastrophe, and sums of their squares stay finite."""
+MAX_RATIO = math.exp(MAX_LOG_RATIO)
 
 
 class LossSums:
     """Grows with each micro-batch of a batch."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, divisor: Divisor) -> None:
         self._measured = loss if isinstance(loss, MeasuredLoss) else None
+        self._weighted = loss if isinstance(loss, WeightedLoss) else None
+        self._divisor = divisor
         self._tokens = 0
         self._names: tuple[str, ...] = ()
         self._sums: Tensor | None = None  # [num_names], float64: a batch may have more tokens than float32 can count
@@ -44,27 +53,42 @@ class LossSums:
         }
         if self._measured is not None:
             columns |= self._measured.token_metrics(output.logprobs, tokens)
+        columns |= self._weight_columns(output, micro_batch)
         sums, ratio_max = torch.stack([column.float() for column in columns.values()]).sum(1).double(), ratio.max()
         self._names, self._tokens = tuple(columns), self._tokens + len(ratio)
         self._sums = sums if self._sums is None else self._sums + sums
         self._ratio_max = ratio_max if self._ratio_max is None else torch.maximum(self._ratio_max, ratio_max)
 
-    def read(self, loss_tokens: int) -> tuple[dict[str, float], int]:
-        """Metrics of a batch of `loss_tokens` by their names in the table, and how many the loss kept.
+    def _weight_columns(self, output: LossOutput, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Weights and their squares, of which an effective sample size is made; a rejected token weighs nothing."""
+        if self._weighted is None:
+            return {}
+        weights = self._weighted.importance_weights(output.logprobs, micro_batch.tokens)
+        if weights is None:
+            return {}
+        weights = weights.clamp(max=MAX_RATIO).where(output.kept, 0.0)
+        return {"weights": weights, "squared_weights": weights.square()}
+
+    def read(self, batch: BatchSummary) -> tuple[dict[str, float], int]:
+        """Metrics of the whole `batch` by their names in the table, and how many of its tokens the loss kept.
 
         Waits for the device. Nothing fresh, mixed or rejected: no metric of it.
         """
         if self._sums is None or self._ratio_max is None:
-            return {"training/loss": 0.0}, loss_tokens
+            return {"training/loss": 0.0}, batch.loss_tokens
         *totals, ratio_max = torch.cat([self._sums, self._ratio_max[None].double()]).tolist()
         sums = dict(zip(self._names, totals, strict=True))
         rejected = sums.pop("rejected")
-        kept = loss_tokens - int(rejected)
-        metrics = {"training/loss": sums.pop("loss") / max(kept, 1), "training/ratio_max": ratio_max}
+        kept = batch.loss_tokens - int(rejected)
+        divisor = max(self._divisor.final(batch, kept), 1)
+        metrics = {"training/loss": sums.pop("loss") / divisor, "training/ratio_max": ratio_max}
         for kind in ("fresh", "mixed"):
             count, difference = sums.pop(f"{kind}_tokens"), sums.pop(f"{kind}_difference")
             if count:
                 metrics[f"training/logprob_difference_{kind}"] = difference / count
-        if rejected:
-            metrics["training/rejected_share"] = rejected / self._tokens
+        if squares := sums.pop("squared_weights", 0.0):
+            metrics["training/effective_sample_share"] = sums.pop("weights") ** 2 / (self._tokens * squares)
+        sums.pop("weights", None)
+        if rejected or any(name.startswith(REJECTED_SHARE) for name in sums):
+            metrics[REJECTED_SHARE] = rejected / self._tokens
         return metrics | {name: value / self._tokens for name, value in sums.items()}, kept

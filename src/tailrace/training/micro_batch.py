@@ -83,13 +83,14 @@ def _loss_positions(row: BatchRow) -> NDArray[np.int64]:
 
 def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
     """Copies, since selected by index: batches lie in shared memory that is recycled, and may be read-only."""
-    edges = np.concatenate([[0], np.cumsum(row.sample_lengths)])
+    edges = np.searchsorted(positions, np.concatenate([[0], np.cumsum(row.sample_lengths)]))
     return LossTokens(
         targets=torch.from_numpy(row.token_ids[positions].astype(np.int64)),
         logprobs=torch.from_numpy(row.logprobs[positions]),
         advantages=torch.from_numpy(row.advantages[positions]),
         temperatures=torch.from_numpy(np.repeat(row.temperatures, row.sample_lengths)[positions]),
         policy_versions=torch.from_numpy(row.policy_versions[positions]),
-        sample_offsets=torch.from_numpy(np.searchsorted(positions, edges)),
+        sample_offsets=torch.from_numpy(edges),
         columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
+        whole_lengths=torch.from_numpy(np.diff(edges)),
     )
