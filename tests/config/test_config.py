@@ -99,6 +99,10 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
             ["--scheduling.group_release", "early", "--scheduling.advantage", "mean_std"],
             "needs all of a group's rewards",
         ),
+        (
+            ["--scheduling.group_release", "early", "--scheduling.advantage", "maxrl"],
+            "write scheduling.advantage = 'mean'",
+        ),
         (["--scheduling.group_release", "early", "--scheduling.on_stale", "restart"], "starts the whole group again"),
         (["--scheduling.min_known_siblings", "3"], "leave it out"),
         (["--scheduling.on_straggler", "drop"], "write scheduling.over_sampling = 1.5"),
