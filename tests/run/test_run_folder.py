@@ -54,7 +54,7 @@ def test_the_folder_holds_what_the_map_says(folder: Path) -> None:
 
 
 def test_exported_tokens_are_those_of_the_trained_rollouts(folder: Path) -> None:
-    trained = {one["rollout_id"]: one for one in rollouts(folder) if one["outcome"] == "trained"}
+    trained = {one["rollout_id"]: one for one in rollouts(folder) if one["outcome"]["state"] == "trained"}
     tokens = [one for path in sorted((folder / "tokens").iterdir()) for one in records(path)]
     assert {one["rollout_id"] for one in tokens} == set(trained)
     for rollout_id, rollout in trained.items():

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -141,7 +141,7 @@ def _lines(columns: Columns) -> Iterator[bytes]:
         yield msgspec.json.encode(dict(zip(names, row, strict=True))) + b"\n"
 
 
-def _on_host(column: Tensor) -> NDArray[np.generic]:
+def _on_host(column: Tensor) -> NDArray[Any]:
     """[num_loss_tokens]: the tensor's own memory where that is the host's, since nobody writes to it again."""
-    array: NDArray[np.generic] = (column if column.dtype is torch.bool else column.float()).cpu().numpy()
+    array: NDArray[Any] = (column if column.dtype is torch.bool else column.float()).cpu().numpy()
     return array
