@@ -18,7 +18,7 @@ from tailrace.training.loss_settings import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
 RECIPE_FILE = "recipe.toml"
-OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture"})
+OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture", "trainer.export_tokens"})
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
 
 _UNSET = "unset"

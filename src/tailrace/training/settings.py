@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tailrace.models.devices import DeviceIds
 from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
+
+ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 
 
 class TrainerSettings(BaseModel):
@@ -67,6 +69,11 @@ class TrainerSettings(BaseModel):
         default=3,
         ge=1,
         description="Consecutive steps with a non-finite loss or gradient that end the run as diverged.",
+    )
+    export_tokens: ExportFormat | None = Field(
+        default=None,
+        description="Write every trained token of every step to tokens/ in the run's folder: its rollout and place,"
+        " text, advantage, both log-probabilities, ratio, entropy, version. 20 (parquet) to 300 (jsonl) bytes each.",
     )
     checkpoint_every_steps: int | None = Field(
         default=None,
