@@ -10,12 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.generation.engines.torch import TorchEngine
+from tailrace.models.heads import OutputHead
 from tailrace.records import GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
+from tailrace.training.head import LogprobHead
+from tailrace.training.loss_sums import LossSums
+from tailrace.training.losses import Divisor, load_loss
+from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.devices.stand_in import stand_in_gpu
-from tests.training.tiny import CONFIGS, build_batch
+from tests.training.losses.support import BUILT_IN, settings_of
+from tests.training.tiny import CONFIGS, VOCABULARY, build_batch
 
 
 def test_the_stand_in_refuses_mixed_devices() -> None:
@@ -105,6 +111,31 @@ def test_the_trainer_steps(
     assert first.version == 1
     assert all(not tensor.is_cuda for tensor in published.values())
     assert reads_of_one_row == reads_of_two_rows, "a micro-batch waits for the device"
+
+
+MASKS = [
+    {"name": "icepop"},
+    {"name": "sequence_ratio"},
+    {"name": "geometric_ratio"},
+    {"name": "off_policy_sequence", "threshold": 0.1},
+]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("added", [{}, {"masks": MASKS[:1]}, {"masks": MASKS, "entropy": 0.1}], ids=str)
+def test_no_loss_waits_for_the_device(name: str, added: dict[str, object]) -> None:
+    settings = settings_of(name, **added)
+    with stand_in_gpu() as gpu:
+        head = LogprobHead(OutputHead(torch.nn.Linear(8, VOCABULARY, device="cuda")), torch.float32, chunk_bytes=1024)
+        micro_batch = MicroBatch.of(build_batch(rows=(4,)).row(0), 0, "cuda")
+        hidden = torch.ones(len(micro_batch.predictors), 8, device="cuda", requires_grad=True)
+        sums = LossSums(loss := load_loss(settings), Divisor.of_loss(settings))
+        before = gpu.reads
+        output = head(hidden, micro_batch.tokens, loss)
+        output.total.backward()
+        sums.add(output, micro_batch)
+        assert gpu.reads == before
+        assert hidden.grad is not None
 
 
 def load(name: str, *, dtype: str, device: str) -> PreTrainedModel:
