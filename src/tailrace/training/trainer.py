@@ -198,7 +198,8 @@ class Trainer:
     def _accumulate_gradients(self, batch: Batch) -> LossSums:
         """Forward and backward of every row; the loss is divided by the planned figure of the whole batch."""
         self._optimizer.zero_grad(set_to_none=True)
-        sums, divisor = LossSums(self._loss, self._divisor), self._divisor.planned(batch.summary)
+        sums = LossSums(self._loss, self._divisor, batch.origins.environments)
+        divisor = self._divisor.planned(batch.summary)
         for row in self._rows(batch):
             micro_batch = MicroBatch.of(
                 row,
