@@ -111,7 +111,7 @@ def _figures(sums: Mapping[str, float]) -> dict[str, float]:
             figures[f"training/logprob_difference_{kind}"] = difference / count
     squares, weights = left.pop("squared_weights", 0.0), left.pop("weights", 0.0)
     if squares:
-        figures["training/effective_sample_share"] = weights**2 / (tokens * squares)
+        figures["training/effective_sample_share"] = min(1.0, weights**2 / (tokens * squares))  # but for rounding
     if left["rejected"] or any(name.startswith(REJECTED_SHARE) for name in left):
         figures[REJECTED_SHARE] = left["rejected"] / tokens
     return figures | {name: value / tokens for name, value in left.items() if name.startswith("training/")}
