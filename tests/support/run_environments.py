@@ -43,6 +43,15 @@ def praising() -> EnvironmentSpec:
     return EnvironmentSpec(name="praising", agent=praise, train_tasks=[{"word": "good"}])
 
 
+async def grudge(task: Task, policy: Policy) -> float:
+    """The less, the better."""
+    return -(await answer(task, policy)).value
+
+
+def grudging() -> EnvironmentSpec:
+    return EnvironmentSpec(name="grudging", agent=grudge, train_tasks=[{"word": "bad"}, {"word": "worse"}])
+
+
 def cooling() -> EnvironmentSpec:
     """Two turns, the second at another temperature, each cut at the first line's end; says what it heard."""
 

@@ -56,7 +56,11 @@ class BatchFormer:
         if not sampled:
             return None
         formed = yield from form_batch(
-            sampled, step=step, trainer_version=trainer_version, packing=Packing(self._settings.row_tokens)
+            sampled,
+            step=step,
+            trainer_version=trainer_version,
+            packing=Packing(self._settings.row_tokens),
+            whiten_advantages=self._settings.whiten_advantages,
         )
         self._untrainable.reset()
         return formed

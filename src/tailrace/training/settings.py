@@ -2,61 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from tailrace.models.devices import DeviceIds
+from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
 
-BUILT_IN_LOSSES = ("clipped_ratio",)
-"""Not in the registry, which imports torch: names are checked where settings are read."""
-
-
-class LossSettings(BaseModel):
-    """What the trainer minimises; but for the name, settings of clipped_ratio."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(
-        default="clipped_ratio",
-        description="clipped_ratio: the clipped ratio against the generator's log-probabilities, its weight truncated."
-        " Or module:function, a loss of your own (docs/losses.md).",
-    )
-    correction: Literal["truncated_is", "none"] = Field(
-        default="truncated_is",
-        description="Weigh each token by its truncated probability ratio of trainer to generator (truncated_is), or not"
-        " at all (none: biased as soon as generation is stale; warns).",
-    )
-    clip_low: float = Field(
-        default=0.2,
-        gt=0,
-        lt=1,
-        description="A token with a negative advantage stops counting below the ratio 1 - clip_low.",
-    )
-    clip_high: float = Field(
-        default=0.28,
-        gt=0,
-        description="A token with a positive advantage stops counting above the ratio 1 + clip_high.",
-    )
-    truncation: float = Field(default=2.0, gt=1, description="Highest importance weight that any token gets.")
-
-    @field_validator("name")
-    @classmethod
-    def _names_a_loss(cls, name: str) -> str:
-        if name not in BUILT_IN_LOSSES and not all(name.partition(":")):
-            raise ValueError(
-                f"name is {name!r}; it must be {' or '.join(BUILT_IN_LOSSES)}, or module:function, a loss of your own"
-            )
-        return name
-
-    @model_validator(mode="after")
-    def _truncation_reaches_the_clip(self) -> Self:
-        if self.truncation < 1 + self.clip_high:
-            raise ValueError(
-                f"truncation is {self.truncation}, which clip_high = {self.clip_high} would never reach; "
-                f"it must be 1 + clip_high = {1 + self.clip_high} or above"
-            )
-        return self
+ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 
 
 class TrainerSettings(BaseModel):
@@ -111,11 +64,16 @@ class TrainerSettings(BaseModel):
         description="Train mixture-of-experts models with the experts that generation chose, which needs"
         " generator.return_routed_experts; auto: wherever they are returned.",
     )
-    loss: LossSettings = Field(default=LossSettings(), description="The loss.")
+    loss: LossSettings = Field(default=ClippedRatioSettings(), description="The loss, by its `name`.")
     max_nonfinite_steps: int = Field(
         default=3,
         ge=1,
         description="Consecutive steps with a non-finite loss or gradient that end the run as diverged.",
+    )
+    export_tokens: ExportFormat | None = Field(
+        default=None,
+        description="Write every trained token of every step to tokens/ in the run's folder: its rollout and place,"
+        " text, advantage, both log-probabilities, ratio, entropy, version. 20 (parquet) to 300 (jsonl) bytes each.",
     )
     checkpoint_every_steps: int | None = Field(
         default=None,

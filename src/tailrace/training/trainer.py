@@ -30,14 +30,16 @@ from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training import checkpoints
 from tailrace.training.acceleration import tune_process
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.loss_sums import LossSums
-from tailrace.training.losses import load_loss
+from tailrace.training.losses import Divisor, load_loss
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.snapshots import HostCopies, Snapshot
+from tailrace.training.token_export import TokenExport
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +63,9 @@ class Trainer:
     """Holds the model, the optimizer and the numbers of step and version.
 
     Build it in the thread that will call it: torch's number of CPU threads is the calling thread's. `open_payload`
-    opens the routed experts that batches refer to; without it none are replayed. Raises `ModelError` when the model
-    cannot be loaded, or cannot replay routed experts and must (`router_replay = "on"`).
+    opens the routed experts that batches refer to; without it none are replayed. `export` takes what is trained on,
+    token by token. Raises `ModelError` when the model cannot be loaded, or cannot replay routed experts and must
+    (`router_replay = "on"`).
     """
 
     def __init__(
@@ -74,13 +77,14 @@ class Trainer:
         max_staleness: int,
         seed: int = 0,
         open_payload: OpenPayload | None = None,
+        export: TokenExport | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads)
         tune_process()
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        if settings.loss.name == "clipped_ratio" and settings.loss.correction == "none":
+        if isinstance(settings.loss, ClippedRatioSettings) and settings.loss.correction == "none":
             _log.warning("trainer.loss.correction is none: gradients are biased as soon as generation is stale")
         self.settings = settings
         self.model_name = model_name
@@ -90,7 +94,8 @@ class Trainer:
         self._max_staleness = max_staleness
         self._skipped_in_a_row = 0
         self._model = load_causal_lm(model_name, dtype="float32", device=settings.device)
-        self._loss = load_loss(settings.loss)
+        self._loss, self._divisor = load_loss(settings.loss), Divisor.of_loss(settings.loss)
+        self._export = export
         self._open_payload = None if settings.router_replay == "off" else open_payload
         self._replay = self._make_replay()
         self._policy = PolicyModel(
@@ -117,11 +122,12 @@ class Trainer:
         if batch.summary.loss_tokens == 0:
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
-            metrics, kept = self._accumulate_gradients(batch).read(batch.summary.loss_tokens)
+            metrics, kept = self._accumulate_gradients(batch).read(batch.summary)
             metrics |= {} if self._replay is None else self._replay.take_metrics()
             if kept == 0:
                 return self._skip(NOTHING_TRAINABLE, metrics)
-            metrics["training/grad_norm"] = self._scale_gradients(batch.summary.loss_tokens / kept)
+            factor = self._divisor.planned(batch.summary) / self._divisor.final(batch.summary, kept)
+            metrics["training/grad_norm"] = self._scale_gradients(factor)
         if not all(math.isfinite(metrics[name]) for name in ("training/loss", "training/grad_norm")):
             return self._skip_not_finite(metrics)
         with phase("optimizer"):
@@ -190,9 +196,10 @@ class Trainer:
             )
 
     def _accumulate_gradients(self, batch: Batch) -> LossSums:
-        """Forward and backward of every row; the loss is divided by the planned number of loss tokens."""
+        """Forward and backward of every row; the loss is divided by the planned figure of the whole batch."""
         self._optimizer.zero_grad(set_to_none=True)
-        sums = LossSums(self._loss)
+        sums = LossSums(self._loss, self._divisor, batch.origins.environments)
+        divisor = self._divisor.planned(batch.summary)
         for row in self._rows(batch):
             micro_batch = MicroBatch.of(
                 row,
@@ -204,8 +211,12 @@ class Trainer:
             # The backward pass too: where activations are computed twice, it asks the routers again.
             with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
                 output = self._policy(micro_batch, self._loss)
-                torch.autograd.backward(output.total / batch.summary.loss_tokens)
+                torch.autograd.backward(output.total / divisor)
             sums.add(output, micro_batch)
+            if self._export is not None:
+                self._export.add(row, output)
+        if self._export is not None:
+            self._export.end_step(self.step)
         return sums
 
     def _rows(self, batch: Batch) -> Iterator[BatchRow]:
@@ -236,7 +247,7 @@ class Trainer:
         return experts
 
     def _scale_gradients(self, factor: float) -> float:
-        """To the mean over kept tokens (`factor` is planned over kept), then down to `max_grad_norm`.
+        """By `factor`, the planned divisor over the final one, then down to `max_grad_norm`.
 
         Returns their norm between the two.
         """
