@@ -51,7 +51,7 @@ GROUP_SIZE, BATCH_SIZE = 8, 64
 END_PROBABILITY = {"fixed": 1e-9, "natural": 0.00206}
 """Of every token; under the second one the mean of lengths cut at 256 is 200."""
 CAP = {"fixed": 64, "natural": 256}
-STEPS = {"fixed": (24, 16, 8), "natural": (24, 8, 8)}
+STEPS = {"fixed": (24, 16, 8), "natural": (12, 8, 4)}
 """Of Tailrace, of Tailrace with one step's slots, and of TRL, which trains on all that it generated; figures are rates,
 and Tailrace's include its start from empty slots and its end."""
 QUICK_STEPS = {"fixed": (4, 2, 1), "natural": (3, 2, 1)}
