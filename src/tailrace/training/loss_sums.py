@@ -12,6 +12,7 @@ from tailrace.records import BatchSummary
 from tailrace.training.head import LossOutput
 from tailrace.training.losses import Divisor, Loss, MeasuredLoss, WeightedLoss
 from tailrace.training.micro_batch import MicroBatch
+from tailrace.training.ranks import Ranks
 
 REJECTED_SHARE = "training/rejected_share"
 MAX_LOG_RATIO = 20.0
@@ -70,6 +71,20 @@ class LossSums:
         values = torch.stack([column.double() for column in columns.values()], dim=1)
         self._sums.index_add_(0, micro_batch.environments, values)
         self._ratio_max = torch.maximum(self._ratio_max, ratio_max)
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Make these the sums over all ranks, the same on each. Waits for the device, and for the other ranks."""
+        if ranks.size == 1:
+            return
+        own = None
+        if self._sums is not None and self._ratio_max is not None:
+            own = [self._names, self._sums.tolist(), float(self._ratio_max)]
+        parts = [part for part in ranks.gather(own) if part is not None]
+        if parts:
+            names, sums, ratios = zip(*parts, strict=True)
+            self._names = tuple(names[0])
+            self._sums = torch.tensor(sums, dtype=torch.float64).sum(0)
+            self._ratio_max = torch.tensor(ratios).max()
 
     def _weight_columns(self, output: LossOutput, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Weights and their squares, of which an effective sample size is made; a rejected token weighs nothing."""
