@@ -57,6 +57,7 @@ def form_batch(
         staleness_mean=staleness_sum / max(1, loss_tokens),
         staleness_max=max(0, trainer_version - min(versions, default=trainer_version)),
         padding=plan.padding,
+        environments=tuple(sorted({group.group.task.environment for group in groups})),
     )
     batch = PlannedBatch(
         summary=summary,

@@ -31,6 +31,8 @@ class MicroBatch:
     """[num_loss_tokens]: True where the token was sampled by the version that trains on it, over its own cache."""
     mixed: Tensor
     """[num_loss_tokens]: the same, where older versions had a part in the cache."""
+    environments: Tensor
+    """[num_loss_tokens], int64: which of the batch's environments the token is of; 0 where nobody knows."""
     routed_experts: Tensor | None = None
     """[num_tokens of `input_ids`, layers, top_k], uint8 or uint16: what generation chose, for `RouterReplay`."""
 
@@ -68,6 +70,7 @@ class MicroBatch:
             tokens=_select_loss_tokens(row, positions),
             fresh=torch.from_numpy(own & ~mixed),
             mixed=torch.from_numpy(own & mixed),
+            environments=torch.from_numpy(_environments(row)[positions]),
             routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts),
         )
         return to_device(micro_batch, device)
@@ -79,6 +82,12 @@ def _loss_positions(row: BatchRow) -> NDArray[np.int64]:
     if row.loss_mask[starts].any():
         raise TrainingError("a sample's first token bears loss, but nothing comes before it to predict it")
     return np.flatnonzero(row.loss_mask)
+
+
+def _environments(row: BatchRow) -> NDArray[np.int64]:
+    """[num_tokens of the row]: each token's environment."""
+    of_samples = np.array(row.origins.environment_ids or [0] * len(row.sample_lengths), np.int64)
+    return np.repeat(of_samples, row.sample_lengths)
 
 
 def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.models.devices import DeviceIds
 from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
+
+
+_NOT_TO_BE_HAD = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel")
 
 
 class TrainerSettings(BaseModel):
@@ -47,9 +51,22 @@ class TrainerSettings(BaseModel):
     device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
     devices: DeviceIds = Field(
         default=None,
-        description="The trainer's GPU: a number or UUID, as CUDA_VISIBLE_DEVICES has it; unset: the first one.",
+        description="The trainer's GPUs, one for each rank: numbers or UUIDs, as CUDA_VISIBLE_DEVICES has them; unset:"
+        " the first ones.",
     )
-    threads: int = Field(default=1, ge=1, description="CPU threads of the trainer's compute.")
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that share the model's weights, gradients and optimizer (FSDP), and the rows of each"
+        " batch (docs/trainer.md).",
+    )
+    collective_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Seconds within which every rank must take part in an exchange; past it the run ends, and names the"
+        " rank.",
+    )
+    threads: int = Field(default=1, ge=1, description="CPU threads of each rank's compute.")
     native_kernels: bool = Field(
         default=True,
         description="On a CPU with one thread and a C++ compiler: compile passes over activations for this processor,"
@@ -82,3 +99,20 @@ class TrainerSettings(BaseModel):
         " the last one, and 20 times as long as it took.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+
+    @property
+    def rank_names(self) -> list[str]:
+        """Of the roles, rank 0 first."""
+        return ["trainer", *(f"trainer-{rank}" for rank in range(1, self.ranks))]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parallelism(cls, given: Any) -> Any:
+        """By name, where only ranks of data are to be had."""
+        for name in _NOT_TO_BE_HAD if isinstance(given, Mapping) else ():
+            if name in given:
+                raise ValueError(
+                    f"{name} is not to be had in the trainer, which shares a model out by ranks alone (FSDP): write "
+                    f"ranks = {given[name]}"
+                )
+        return given
