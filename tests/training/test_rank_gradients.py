@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tailrace.training.gradients import GradientPasses
-from tailrace.training.loss_settings import ClippedRatioSettings
-from tailrace.training.losses import Divisor, LossTokens
+from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings
+from tailrace.training.losses import Divisor, LossTokens, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
@@ -29,6 +29,7 @@ CASES: list[dict[str, Any]] = [
     {"model": "llama", "dtype": torch.float64},
     {"model": "gpt2", "dtype": torch.float64, "loss": "any"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting"},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "gspo"},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
 ]
@@ -41,7 +42,8 @@ class Rejecting:
 
 
 SHORT = ClippedRatio(ClippedRatioSettings())
-LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting()}
+BY_SEQUENCE = GspoSettings(entropy=0.01)
+LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting(), "gspo": load_loss(BY_SEQUENCE)}
 
 
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
@@ -53,7 +55,7 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
     )
     if isinstance(ranks, JoinedRanks):
         share_out(policy, ranks)
-    divisor = Divisor.of_loss(ClippedRatioSettings())
+    divisor = Divisor.of_loss(BY_SEQUENCE if case.get("loss") == "gspo" else ClippedRatioSettings())
     passes = GradientPasses(policy, LOSSES[case.get("loss", "short")], divisor, ranks=ranks)
     for seed in (1, 2):
         batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed)
