@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tailrace.records import BatchRow
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.router_replay import RouterReplay
-from tailrace.training.settings import LossSettings
 from tests.generation.engine_support import Driver, make_engine, request
 from tests.support.expert_models import VOCABULARY
 
@@ -71,6 +71,6 @@ def train_on(
     micro_batch = MicroBatch.of(row, 0, routed_experts=None if experts is None else experts.copy())
     model.zero_grad()
     with replay.using(micro_batch.routed_experts):
-        output = policy(micro_batch, ClippedRatio(LossSettings()))
+        output = policy(micro_batch, ClippedRatio(ClippedRatioSettings()))
         (output.total / 100.0).backward()
     return output.logprobs, replay.take_metrics()

@@ -26,7 +26,7 @@ from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskI
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, unrecorded
 from tailrace.records.payload_table import PayloadTable
-from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch
+from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch, Whitening
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.task import Task
@@ -79,6 +79,7 @@ __all__ = [
     "TrainerEnded",
     "TrainerStarted",
     "TrainingSample",
+    "Whitening",
     "as_token_ids",
     "session_of",
     "unrecorded",
