@@ -358,6 +358,8 @@ def _not_written(final: Path, error: BaseException) -> CheckpointError:
 
 
 def _reason(error: BaseException, folder: Path) -> str:
+    if isinstance(error, CheckpointException) and error.failures:  # by rank, with where it was raised
+        error = min(error.failures.items())[1][0]
     cause: BaseException | None = error
     while cause is not None:  # torch raises its own error in place of the system's
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)

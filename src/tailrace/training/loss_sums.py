@@ -118,7 +118,7 @@ class LossSums:
 
 def _figures(sums: Mapping[str, float]) -> dict[str, float]:
     """Means over tokens, of their sums."""
-    left, tokens = dict(sums), sums["tokens"]
+    left, tokens = dict(sums), max(sums["tokens"], 1.0)
     figures = dict[str, float]()
     for kind in ("fresh", "mixed"):
         count, difference = left.pop(f"{kind}_tokens"), left.pop(f"{kind}_difference")
