@@ -31,10 +31,11 @@ class BatchFormer:
         accounts: Accounts,
         stale: StalePolicy,
         settings: SchedulingSettings,
+        *,
+        untrainable: UntrainableStreak,
     ) -> None:
         self._tasks, self._outstanding, self._accounts = tasks, outstanding, accounts
-        self._stale, self._settings = stale, settings
-        self._untrainable = UntrainableStreak(settings.max_barren_batches * settings.batch_size, accounts.ledger)
+        self._stale, self._settings, self._untrainable = stale, settings, untrainable
 
     def form(self, *, step: int, trainer_version: int) -> Generator[None, None, FormedBatch | None]:
         """The batch of `step`, for a trainer of at most `trainer_version`; None where nothing in it would bear loss.
@@ -58,7 +59,7 @@ class BatchFormer:
         formed = yield from form_batch(
             sampled, step=step, trainer_version=trainer_version, packing=Packing(self._settings.row_tokens)
         )
-        self._untrainable.reset()
+        self._untrainable.formed()
         return formed
 
     def _sample(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup | None:
@@ -80,5 +81,5 @@ class BatchFormer:
             self._accounts.end([rollout], Outcome.filtered(reason))
         self._tasks.end(key, trained=bool(taken.samples))
         if not taken.samples:
-            self._untrainable.extend(ready.size)
+            self._untrainable.expire(ready.size)
         return taken
