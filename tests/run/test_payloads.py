@@ -15,7 +15,7 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.records import Completion, GenerationRequest, OnChunk, PayloadChunk
 from tailrace.reporting.summary import read_summary
 from tailrace.transport.payloads.accounts import PayloadAccounts
-from tests.run.runs import ROOT, Command, command, records, run_inline, tiny_settings
+from tests.run.runs import ROOT, Command, command, environment, records, run_inline, tiny_settings
 from tests.run.served import address_of, serving
 
 QUICKSTART = ROOT / "src" / "tailrace" / "recipes" / "models" / "quickstart"
@@ -68,6 +68,14 @@ async def test_inline_the_trainer_replays_what_generation_chose(tmp_path: Path, 
     summary = await run_inline(tmp_path, *replaying(model))
     assert summary.exit_code == 0
     require_replayed(tmp_path / "run")
+
+
+async def test_replies_cut_at_a_string_are_replayed_as_they_were_sampled(tmp_path: Path, model: Path) -> None:
+    turns = ("--rollouts.max_turns", "2", "--rollouts.max_tokens", "24")
+    summary = await run_inline(tmp_path, *replaying(model, *environment("stopping"), *turns))
+    assert summary.exit_code == 0
+    require_replayed(tmp_path / "run")
+    assert sum(line.get("rollout/cut_tokens", 0) for line in records(tmp_path / "run" / "metrics.jsonl")) > 0
 
 
 async def test_payloads_of_evaluations_end_with_their_rollouts_and_judges_make_none(

@@ -64,7 +64,7 @@ class TrainerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    learning_rate: float = Field(default=1e-5, gt=0, description="Learning rate of AdamW after warm-up.")
+    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Learning rate of AdamW after warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How the learning rate falls after warm-up."
@@ -96,7 +96,7 @@ class TrainerSettings(BaseModel):
         default=None,
         description="The trainer's GPU: a number or UUID, as CUDA_VISIBLE_DEVICES has it; unset: the first one.",
     )
-    threads: int = Field(default=1, ge=1, description="CPU threads of the trainer's compute.")
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of the trainer's compute.")
     native_kernels: bool = Field(
         default=True,
         description="On a CPU with one thread and a C++ compiler: compile passes over activations for this processor,"
