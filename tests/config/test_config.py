@@ -153,7 +153,7 @@ def test_what_is_missing_or_misplaced_says_what_to_write(write, text: str, messa
         load_settings(write(text))
 
 
-@pytest.mark.parametrize("levels", [256, 400, 490, 5000])
+@pytest.mark.parametrize("levels", [257, 400, 490, 5000])
 def test_what_nests_too_deep_to_be_copied_is_told_where_it_stands(write, levels: int) -> None:  # type: ignore[no-untyped-def]
     deep = "[" * levels + "]" * levels
     path = write(MINIMAL.replace('name = "alphabet-sort"', f'name = "alphabet-sort"\nargs.rows = {deep}'))

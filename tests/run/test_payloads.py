@@ -140,7 +140,7 @@ def test_payloads_may_go_to_a_folder(tmp_path: Path, model: Path) -> None:
 def test_what_a_killed_generator_put_is_trained_on_and_then_deleted(tmp_path: Path, model: Path) -> None:
     two = ("--generator.replicas", "2", "--generator.chunk_tokens", "4", "--rollouts.max_tokens", "48")
     with command(tmp_path, *replaying(model, *two), "--max_steps", "10000") as run:
-        run.wait_for_steps(2)
+        run.wait_until(lambda: bool(slabs(run, "generator-0.0")))  # before it serves its end would fail the run
         victim = run.role("generator-0")
         victim.kill()
         restarts = "generator/generator-0/restarts"

@@ -72,6 +72,22 @@ def stopping() -> EnvironmentSpec:
     return EnvironmentSpec(name="stopping", agent=agent, train_tasks=rows, trusted=True)
 
 
+def calling(port: int) -> EnvironmentSpec:
+    """Each rollout begins with a call of a service of this machine."""
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            if not await reader.readline():
+                raise ConnectionResetError("the service hung up")
+        finally:
+            writer.close()
+        return await answer(task, policy)
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="calling", agent=agent, train_tasks=rows, trusted=True)
+
+
 def learned(after: int) -> EnvironmentSpec:
     """Rewards that differ in the first so many rollouts, and then are all the highest."""
     numbers = itertools.count()
