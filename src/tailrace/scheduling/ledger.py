@@ -110,8 +110,7 @@ class Accounts:
 class UntrainableStreak:
     """Rollouts in a row with nothing to train on; too many, or failures for too long, end the run.
 
-    They are counted as groups come back, and apart from that as batches are formed of those that were ready, which may
-    have become too old meanwhile: a run of the one kind is no shorter for rollouts that pass the other place.
+    There are two streaks: of what came back, and of what was ready and had become too old once its batch was formed.
     Failures that may pass count by time: an outage fails thousands in a second.
 
     >>> streak = UntrainableStreak(limit=16, ledger=Ledger())
@@ -177,7 +176,7 @@ class UntrainableStreak:
         if self._expired >= self._limit:
             raise TrainingError(
                 f"there was nothing to train on in the last {self._expired} rollouts that were ready once their batch "
-                f"was formed: what they sampled is older than scheduling.max_staleness allows. So far {self._reasons()}"
+                f"was formed: it is older than scheduling.max_staleness allows, or empty. So far {self._reasons()}"
             )
 
     def fail(self, failure: str, *, now_s: float) -> None:
