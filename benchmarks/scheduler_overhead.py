@@ -28,20 +28,20 @@ import asyncio
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from composed_run import Marks, run_composed, running
 from scheduler_peers import ANSWERED_AT_ONCE, COMPLETION_TOKENS, completion_ids
 
 from tailrace.batching import FormedBatch
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.memory import reserve_memory, share_one_arena
+from tailrace.lifecycle.memory import reserve_memory
 from tailrace.models.loading import tokenizer_folder
 from tailrace.records import (
     Completion,
@@ -53,15 +53,11 @@ from tailrace.records import (
     PlannedBatch,
     Rollout,
     RolloutId,
-    RunStatus,
     StepSkipped,
     StepTrained,
     Task,
 )
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
-from tailrace.run.composition import RunGround, compose
-from tailrace.run.folder import RunPaths
-from tailrace.run.phases import ORCHESTRATOR, observed_process
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
 TARGET_S, TARGET_RUN_S, TARGET_LAG_S, TARGET_SPREAD = 80e-6, 150e-6, 0.010, 1.5
@@ -126,36 +122,6 @@ class InstantGenerate:
             policy_versions=np.full(COMPLETION_TOKENS, self.version, np.int32),
             finish_reason=FinishReason.STOP,
         )
-
-
-class Marks:
-    """CPU time and trained rollouts at the end of each step."""
-
-    def __init__(self) -> None:
-        self.trained = 0
-        self._marks: list[tuple[float, int]] = []
-        self._awaited: list[tuple[int, asyncio.Event]] = []
-
-    def add(self, rollouts: int) -> None:
-        """So many were trained in a step that ended."""
-        self.trained += rollouts
-        self._marks.append((time.process_time(), self.trained))
-        for trained, reached in self._awaited:
-            if self.trained >= trained:
-                reached.set()
-
-    async def reached(self, trained: int) -> None:
-        """Waits until so many rollouts are trained."""
-        if self.trained < trained:
-            event = asyncio.Event()
-            self._awaited.append((trained, event))
-            await event.wait()
-
-    @property
-    def cpu_s_per_rollout(self) -> float:
-        """Median over steps."""
-        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
-        return float(np.median([(after[0] - before[0]) / (after[1] - before[1]) for before, after in pairs]))
 
 
 class Silent:
@@ -326,53 +292,9 @@ async def measure(case: Case) -> Row:
 
 
 async def measure_run(case: Case) -> Row:
-    share_one_arena()
-    reserve_memory(case.in_flight)
-    with tempfile.TemporaryDirectory() as folder, hold_old_objects():
-        settings, paths = case.run_settings(), RunPaths(Path(folder))
-        async with AsyncExitStack() as stack:
-            observing = observed_process(ORCHESTRATOR, paths, settings.observability)
-            phases, lag = await stack.enter_async_context(observing)
-            ground = RunGround(settings, paths, case.loaded, case.renderer, phases, lag)
-            async with compose(ground) as run:
-                marks, beat = Marks(), Beat()
-                run.observer.step_ended = counted(run.observer.step_ended, marks)  # type: ignore[method-assign]
-                async with running(beat.run()), asyncio.TaskGroup() as tasks:
-                    ending = tasks.create_task(run.orchestrator.run())
-                    measuring = tasks.create_task(case.until_measured(marks))
-                    await asyncio.wait({ending, measuring}, return_when=asyncio.FIRST_COMPLETED)
-                    if ending.done():
-                        raise RuntimeError(f"the run ended before it was measured: {ending.result()}")
-                    await run.orchestrator.request_stop(RunStatus.FINISHED, "measured")
-                await asyncio.to_thread(run.writer.close)
+    beat = Beat()
+    marks = await run_composed(case.run_settings(), case.loaded, case.renderer, case.until_measured, beat.run())
     return case.row(marks, beat, TARGET_RUN_S, turn_max_s=None)
-
-
-StepEnded = Callable[[StepTrained | StepSkipped, FormedBatch], None]
-
-
-def counted(step_ended: StepEnded, marks: Marks) -> StepEnded:
-    """The observer's, and the marks'."""
-
-    def both(event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
-        step_ended(event, formed)
-        marks.add(formed.batch.summary.num_rollouts)
-
-    return both
-
-
-@asynccontextmanager
-async def running(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """All of them, until this context is left."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        for ended in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from step_peers import RowReader, experts_of
 from typing_extensions import override
 
 from tailrace.generation.engine_thread.generator import Generator
@@ -38,28 +40,34 @@ from tailrace.run.roles import RoleSettings
 from tailrace.transport.events.log import EventLog
 
 COMPLETION_TOKENS, ANSWERED_AT_ONCE = 16, 16
+EXPERT_LAYERS = 48
 
 
-def completion_ids(stop_token_id: int) -> Int32Array:
+def completion_ids(stop_token_id: int, length: int = COMPLETION_TOKENS) -> Int32Array:
     """What every completion is made of."""
-    ids = np.arange(10, 10 + COMPLETION_TOKENS, dtype=np.int32)
+    ids = 10 + np.arange(length, dtype=np.int32) % COMPLETION_TOKENS
     ids[-1] = stop_token_id
     return ids
 
 
 class InstantEngine(Engine):
-    """Answers at once, but for keeping `in_flight` requests waiting: the oldest first, a few per step."""
+    """Answers at once, but for keeping `in_flight` requests waiting: the oldest first, a few per step.
 
-    def __init__(self, in_flight: int) -> None:
-        self._in_flight, self._steps = in_flight, 0
+    With experts, 48 layers' indices of 8 experts for every position that was not handed over before.
+    """
+
+    def __init__(self, in_flight: int, *, length: int = COMPLETION_TOKENS, with_experts: bool = False) -> None:
+        self._in_flight, self._length, self._steps = in_flight, length, 0
         self._waiting: deque[GenerationRequest] = deque()
-        self._logprobs = np.full(COMPLETION_TOKENS, -1.0, np.float32)
-        self._versions = np.zeros(COMPLETION_TOKENS, np.int32)
+        self._logprobs = np.full(length, -1.0, np.float32)
+        self._versions = np.zeros(length, np.int32)
+        self._experts = experts_of(1 << 13, EXPERT_LAYERS, seed=0) if with_experts else None
+        self._recorded: dict[str | None, int] = {}
 
     @property
     @override
     def limits(self) -> EngineLimits:
-        return EngineLimits(vocab_size=1 << 20, max_model_tokens=4096)
+        return EngineLimits(vocab_size=1 << 20, max_model_tokens=1 << 20)
 
     @property
     @override
@@ -111,8 +119,15 @@ class InstantEngine(Engine):
     def close(self) -> None: ...
 
     def _sampled(self, request: GenerationRequest) -> SampledTokens:
-        ids = completion_ids(request.sampling.stop_token_ids[0])
-        return SampledTokens(request.request_id, ids, self._logprobs, self._versions, finish_reason=FinishReason.STOP)
+        ids = completion_ids(request.sampling.stop_token_ids[0], self._length)
+        sampled = SampledTokens(
+            request.request_id, ids, self._logprobs, self._versions, finish_reason=FinishReason.STOP
+        )
+        if self._experts is None or request.owner is None:
+            return sampled
+        start, end = self._recorded.get(request.owner, 0), len(request.prompt_token_ids) + self._length - 1
+        self._recorded[request.owner] = end
+        return replace(sampled, routed_experts=self._experts[: end - start], routed_experts_start=start)
 
 
 class PeersLauncher(LocalLauncher):
@@ -127,14 +142,21 @@ class PeersLauncher(LocalLauncher):
 async def generator(role: Role) -> None:
     """Serves an engine that does no work, as a run's generator serves its own."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
-    make_engine = lambda: InstantEngine(role_settings.run.max_running)  # noqa: E731
-    await role_settings.transports().serve_generator(role, lambda _: Generator(make_engine))
+    run = role_settings.run
+
+    def make_engine() -> Engine:
+        with_experts = run.generator.return_routed_experts
+        return InstantEngine(run.max_running, length=run.rollouts.max_tokens, with_experts=with_experts)
+
+    await role_settings.transports().serve_generator(role, lambda payloads: Generator(make_engine, payloads=payloads))
 
 
 async def trainer(role: Role) -> None:
-    """Reads each batch, and says that it was trained."""
+    """Receives each batch, makes tensors of it where there are experts, and says that it was trained."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    with_experts = role_settings.run.generator.return_routed_experts
     async with role_settings.transports().trainer() as ends:
+        reader = RowReader(ends.payloads) if with_experts else None
         role.ready()
         await ends.log.append(TrainerStarted(epoch=role_settings.epoch, step=0, version=0))
         stopping = asyncio.create_task(_stop_request(ends.log))
@@ -144,7 +166,11 @@ async def trainer(role: Role) -> None:
             if stopping.done():
                 receiving.cancel()
                 break
-            await ends.log.append(StepTrained(epoch=role_settings.epoch, step=step, version=0, metrics={}))
+            started_s = time.perf_counter()
+            if reader is not None:
+                await asyncio.to_thread(reader.read, receiving.result())
+            metrics = {"training/step_s": time.perf_counter() - started_s}
+            await ends.log.append(StepTrained(epoch=role_settings.epoch, step=step, version=0, metrics=metrics))
             await ends.batches.acknowledge(step)
         await ends.log.append(
             TrainerEnded(epoch=role_settings.epoch, status=RunStatus.FINISHED, step=step - 1, reason="")

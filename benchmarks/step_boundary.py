@@ -14,6 +14,8 @@ the worst lag and memory.
     python benchmarks/step_boundary.py --quick
     python benchmarks/step_boundary.py --case 64x20-1GB-value
 
+`run-64x20-...` is another thing: a whole run's orchestrator (see `step_run.py`), in CPU time.
+
 `boundary` is all that is left once a step's last completion has arrived: sample, form_batch and send_batch. Recording
 a turn costs some tens of microseconds whatever its payload, so without experts only the boundary is held against the
 write floor; with them `orchestrator` is, which is all of it.
@@ -41,6 +43,7 @@ import kit  # before NumPy: it sets the number of threads
 import msgspec
 import numpy as np
 import psutil
+import step_run
 from step_peers import TOP_K, Peer, Trained, experts_of, generator, read_floor_s, refs_of, trainer
 
 from tailrace.batching import FormedBatch, Packing, compute_advantages, sample_group
@@ -121,7 +124,9 @@ def _cases() -> dict[str, Case]:
 
 
 CASES = _cases()
-QUICK = ("64x20-64MB-reference", "64x20-1GB-reference", "64x20-1GB-value")
+RUN_CASES = {"run-64x20-no-experts": False, "run-64x20-1GB-reference": True}
+"""Whether there are routed experts."""
+QUICK = ("run-64x20-1GB-reference", "64x20-64MB-reference", "64x20-1GB-reference", "64x20-1GB-value")
 
 
 @dataclass(frozen=True)
@@ -170,12 +175,18 @@ class Step:
 
 def main() -> None:
     options = kit.parse_options(__doc__)
-    names = options.choose(CASES)
+    names = options.choose([*CASES, *RUN_CASES])
     if options.quick and not options.cases:
         names = [name for name in names if name in QUICK]
     remove_leftovers()
     rows: list[Row] = []
+    run_rows: list[step_run.RunRow] = []
     for name in names:
+        if name in RUN_CASES:
+            kit.progress(name)
+            steps = 3 if options.quick else 8
+            run_rows += run_on_event_loop(step_run.run_case(name, with_experts=RUN_CASES[name], steps=steps))
+            continue
         case = CASES[name]
         if not _has_room(case):
             kit.progress(
@@ -185,7 +196,7 @@ def main() -> None:
         kit.progress(name)
         smallest_s = next((row.wall_s for row in rows if row.phase == "orchestrator" and "64MB" in row.case), None)
         rows += run_on_event_loop(run_case(case, steps=2 if options.quick else 4, smallest_s=smallest_s))
-    kit.report("Step boundary", rows, options)
+    kit.report("Step boundary", [*rows, *run_rows], options)
 
 
 async def run_case(case: Case, *, steps: int, smallest_s: float | None) -> list[Row]:

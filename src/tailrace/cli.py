@@ -52,6 +52,7 @@ Shape: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="64x20")]
 Size: TypeAlias = Annotated[str, tyro.conf.arg(metavar="SIZE")]
 Phase: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="PHASE")]
 Steps: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="STEPS")]
+ExportTokens: TypeAlias = Annotated[Literal["parquet", "jsonl"] | None, tyro.conf.arg(metavar="parquet|jsonl")]
 Save: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
@@ -71,6 +72,8 @@ class Train:
     """Only show the resolved settings and what they come to."""
     capture: Steps = None
     """Write what enters the pipeline in the first so many steps, for `tailrace replay`."""
+    export_tokens: ExportTokens = None
+    """Write every trained token of every step to the run's folder, as parquet or jsonl."""
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
@@ -86,6 +89,8 @@ class Train:
             overrides = [*overrides, "--allow_changed_settings"]
         if self.capture is not None:
             overrides = [*overrides, "--observability.capture", str(self.capture)]
+        if self.export_tokens is not None:
+            overrides = [*overrides, "--trainer.export_tokens", self.export_tokens]
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
             if self.dry_run:

@@ -20,7 +20,7 @@ from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
 
 STEPS = 4
-CHOSEN = ("--max_steps", str(STEPS), "--schedule", "one-step-off")
+CHOSEN = ("--max_steps", str(STEPS), "--schedule", "one-step-off", "--trainer.export_tokens", "jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,20 @@ def test_the_folder_holds_what_the_map_says(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "reward.png"),
         "trace.json",
-        *("rollouts", "checkpoints", "scheduler", "logs"),
+        *("rollouts", "checkpoints", "scheduler", "logs", "tokens"),
     }
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "report.html").read_text()
+
+
+def test_exported_tokens_are_those_of_the_trained_rollouts(folder: Path) -> None:
+    trained = {one["rollout_id"]: one for one in rollouts(folder) if one["outcome"]["state"] == "trained"}
+    tokens = [one for path in sorted((folder / "tokens").iterdir()) for one in records(path)]
+    assert {one["rollout_id"] for one in tokens} == set(trained)
+    for rollout_id, rollout in trained.items():
+        own = [one for one in tokens if one["rollout_id"] == rollout_id]
+        assert {one["environment"] for one in own} == {rollout["environment"]}
+        assert len(own) <= rollout["completion_tokens"]
 
 
 def test_the_trace_is_valid_and_the_report_shows_the_lag_of_each_phase(folder: Path) -> None:

@@ -76,6 +76,8 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
         branch=branch,
         advantages=random.standard_normal(length, dtype=np.float32) if number % 2 else float(number),
         oldest_version=oldest_version,
+        branch_index=number % 2,
+        environment=("names", "sums")[number % 3 == 1],
     )
 
 
@@ -116,6 +118,7 @@ def assert_same_batch(received: Batch, sent: PlannedBatch, rank: int = 0) -> Non
     assert (received.rank, received.num_ranks) == (rank, sent.num_ranks)
     assert received.summary == expected.summary
     assert received.payloads.payloads == expected.payloads.payloads
+    assert received.origins == expected.origins
     np.testing.assert_array_equal(received.payloads.chunks, expected.payloads.chunks)
     for column in COLUMNS:
         one, other = getattr(received, column), getattr(expected, column)

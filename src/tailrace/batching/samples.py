@@ -68,8 +68,10 @@ def _sample(
             branch=branch,
             advantages=advantage,
             oldest_version=oldest,
+            branch_index=index,
+            environment=rollout.task.environment,
         )
-        for branch, count in zip(rollout.branches, fresh, strict=True)
+        for index, (branch, count) in enumerate(zip(rollout.branches, fresh, strict=True))
         if count
     ]
 

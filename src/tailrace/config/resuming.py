@@ -16,7 +16,7 @@ from tailrace.config.sources import Places, SettingsFile, Table, read_settings_f
 
 CONFIG_FILE = "config.toml"
 RECIPE_FILE = "recipe.toml"
-OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture"})
+OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture", "trainer.export_tokens"})
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
 
 _UNSET = "unset"

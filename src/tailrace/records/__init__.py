@@ -23,6 +23,7 @@ from tailrace.records.events import (
 )
 from tailrace.records.generation import Generate, GenerationRequest, OnChunk
 from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId, session_of
+from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
 from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch
@@ -65,6 +66,7 @@ __all__ = [
     "Rollout",
     "RolloutId",
     "RunStatus",
+    "SampleOrigins",
     "SamplingParams",
     "SessionId",
     "StepSkipped",

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array
 from tailrace.records.branch import Branch
 from tailrace.records.ids import GroupId, RolloutId
+from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload_table import PayloadTable
 
 
@@ -26,6 +27,9 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     """One for all of its tokens, or one each."""
     oldest_version: int = 0
     """Tokens of versions below it bear no loss: they are too old."""
+    branch_index: int = 0
+    """Its place among the rollout's branches."""
+    environment: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +94,7 @@ class Batch:
     row_offsets: Int32Array  # [num_rows + 1], into the samples
     payloads: PayloadTable = field(default_factory=PayloadTable)
     """Where the routed experts of the tokens lie."""
+    origins: SampleOrigins = field(default_factory=SampleOrigins)
     rank: int = 0
     num_ranks: int = 1
 
@@ -112,6 +117,7 @@ class Batch:
             temperatures=self.temperatures[first:last],
             sample_lengths=lengths,
             payloads=self.payloads.between(start, end),
+            origins=self.origins.between(first, last),
         )
 
     @property
@@ -155,5 +161,6 @@ class BatchRow:
     sample_lengths: Int32Array  # [num_samples]
     payloads: PayloadTable = field(default_factory=PayloadTable)
     """Reads the routed experts of the row's tokens."""
+    origins: SampleOrigins = field(default_factory=SampleOrigins)
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """More for the loss, by name: [num_tokens] or [num_tokens, k]. No batch fills it yet."""

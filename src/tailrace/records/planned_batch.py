@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tailrace.records.arrays import Int32Array
 from tailrace.records.batch import Batch, BatchSummary, TrainingSample
+from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload_table import PayloadTable, PayloadTableBuilder
 
 TOKEN_COLUMNS: dict[str, np.dtype[np.generic]] = {
@@ -99,6 +100,10 @@ class PlannedBatch:
             builder.add(sample.num_tokens, sample.branch.payload_chunks)
         return builder.table()
 
+    def origins(self) -> SampleOrigins:
+        """Where the samples here come from. O(samples)."""
+        return SampleOrigins.of([(one.rollout_id, one.branch_index, one.environment) for one in self.samples])
+
     def assembled(self, rank: int = 0) -> Batch:
         """The batch that this rank receives, its tokens copied once. O(tokens): not for an event loop."""
         part = self.part(rank)
@@ -108,6 +113,7 @@ class PlannedBatch:
         return Batch(
             summary=part.summary,
             payloads=part.payloads(),
+            origins=part.origins(),
             rank=part.first_rank,
             num_ranks=part.num_ranks,
             **plan,  # type: ignore[arg-type]

@@ -43,6 +43,8 @@ class RunPaths:
         """What each process has written of it so far."""
         self.capture = root / "capture"
         """What entered the pipeline in the first steps, where asked for."""
+        self.tokens = root / "tokens"
+        """Every token that was trained on, where asked for."""
         self.tokenizer = root / "tokenizer"
         """The tokenizer's files, where the model has no local folder."""
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,6 +27,9 @@ from tailrace.run.phases import observed_process
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
+
+if TYPE_CHECKING:
+    from tailrace.training.token_export import TokenExport
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
@@ -95,6 +99,7 @@ async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRe
         publish_dtype=settings.model.dtype,
         phases=phases,
     )
+    export = await asyncio.to_thread(_token_export, settings, paths)
     make_trainer = partial(
         Trainer,
         settings.trainer,
@@ -103,8 +108,26 @@ async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRe
         max_staleness=settings.max_staleness,
         seed=settings.seed,
         open_payload=ends.payloads.open if settings.generator.return_routed_experts else None,
+        export=export,
     )
-    await run_trainer(make_trainer, ends.batches, ends.model_state_dicts, ends.log, plan)
+    try:
+        await run_trainer(make_trainer, ends.batches, ends.model_state_dicts, ends.log, plan)
+    finally:
+        if export is not None:
+            await asyncio.to_thread(export.close)
+
+
+def _token_export(settings: RunSettings, paths: RunPaths) -> TokenExport | None:
+    """Where the trainer leaves the tokens that it trained on, if anywhere."""
+    if (form := settings.trainer.export_tokens) is None:
+        return None
+    from tokenizers import Tokenizer
+
+    from tailrace.models.loading import tokenizer_folder
+    from tailrace.training.token_export import TokenExport
+
+    folder = tokenizer_folder(settings.model.name, paths.tokenizer)
+    return TokenExport(paths.tokens, Tokenizer.from_file(str(folder / "tokenizer.json")), form)
 
 
 def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tailrace.models.devices import DeviceIds
+
+ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 
 BUILT_IN_LOSSES = ("clipped_ratio",)
 """Not in the registry, which imports torch: names are checked where settings are read."""
@@ -116,6 +118,11 @@ class TrainerSettings(BaseModel):
         default=3,
         ge=1,
         description="Consecutive steps with a non-finite loss or gradient that end the run as diverged.",
+    )
+    export_tokens: ExportFormat | None = Field(
+        default=None,
+        description="Write every trained token of every step to tokens/ in the run's folder: its rollout and place,"
+        " text, advantage, both log-probabilities, ratio, entropy, version. 20 (parquet) to 300 (jsonl) bytes each.",
     )
     checkpoint_every_steps: int | None = Field(
         default=None,

@@ -38,6 +38,7 @@ from tailrace.training.policy_model import PolicyModel
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.snapshots import HostCopies, Snapshot
+from tailrace.training.token_export import TokenExport
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +62,9 @@ class Trainer:
     """Holds the model, the optimizer and the numbers of step and version.
 
     Build it in the thread that will call it: torch's number of CPU threads is the calling thread's. `open_payload`
-    opens the routed experts that batches refer to; without it none are replayed. Raises `ModelError` when the model
-    cannot be loaded, or cannot replay routed experts and must (`router_replay = "on"`).
+    opens the routed experts that batches refer to; without it none are replayed. `export` takes what is trained on,
+    token by token. Raises `ModelError` when the model cannot be loaded, or cannot replay routed experts and must
+    (`router_replay = "on"`).
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Trainer:
         max_staleness: int,
         seed: int = 0,
         open_payload: OpenPayload | None = None,
+        export: TokenExport | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads)
         tune_process()
@@ -91,6 +94,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._model = load_causal_lm(model_name, dtype="float32", device=settings.device)
         self._loss = load_loss(settings.loss)
+        self._export = export
         self._open_payload = None if settings.router_replay == "off" else open_payload
         self._replay = self._make_replay()
         self._policy = PolicyModel(
@@ -206,6 +210,10 @@ class Trainer:
                 output = self._policy(micro_batch, self._loss)
                 torch.autograd.backward(output.total / batch.summary.loss_tokens)
             sums.add(output, micro_batch)
+            if self._export is not None:
+                self._export.add(row, output)
+        if self._export is not None:
+            self._export.end_step(self.step)
         return sums
 
     def _rows(self, batch: Batch) -> Iterator[BatchRow]:

@@ -21,6 +21,7 @@ from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine, FailureListener
 from tailrace.generation.engines.simulated import SimulatedEngine
+from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.records import (
@@ -28,7 +29,7 @@ from tailrace.records import (
     FinishReason,
     ModelStateDictRef,
 )
-from tailrace.transport.channels import create_socket_folder, ipc_address
+from tailrace.transport.channels import create_socket_folder, encode, ipc_address
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
 from tests.generation.engine_support import (
     Brake,
@@ -244,6 +245,34 @@ async def test_the_death_of_the_servers_process_fails_outstanding_calls_at_once(
         await client.close()
         (folder / "generator").unlink(missing_ok=True)
         folder.rmdir()
+
+
+async def test_long_replies_that_come_at_once_are_handed_out_over_many_turns_of_the_loop() -> None:
+    folder = create_socket_folder()
+    address, turn, resumed_in = ipc_address(folder, "g"), 0, list[int]()
+    router = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    client = GeneratorClient(address)
+
+    async def asked(name: str) -> None:
+        await ask(client, name, [1])
+        resumed_in.append(turn)
+
+    waiting = [asyncio.create_task(asked(str(number))) for number in range(8)]
+    identity, calls = await router.recv_multipart()
+    tokens = np.zeros(4096, np.int32)
+    reply = Completion(tokens, tokens.astype(np.float32), tokens, FinishReason.STOP)
+    call_ids = [call.call_id for call in messages.unpack_calls(calls)]
+    replies = [messages.CompletionReply(call_id=call_id, completion=reply) for call_id in call_ids]
+    await router.send_multipart([identity, encode(replies)])
+    while not all(task.done() for task in waiting):
+        turn += 1
+        await asyncio.sleep(0)
+    assert len(set(resumed_in)) == len(waiting) == len(resumed_in)
+    router.close(linger=0)
+    await client.leave()
+    (folder / "g").unlink(missing_ok=True)
+    folder.rmdir()
 
 
 async def test_an_idle_engine_that_ends_by_itself_is_told_to_every_client_at_once() -> None:

@@ -165,7 +165,12 @@ def with_header(json: bytes) -> bytes:
 def forge(folder: Path, columns: dict[str, NDArray[np.generic]], metadata: dict[str, str] | None = None) -> bytes:
     """A batch whose checksums are right and whose plan is not."""
     tensors, told = part_tensors(SENT.part(0))
-    names = {np.dtype(np.int32): "I32", np.dtype(np.float32): "F32", np.dtype(np.bool_): "BOOL"}
+    names = {
+        np.dtype(np.uint8): "U8",
+        np.dtype(np.int32): "I32",
+        np.dtype(np.float32): "F32",
+        np.dtype(np.bool_): "BOOL",
+    }
     tensors |= {name: TensorBuffers(names[array.dtype], array.shape, [array.data]) for name, array in columns.items()}
     digest = xxhash.xxh3_64()
     for name, tensor in tensors.items():
@@ -227,6 +232,30 @@ def test_a_plan_of_other_numbers_is_refused_or_stays_within_its_columns(
 )
 def test_a_plan_that_reaches_beyond_its_columns_is_named(tmp_path: Path, column: str, values: list[int]) -> None:
     assert column in refused(tmp_path, forge(tmp_path, {column: np.array(values, np.int32)}))
+
+
+def test_rows_know_where_their_samples_come_from(tmp_path: Path) -> None:
+    (batch, *_) = read_everywhere(tmp_path, forge(tmp_path, {}))
+    assert isinstance(batch, Batch)
+    told = [batch.row(index).origins for index in range(batch.num_rows)]
+    assert [name for origins in told for name in origins.rollout_ids] == list(PART.origins.rollout_ids)
+    assert all(origins.is_sound(len(batch.row(index).temperatures)) for index, origins in enumerate(told))
+
+
+@pytest.mark.parametrize(
+    "origins",
+    [
+        [["a"], [0], ["names"], [0]],
+        [["a"] * len(PART.temperatures), [0] * len(PART.temperatures), ["names"], [1] * len(PART.temperatures)],
+        [["a"] * len(PART.temperatures), [0] * len(PART.temperatures), ["names"], [-1] * len(PART.temperatures)],
+        {"rollout_ids": 1},
+        "",
+    ],
+    ids=["too few", "unknown environment", "negative", "another type", "text"],
+)
+def test_origins_of_other_samples_are_refused(tmp_path: Path, origins: object) -> None:
+    encoded = np.frombuffer(msgspec.msgpack.encode(origins), np.uint8)
+    assert "samples" in (said := refused(tmp_path, forge(tmp_path, {"origins": encoded}))) or "origins" in said
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,10 @@ ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 
 _COPIED_BYTES = 1 << 16
 _TAKEN_AT_ONCE = 64
-"""Replies, or a few more, taken before others have a turn of the event loop: about a millisecond."""
+"""Replies of a few tokens taken before others have a turn of the event loop: about a millisecond."""
+
+_TOKENS_PER_REPLY = 32
+"""Reading so many tokens back into text takes whoever awaits a reply as long as all else that a short one costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,35 +310,34 @@ class GeneratorClient:
         try:
             while True:
                 self._readable.clear()
-                if self._take_waiting():
-                    await asyncio.sleep(0)
-                else:
-                    await self._readable.wait()
+                await self._take_waiting()
+                await self._readable.wait()
         except (CorruptData, EngineFailed) as error:
             self.fail(error)
         finally:
             loop.remove_reader(descriptor)
 
-    def _take_waiting(self) -> bool:
-        """Take the replies that have come; whether others may be left."""
+    async def _take_waiting(self) -> None:
+        """Take the replies that have come, a millisecond of their readers' work for each turn of the loop."""
         taken = 0
-        while taken < _TAKEN_AT_ONCE:
-            try:
-                header, frames = self._next_message()
-            except zmq.Again:
-                return False
-            replies = messages.unpack_replies(header)
-            for reply in replies:
+        while (message := self._next_message()) is not None:
+            header, frames = message
+            for reply in messages.unpack_replies(header):
                 self._handle(reply, frames)
-            taken += len(replies)
-        return True
+                taken += _work_of(reply)
+                if taken >= _TAKEN_AT_ONCE:
+                    taken = 0
+                    await asyncio.sleep(0)
 
-    def _next_message(self) -> tuple[bytes, Frames]:
-        """Small frames are copied; big ones stay where the socket received them. Raises `zmq.Again` without one."""
-        if not self._by_value:
-            header, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            return header, frames
-        first, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    def _next_message(self) -> tuple[bytes, Frames] | None:
+        """What has come, if anything. Small frames are copied; big ones stay where the socket received them."""
+        try:
+            if not self._by_value:
+                header, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                return header, frames
+            first, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
         return first.bytes, [frame.bytes if len(frame) < _COPIED_BYTES else frame.buffer for frame in rest]
 
     def _handle(self, reply: AnyReply, frames: Frames) -> None:
@@ -389,3 +391,10 @@ class GeneratorClient:
         error = EngineFailed(str(self._failure))
         error.__cause__ = self._failure
         return error
+
+
+def _work_of(reply: AnyReply) -> int:
+    """What whoever awaits it will do with it, in short replies."""
+    if not isinstance(reply, messages.CompletionReply):
+        return 1
+    return 1 + reply.completion.num_tokens // _TOKENS_PER_REPLY

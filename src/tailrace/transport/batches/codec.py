@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
-from tailrace.records import TOKEN_COLUMNS, Batch, BatchSummary, PayloadRef, PayloadTable, PlannedBatch
+from tailrace.records import TOKEN_COLUMNS, Batch, BatchSummary, PayloadRef, PayloadTable, PlannedBatch, SampleOrigins
 from tailrace.transport.segments import Segment, TensorBuffers
 
 _DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32), "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
@@ -32,7 +32,7 @@ _PLAN = {
 }
 _PAYLOADS = {"payload_chunks": "I32", "payload_refs": "U8"}
 """The table of payloads: its chunks, row after row, and the references (msgpack)."""
-_SHORT = {**_PLAN, **_PAYLOADS}
+_SHORT = {**_PLAN, **_PAYLOADS, "origins": "U8"}
 """All that is small, and always checked against its checksum."""
 
 
@@ -43,6 +43,7 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
         **part.plan_columns(),
         "payload_chunks": table.chunks.reshape(-1),
         "payload_refs": np.frombuffer(msgspec.msgpack.encode(table.payloads), np.uint8),
+        "origins": np.frombuffer(msgspec.msgpack.encode(part.origins()), np.uint8),
     }
     num_tokens = part.num_tokens
     tensors = {name: TensorBuffers(dtype, short[name].shape, [short[name].data]) for name, dtype in _SHORT.items()}
@@ -67,6 +68,7 @@ def read_batch(path: Path | str, segment: Segment) -> Batch:
     return Batch(
         summary=metadata.summary,
         payloads=_read_payloads(path, columns),
+        origins=_read_origins(path, columns),
         rank=metadata.rank,
         num_ranks=metadata.num_ranks,
         **columns,  # type: ignore[arg-type]
@@ -160,6 +162,17 @@ def _read_payloads(path: Path | str, columns: dict[str, NDArray[np.generic]]) ->
     if not table.is_sound(columns["sample_offsets"].astype(np.int32, copy=False)):
         raise CorruptData(f"the batch in {path} contradicts itself in: payload_chunks")
     return table
+
+
+def _read_origins(path: Path | str, columns: dict[str, NDArray[np.generic]]) -> SampleOrigins:
+    """Out of `columns`. Raises `CorruptData` for those of other samples."""
+    try:
+        origins = msgspec.msgpack.decode(columns.pop("origins").data, type=SampleOrigins)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptData(f"the batch in {path} does not tell where its samples come from: {error}") from error
+    if not origins.is_sound(len(columns["temperatures"])):
+        raise CorruptData(f"the batch in {path} contradicts itself in: origins")
+    return origins
 
 
 def _is_monotonic(offsets: NDArray[np.generic], end: int) -> bool:
