@@ -328,7 +328,7 @@ class Orchestrator:
         with timed(step, "sample"):
             sampled = []
             for group in self._groups:
-                compute_advantages(group, "grpo")
+                compute_advantages(group, "mean_std")
                 sampled.append(sample_group(group, oldest_version=-4))
                 await asyncio.sleep(0)
         with timed(step, "form_batch"):

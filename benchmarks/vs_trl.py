@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.peers import (
     TRL_DEFAULTS,
+    TRL_ON_POLICY,
     TRL_TUNED,
     Job,
     Outcome,
@@ -50,9 +51,9 @@ GROUP_SIZE, BATCH_SIZE = 8, 64
 END_PROBABILITY = {"fixed": 1e-9, "natural": 0.00206}
 """Of every token; under the second one the mean of lengths cut at 256 is 200."""
 CAP = {"fixed": 64, "natural": 256}
-STEPS = {"fixed": (24, 16, 6), "natural": (12, 8, 3)}
-"""Of Tailrace, of Tailrace with one step's slots, and of TRL; figures are rates, and Tailrace's include its start from
-empty slots and its end."""
+STEPS = {"fixed": (24, 16, 8), "natural": (12, 8, 4)}
+"""Of Tailrace, of Tailrace with one step's slots, and of TRL, which trains on all that it generated; figures are rates,
+and Tailrace's include its start from empty slots and its end."""
 QUICK_STEPS = {"fixed": (4, 2, 1), "natural": (3, 2, 1)}
 TARGETS = {
     ("fixed", "float32"): 1.5,
@@ -149,11 +150,12 @@ class Repeat:
 def run_sides(workload: str, precision: str, folder: Path, steps: tuple[int, int, int], name: str) -> Repeat:
     """In turns, so that all sides have the machine as it is just then."""
     ours, one_step, theirs = (speed_job(workload, precision, folder, count) for count in steps)
+    tuned = TRL_TUNED[f"{workload}-{precision}"]
     return Repeat(
         tailrace=run_tailrace(ours, folder, name),
         tailrace_one_step=run_tailrace(one_step, folder, f"{name}-one-step", slots=BATCH_SIZE),
-        trl=run_peer(theirs, folder, name),
-        trl_two_threads=run_peer(theirs, folder, f"{name}-two-threads", replace(TRL_TUNED, threads=2)),
+        trl=run_peer(theirs, folder, name, tuned),
+        trl_two_threads=run_peer(theirs, folder, f"{name}-two-threads", replace(tuned, threads=2)),
         trl_defaults=run_peer(theirs, folder, f"{name}-defaults", TRL_DEFAULTS),
     )
 
@@ -214,7 +216,7 @@ def learning(folder: Path, seeds: tuple[int, ...], steps: int) -> LearningRow:
             seed=seed,
         )
         tailrace = run_tailrace(job, folder, f"learning-{seed}")
-        trl = run_peer(job.until(tailrace.tokens), folder, f"learning-{seed}")
+        trl = run_peer(job.until(tailrace.tokens), folder, f"learning-{seed}", TRL_ON_POLICY)
         runs.append((tailrace, trl))
         ours.append(tailrace_reward(tailrace.model, held_out, folder, f"tailrace-{seed}"))
         theirs.append(tailrace_reward(trl.model, held_out, folder, f"trl-{seed}"))

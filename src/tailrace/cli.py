@@ -95,6 +95,11 @@ class Train:
         with placed(self.recipe, overrides):
             if self.dry_run:
                 return _show_plan(settings)
+            from tailrace.run.trainer_ranks import launched_rank, take_role
+
+            rank = launched_rank(settings.trainer)
+            if rank is not None and rank.number > 0:
+                return take_role(rank, settings.trainer)
             from tailrace.run.training import train
 
             summary = _run(train(settings, recipe=read_settings_file(self.recipe).table))

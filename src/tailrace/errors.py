@@ -11,7 +11,7 @@ Each message says what was found, what was expected and what to do about it, and
     ├── ToolError                                   the policy reads it, the rollout continues
     ├── GenerationError                             RequestRefused, ChatFailed, EngineFailed
     ├── TransportError                              CorruptData, NoRoom, PayloadLost, PeerGone
-    ├── TrainingError                               Diverged, CheckpointError, NothingLeft
+    ├── TrainingError                               Diverged, CheckpointError, NothingLeft, RankLost
     ├── AccountingError, LifecycleError
     └── SimulationError ── Deadlock
 """
@@ -158,6 +158,10 @@ class Diverged(TrainingError):
 
 class CheckpointError(TrainingError):
     """A checkpoint cannot be written or read."""
+
+
+class RankLost(TrainingError):
+    """A rank of the trainer died or stopped, and the others cannot go on without it; the message names it."""
 
 
 class AccountingError(TailraceError):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.batching import (
+    INCREMENTAL,
     ZERO_SPREAD,
     Packing,
     SampledGroup,
@@ -16,7 +17,22 @@ from tailrace.batching import (
 )
 from tailrace.batching.advantages import group_advantages
 from tailrace.batching.slices import drained
-from tailrace.records import Branch, Completion, FinishReason, Group, GroupId, Rollout, RolloutId, Task, TaskId
+from tailrace.batching.whitening import whiten
+from tailrace.errors import SettingsError
+from tailrace.records import (
+    Batch,
+    BatchRow,
+    Branch,
+    Completion,
+    FinishReason,
+    Group,
+    GroupId,
+    Rollout,
+    RolloutId,
+    Task,
+    TaskId,
+)
+from tailrace.scheduling.release import EarlyRelease
 from tests.scheduling.world import make_rollout
 
 TASK = Task(task_id=TaskId("toy/0"), environment="toy", index=0, row={})
@@ -48,6 +64,37 @@ def test_mean_advantages_sum_to_zero(rewards: list[float]) -> None:
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=16).filter(lambda rewards: len(set(rewards)) > 1))
 def test_mean_std_advantages_have_unit_spread(rewards: list[int]) -> None:
     assert np.std(group_advantages([float(reward) for reward in rewards], "mean_std")) == pytest.approx(1, abs=1e-4)
+
+
+REWARDS = st.lists(st.integers(0, 5).map(float), min_size=2, max_size=16)
+
+
+@given(REWARDS)
+def test_rloo_takes_the_mean_of_the_others(rewards: list[float]) -> None:
+    others = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+    expected = [reward - mean for reward, mean in zip(rewards, others, strict=True)]
+    assert group_advantages(rewards, "rloo") == pytest.approx(expected, abs=1e-12)
+
+
+@given(REWARDS)
+def test_maxrl_weighs_a_group_by_the_inverse_of_its_mean(rewards: list[float]) -> None:
+    mean = sum(rewards) / len(rewards)
+    expected = [(reward - mean) / mean if mean else 0.0 for reward in rewards]
+    assert group_advantages(rewards, "maxrl") == pytest.approx(expected, abs=1e-12)
+
+
+def test_maxrl_refuses_rewards_below_0() -> None:
+    with pytest.raises(SettingsError, match=r"'maxrl' is for rewards of 0 and above, and a rollout has -0.5"):
+        group_advantages([1.0, -0.5], "maxrl")
+
+
+@given(REWARDS)
+def test_early_release_knows_each_incremental_advantage(rewards: list[float]) -> None:
+    release = EarlyRelease(min_known_siblings=len(rewards) - 1)
+    released = dict(pair for reward in rewards for pair in release.learn(reward))
+    advantages = [released.get(number, 0.0) for number in range(len(rewards))]
+    assert advantages == pytest.approx(group_advantages(rewards, "rloo"), abs=1e-12)
+    assert {"mean", "rloo"} == INCREMENTAL  # the former differs by the factor (n - 1) / n
 
 
 def test_only_groups_of_equal_rewards_are_filtered() -> None:
@@ -145,3 +192,60 @@ def test_advantages_per_token_and_per_sample_lie_in_one_batch() -> None:
     sampled = sample_group(group, oldest_version=0)
     row = drained(form_batch([sampled], step=1, trainer_version=0, packing=Packing(40))).batch.assembled().row(0)
     assert sorted(row.advantages.tolist()) == [0, 1, 2, 3, 4, 7, 7, 7, 7, 7]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=2, max_size=12),
+    st.floats(-5, 5),
+    st.floats(0.1, 50),
+    st.integers(1, 3),
+)
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_tokens_that_bear_loss(
+    kinds: list[tuple[int, bool]], shift: float, scale: float, ranks: int
+) -> None:
+    """Some advantages are per token; tokens of version 0 are stale; the batch is split over ranks."""
+    generator = np.random.default_rng(len(kinds))
+    group = group_of([0.0] * len(kinds), tokens=[count for count, _ in kinds], versions=[0, *([1] * (len(kinds) - 1))])
+    group.advantages = [
+        shift + scale * generator.normal(size=count + 2 if per_token else None) for count, per_token in kinds
+    ]
+    group.advantages = [np.asarray(one, np.float32) if np.ndim(one) else float(one) for one in group.advantages]
+    sampled, packing = sample_group(group, oldest_version=1), Packing(16, num_ranks=ranks)
+    plain, whitened = (
+        drained(form_batch([sampled], step=1, trainer_version=1, packing=packing, whiten_advantages=whiten)).batch
+        for whiten in (False, True)
+    )
+    before, after = (
+        np.concatenate(
+            [row.advantages[row.loss_mask] for rank in range(ranks) for row in rows_of(batch.assembled(rank))]
+        ).astype(np.float64)
+        for batch in (plain, whitened)
+    )
+    np.testing.assert_allclose(after, (before - before.mean()) / (before.std() + 1e-6), rtol=1e-4, atol=1e-4)
+
+
+def rows_of(batch: Batch) -> list[BatchRow]:
+    return [batch.row(index) for index in range(batch.num_rows)]
+
+
+def test_equal_advantages_are_whitened_to_0() -> None:
+    group = group_of([0.0, 1.0])
+    group.advantages = [0.5, 0.5]
+    forming = form_batch(
+        [sample_group(group, oldest_version=0)],
+        step=1,
+        trainer_version=0,
+        packing=Packing(40),
+        whiten_advantages=True,
+    )
+    assert not drained(forming).batch.assembled().advantages.any()
+
+
+def test_whitening_yields_to_the_event_loop_and_leaves_samples_alone() -> None:
+    rewards = [float(number % 7) for number in range(3000)]
+    group = group_of(rewards, tokens=[1] * len(rewards))
+    sampled = sample_group(group, oldest_version=0)
+    before = [sample.advantages for sample in sampled.samples]
+    slices = sum(1 for _ in whiten(sampled.samples))
+    assert slices >= 5
+    assert [sample.advantages for sample in sampled.samples] == before

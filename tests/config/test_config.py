@@ -21,6 +21,8 @@ from tailrace.config import (
 from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
+from tailrace.training.loss_settings import ClippedRatioSettings, DrGrpoSettings, GspoSettings, OwnLossSettings
+from tailrace.training.mask_settings import IcePopSettings
 
 MINIMAL = """
 max_steps = 10
@@ -102,6 +104,10 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         (
             ["--scheduling.group_release", "early", "--scheduling.advantage", "mean_std"],
             "needs all of a group's rewards",
+        ),
+        (
+            ["--scheduling.group_release", "early", "--scheduling.advantage", "maxrl"],
+            "write scheduling.advantage = 'mean'",
         ),
         (["--scheduling.group_release", "early", "--scheduling.on_stale", "restart"], "starts the whole group again"),
         (["--scheduling.min_known_siblings", "3"], "leave it out"),
@@ -258,6 +264,7 @@ def test_a_switch_needs_no_value() -> None:
         ("trainer.lr", "trainer.learning_rate"),
         ("learning-rat", "trainer.learning_rate"),
         ("correction", "trainer.loss.correction"),
+        ("clip_high", "trainer.loss.clip_high"),
         ("group_size", "environment.group_size or rollouts.group_size"),
         ("num_generations", "rollouts.group_size"),
         ("epochs", "max_epochs"),
@@ -273,6 +280,84 @@ def test_every_name_that_is_suggested_is_a_setting(meant: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings("quickstart", [f"--{meant}.inside", "2"])
     assert "is no setting" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--trainer.loss.clip_lwo", "0.1"], r"trainer.loss.clip_lwo is no setting of clipped_ratio; did you mean"),
+        (
+            ["--trainer.loss.scale", "0.1"],
+            r"trainer.loss.scale is no setting of clipped_ratio; known in trainer.loss: clip_high, clip_low, .*",
+        ),
+        (
+            ["--trainer.loss.name", "cliped_ratio"],
+            r"trainer.loss.name = 'cliped_ratio': .*mean 'clipped_ratio'",
+        ),
+        (["--trainer.loss.name", "reward"], r".*there is none of that name; known: clipped_ratio, .*module:function"),
+        (["--trainer.loss.name", "mine:"], r".*a loss of your own is written as module:function"),
+        (
+            ["--trainer.loss.name", "decoupled_ppo"],
+            r".*needs several optimizer steps per batch, and",
+        ),
+        (["--trainer.loss.truncation", "1.1"], r".*truncation is 1.1, which clip_high = 0.28 would never reach"),
+        (["--trainer.loss.clip_low", "2"], r"trainer.loss.clip_low = 2: input should be less than 1"),
+        (["--trainer.loss.clip_low"], r"trainer.loss.clip_low is no switch, it needs a value, as in --.* 0.2"),
+        (["--trainer.loss.clip_high"], r"trainer.loss.clip_high is no switch, it needs a value, as in --.* 0.28"),
+        (
+            ["--trainer.loss.name", "gspo", "--trainer.loss.truncation", "2"],
+            r".*is no setting of gspo; known",
+        ),
+        (["--trainer.loss.name", "tis"], r".*name is 'tis': it is called aipo here"),
+        (["--trainer.loss.masks", "[{ name = 'icepoop' }]"], r"trainer.loss.masks.0.name = 'icepoop': .*'icepop'"),
+        (
+            ["--trainer.loss.masks", "[{ name = 'icepop', hihg = 2.0 }]"],
+            r"trainer.loss.masks.0.hihg is no setting of icepop; did you mean trainer.loss.masks.0.high",
+        ),
+        (["--trainer.loss.masks", "icepop"], r"trainer.loss.masks = 'icepop': it is a list"),
+        (["--trainer.loss", "3"], r"trainer.loss = 3: it is a section, not a value; .*--trainer.loss.name"),
+    ],
+)
+def test_a_loss_that_is_wrong_is_told_in_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^command line: {message}") as caught:
+        load_settings("quickstart", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_loss_needs_is_asked_for() -> None:
+    with pytest.raises(SettingsError, match=r"trainer.loss.length is missing; add it, or give --trainer.loss.length"):
+        load_settings("quickstart", ["--trainer.loss.name", "dr_grpo"])
+    chosen = load_settings("quickstart", ["--trainer.loss.name", "dr_grpo", "--trainer.loss.length", "512"])
+    assert chosen.trainer.loss == DrGrpoSettings(length=512)
+
+
+def test_what_is_wrong_with_a_loss_is_told_where_it_stands(write) -> None:  # type: ignore[no-untyped-def]
+    path = write(MINIMAL + "\n[trainer.loss]\nclip_high = 0.3\nclip_lwo = 0.1\n")
+    with pytest.raises(SettingsError, match=r"run.toml, line 15: trainer.loss.clip_lwo is no setting of clipped_ratio"):
+        load_settings(path)
+
+
+def test_a_loss_is_read_and_edited_like_any_section(write) -> None:  # type: ignore[no-untyped-def]
+    path = write(MINIMAL + "\n[trainer.loss]\nclip_high = 0.3\n")
+    assert load_settings(path, ["--trainer.loss.clip_low", "0.1"]).trainer.loss == ClippedRatioSettings(
+        clip_low=0.1, clip_high=0.3
+    )
+    mask = "{ name = 'icepop', high = 2.0 }"
+    gspo = load_settings(path, ["--trainer.loss.name", "gspo", "--trainer.loss.masks", f"[{mask}]"]).trainer.loss
+    assert gspo == GspoSettings(masks=(IcePopSettings(high=2.0),))
+    mine = load_settings(path, ["--trainer.loss.name", "mine:loss", "--trainer.loss.args.scale", "2.5"]).trainer.loss
+    assert mine == OwnLossSettings(name="mine:loss", args={"scale": 2.5})  # and nothing of the file's, which it is not
+
+
+def test_masks_in_a_file_stay_when_another_loss_is_named(write) -> None:  # type: ignore[no-untyped-def]
+    text = (
+        "\n[trainer.loss]\nname = 'cispo'\ntruncation = 4.0\nentropy = 0.01\n[[trainer.loss.masks]]\nname = 'icepop'\n"
+    )
+    path = write(MINIMAL + text)
+    loss = load_settings(path, ["--trainer.loss.name", "gspo", "--trainer.loss.masks.0.low", "0.4"]).trainer.loss
+    assert loss == GspoSettings(entropy=0.01, masks=(IcePopSettings(low=0.4),))
+    with pytest.raises(SettingsError, match=r"run.toml, line 19: trainer.loss.masks.0.lwo is no setting of icepop"):
+        load_settings(write(MINIMAL + text + "lwo = 0.4\n"))
 
 
 def test_naming_another_environment_drops_the_arguments_of_the_old_one(write) -> None:  # type: ignore[no-untyped-def]

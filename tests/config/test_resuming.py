@@ -67,6 +67,18 @@ def test_what_is_given_now_differs(file: Path) -> None:
     }
 
 
+def test_another_loss_differs_by_its_name_and_by_what_either_knows(file: Path) -> None:
+    start(file, "--trainer.loss.clip_low", "0.1")
+    assert resumed(file) == {}
+    assert resumed(file, "--trainer.loss.clip_low", "0.3") == {"trainer.loss.clip_low": (0.1, 0.3)}
+    changes = resumed(file, "--trainer.loss.name", "mine:loss", "--trainer.loss.args.scale", "2")
+    assert changes["trainer.loss.name"] == ("clipped_ratio", "mine:loss")
+    assert changes["trainer.loss.args.scale"] == (None, 2)
+    assert changes["trainer.loss.clip_low"] == (0.1, None)
+    file.write_text(FILE + '[trainer.loss]\nname = "mine:loss"\n')
+    assert resumed(file)["trainer.loss.name"] == ("clipped_ratio", "mine:loss")
+
+
 def test_what_was_edited_in_the_file_differs_and_nothing_else_that_it_says(file: Path) -> None:
     start(file, "--trainer.learning_rate", "7e-4", "--environment.args.max_names", "3")
     file.write_text(FILE.replace("max_steps = 60", "max_steps = 90").replace("group_size = 8\n", ""))

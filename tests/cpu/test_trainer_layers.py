@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from tailrace.cpu.kernels import find_kernels
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
-from tailrace.training.settings import LossSettings
 from tests.training.tiny import VOCABULARY, build_batch, tiny_model
 
 SIZES = {
@@ -38,7 +38,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
 }
-SMOOTH = ClippedRatio(LossSettings(correction="none"))  # no token sits on the edge of a clip
+SMOOTH = ClippedRatio(ClippedRatioSettings(correction="none"))  # no token sits on the edge of a clip
 LENGTHS = (40, 9, 14, 37, 5, 12, 38)
 
 

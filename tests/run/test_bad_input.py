@@ -136,6 +136,14 @@ async def test_what_only_the_trainer_can_know_ends_the_run_before_its_first_roll
     assert summary.reason == "trainer.loss.name is 'math:pi': that is 3.141592653589793, not a function"
 
 
+async def test_an_advantage_that_the_rewards_do_not_suit_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    summary = await run_inline(
+        tmp_path, *environment("grudging"), "--scheduling.advantage", "maxrl", "--max_steps", "1"
+    )
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
+    assert "'maxrl' is for rewards of 0 and above, and a rollout has -" in summary.reason
+
+
 async def test_an_architecture_that_the_engine_cannot_run_is_told_in_the_summary(tmp_path: Path) -> None:
     folder = tmp_path / "mamba"
     MambaForCausalLM(MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1, state_size=4)).save_pretrained(

@@ -42,7 +42,7 @@ def test_states_stay_while_a_checkpoint_names_them_or_may_still_come(states: Sch
         (tmp_path / "checkpoints" / folder).mkdir(parents=True)
     states.step_ended(4)
     states.write(6, b"{}")
-    assert kept(states) == [f"step_{step:06d}.json" for step in (2, 4, 5, 6)]
+    assert kept(states) == [f"step_{step:06d}.json" for step in (2, 3, 4, 5, 6)]
 
 
 def test_states_ahead_of_a_run_that_was_resumed_go(states: SchedulerStates) -> None:

@@ -91,6 +91,18 @@ async def test_trained_tokens_are_never_older_than_the_bound(max_staleness: int)
     assert trained + filtered == 256
 
 
+@pytest.mark.parametrize("group_release", ["together", "early"])
+async def test_advantages_are_whitened_over_each_batch(group_release: str) -> None:
+    settings = {"whiten_advantages": True, "group_release": group_release, "advantage": "rloo"}
+    world = make_world(spread, rows=32, **settings)
+    await world.run()
+    for formed in world.recorder.formed:
+        batch = formed.batch.assembled()
+        advantages = np.concatenate([batch.row(index).advantages for index in range(batch.num_rows)])[batch.loss_mask]
+        assert advantages.mean() == pytest.approx(0, abs=1e-6)
+        assert advantages.std() == pytest.approx(1, abs=1e-4)
+
+
 async def test_running_rollouts_stay_within_the_engines_and_the_budget() -> None:
     world = make_world(spread, rows=32, max_running=12, max_staleness=4)
     await world.run()

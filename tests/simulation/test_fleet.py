@@ -117,3 +117,16 @@ def test_a_cancelled_request_frees_its_slot() -> None:
         assert first.cancelled()
 
     with_fleet(test, slots=1)
+
+
+def test_a_burst_is_spread_over_the_replicas_whatever_they_hold() -> None:
+    async def test(fleet: ModelledFleet) -> tuple[int, int]:
+        asked = [asyncio.create_task(ask(fleet, "long"))]
+        await asyncio.sleep(100.0)
+        asked += [asyncio.create_task(ask(fleet, f"new-{number}")) for number in range(12)]
+        await asyncio.sleep(3.0)
+        found = fleet.running, fleet.waiting
+        await asyncio.gather(*asked)
+        return found
+
+    assert with_fleet(test, replicas=2) == (13, 0)

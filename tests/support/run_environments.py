@@ -12,9 +12,13 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tailrace.environments import EnvironmentSpec, Message, Observation, Policy, Task
 from tailrace.records import Reward
+
+if TYPE_CHECKING:
+    from tailrace.training.checkpoints import StagedCheckpoint
 
 
 async def answer(task: Task, policy: Policy) -> Reward:
@@ -41,6 +45,15 @@ async def praise(task: Task, policy: Policy) -> float:
 
 def praising() -> EnvironmentSpec:
     return EnvironmentSpec(name="praising", agent=praise, train_tasks=[{"word": "good"}])
+
+
+async def grudge(task: Task, policy: Policy) -> float:
+    """The less, the better."""
+    return -(await answer(task, policy)).value
+
+
+def grudging() -> EnvironmentSpec:
+    return EnvironmentSpec(name="grudging", agent=grudge, train_tasks=[{"word": "bad"}, {"word": "worse"}])
 
 
 def cooling() -> EnvironmentSpec:
@@ -210,14 +223,14 @@ def killed(at: str, step: int, folder: str) -> EnvironmentSpec:
     else:
         from tailrace.training.trainer import Trainer
 
-        save = Trainer.save_checkpoint
+        stage = Trainer.stage_checkpoint
 
-        def die_or_save(trainer: Trainer, parent: Path) -> Path:
+        def die_or_stage(trainer: Trainer, parent: Path) -> StagedCheckpoint:
             if trainer.step == step:
                 die()
-            return save(trainer, parent)
+            return stage(trainer, parent)
 
-        Trainer.save_checkpoint = die_or_save  # type: ignore[method-assign]
+        Trainer.stage_checkpoint = die_or_stage  # type: ignore[method-assign]
     return words(20, 0)
 
 

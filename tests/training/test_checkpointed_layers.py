@@ -8,10 +8,10 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from tailrace.errors import ModelError
 from tailrace.training.checkpointed_layers import checkpoint_layers
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
-from tailrace.training.settings import LossSettings
 from tests.training.tiny import CONFIGS, build_batch, tiny_model
 
 
@@ -29,7 +29,7 @@ def trained(model: PreTrainedModel, *, gradient_checkpointing: bool) -> tuple[li
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = policy(micro_batch, ClippedRatio(LossSettings()))
+        output = policy(micro_batch, ClippedRatio(ClippedRatioSettings()))
     (output.total / 100.0).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], sum(kept.values())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.errors import CheckpointError
@@ -69,6 +72,48 @@ def test_transformers_loads_a_checkpoint_as_a_model(model_folder: Path, tmp_path
         assert torch.equal(parameter, trainer.snapshot().wait()[name])
     assert AutoTokenizer.from_pretrained(path).chat_template
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def as_of_the_first_format(trainer: Trainer, path: Path) -> None:
+    """Make it what older versions wrote: all of the optimizer in `trainer.pt`, by the numbers of its groups."""
+    shutil.rmtree(path / "optimizer")
+    state = torch.load(path / "trainer.pt", weights_only=True)
+    torch.save(state | {"optimizer": trainer._optimizer.state_dict()}, path / "trainer.pt")
+    content, manifest = (path / "trainer.pt").read_bytes(), json.loads((path / "manifest.json").read_text())
+    files = {name: entry for name, entry in manifest["files"].items() if not name.startswith("optimizer/")}
+    files["trainer.pt"] = {"num_bytes": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
+    changed = manifest | {"format": "tailrace-checkpoint-1", "files": files}
+    (path / "manifest.json").write_text(json.dumps(changed))
+
+
+def test_a_checkpoint_of_the_first_format_is_gone_on_from(model_folder: Path, tmp_path: Path) -> None:
+    straight = make_trainer(model_folder)
+    train(straight, range(1, 4))
+    path = straight.save_checkpoint(tmp_path)
+    as_of_the_first_format(straight, path)
+    train(straight, range(4, 7))
+    second = make_trainer(model_folder)
+    second.restore(path)
+    train(second, range(4, 7))
+    for name, tensor in straight.snapshot().wait().items():
+        assert torch.equal(tensor, second.snapshot().wait()[name]), name
+
+
+def test_what_a_crash_left_half_written_goes_with_the_next_checkpoint(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / ".writing_step_000007" / "optimizer").mkdir(parents=True)
+    path = make_trainer(model_folder).save_checkpoint(tmp_path)
+    assert [folder.name for folder in tmp_path.iterdir()] == [path.name]
+
+
+def test_training_goes_on_while_a_checkpoint_of_before_is_written(model_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(model_folder)
+    train(trainer, range(1, 3))
+    before = {name: tensor.clone() for name, tensor in trainer.snapshot().wait().items()}
+    staged = trainer.stage_checkpoint(tmp_path)
+    train(trainer, range(3, 5))
+    model = AutoModelForCausalLM.from_pretrained(trainer.write_checkpoint(staged))
+    assert staged.state.step == 2
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:

@@ -19,13 +19,18 @@ from tailrace.training.head import (
     chunk_tokens,
     logprobs_and_entropy,
 )
-from tailrace.training.losses import Loss, LossTokens, PointwiseLoss
+from tailrace.training.loss_settings import ClippedRatioSettings
+from tailrace.training.losses import Loss, LossTokens, PointwiseLoss, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.settings import LossSettings
-from tests.training.losses.support import as_any_loss
+from tests.training.losses.support import BUILT_IN, as_any_loss, settings_of
 
-DEFAULT = ClippedRatio(LossSettings())
-UNCORRECTED = ClippedRatio(LossSettings(correction="none"))
+DEFAULT = ClippedRatio(ClippedRatioSettings())
+UNCORRECTED = ClippedRatio(ClippedRatioSettings(correction="none"))
+MASKS = [{"name": "icepop"}]
+BUILT_IN_LOSSES = [
+    *(load_loss(settings_of(name, masks=masks)) for name in BUILT_IN for masks in ([], MASKS)),
+    load_loss(settings_of("grpo", masks=[*MASKS, {"name": "sequence_ratio"}], entropy=0.05)),
+]
 
 
 class KeepsUnlikely(PointwiseLoss):
@@ -66,7 +71,7 @@ def gradients(head: OutputHead, hidden: Tensor, total: Tensor) -> list[Tensor]:
 
 
 def sequence_loss(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-    """A sequence-level ratio (GSPO, arXiv:2507.18071, eq. 6), an entropy bonus, and samples that drifted left out."""
+    """A sequence-level ratio (GSPO, arXiv:2507.18071, eq. 7), an entropy bonus, and samples that drifted left out."""
     lengths = tokens.sample_offsets.diff().clamp(min=1)
     ratio = (tokens.sum_by_sample(logprobs - tokens.logprobs) / lengths).exp()
     weight = tokens.spread(ratio)
@@ -78,9 +83,9 @@ def sequence_loss(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tupl
     vocabulary=st.integers(2, 40),
     chunk=st.integers(1, 50),
     kind=st.sampled_from([{}, {"bias": True}, {"scale": 0.3}, {"softcap": 2.0, "scale": 1.5, "bias": True}]),
-    loss=st.sampled_from([DEFAULT, UNCORRECTED, KeepsUnlikely(), sequence_loss]),
+    loss=st.sampled_from([DEFAULT, UNCORRECTED, KeepsUnlikely(), sequence_loss, *BUILT_IN_LOSSES]),
 )
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_values_and_gradients_are_those_of_whole_logits(
     lengths: list[int], vocabulary: int, chunk: int, kind: dict[str, float], loss: Loss
 ) -> None:

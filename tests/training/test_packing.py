@@ -7,13 +7,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tailrace.records import Batch
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
-from tailrace.training.settings import LossSettings
 from tests.training.tiny import CONFIGS, build_batch, samples_of, tiny_model
 
-SETTINGS = LossSettings()
+SETTINGS = ClippedRatioSettings()
 
 
 def reference(model: PreTrainedModel, batch: Batch, denominator: float) -> tuple[float, dict[str, torch.Tensor]]:

@@ -10,74 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tailrace.errors import ModelError, TrainingError
-from tailrace.records import BatchRow
-from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.policy_model import PolicyModel
 from tailrace.training.router_replay import RouterReplay, add_routing_rule, softmax_rule
-from tailrace.training.settings import LossSettings
 from tailrace.training.shared_prefixes import share_prefixes
-from tests.generation.engine_support import Driver, make_engine, request
-from tests.support.expert_models import FAMILIES, VOCABULARY, expert_model, perturb_routers, plain_routing, routers
-
-UNKNOWN = 255
-INDIFFERENT = 1e-6
-"""Size of routers whose weights hardly move with them, so that what a perturbation changes is the choice."""
-
-
-def sampled_row(model: PreTrainedModel, *, common: int = 0) -> tuple[BatchRow, np.ndarray]:
-    """A packed row of what the torch engine sampled, and what it routed: [num_tokens, layers, top_k].
-
-    Prompts begin alike for `common` tokens. The last token of each sample is unknown, as in any run.
-    """
-    generator = np.random.default_rng(0)
-    beginning = generator.integers(0, VOCABULARY, common).tolist()
-    prompts = [[*beginning, *generator.integers(0, VOCABULARY, length).tolist()] for length in (3, 9, 5, 17, 2)]
-    driver = Driver(make_engine(model, slots=3, prefill_chunk_tokens=16, return_routed_experts=True))
-    done = driver.run(*(request(f"r{index}", prompt, max_tokens=25) for index, prompt in enumerate(prompts)))
-    experts = []
-    for index in range(len(prompts)):
-        routed = driver.chunks[f"r{index}"][-1].routed_experts
-        experts += [routed, np.full_like(routed[:1], UNKNOWN)]
-    lengths = [len(prompt) + one.num_tokens for prompt, one in zip(prompts, done, strict=True)]
-    loss_mask = np.concatenate([[False] * len(p) + [True] * c.num_tokens for p, c in zip(prompts, done, strict=True)])
-    logprobs = np.zeros(sum(lengths), np.float32)
-    logprobs[loss_mask] = np.concatenate([one.logprobs for one in done])
-    row = BatchRow(
-        token_ids=np.concatenate([[*p, *c.token_ids] for p, c in zip(prompts, done, strict=True)]).astype(np.int32),
-        logprobs=logprobs,
-        policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
-        loss_mask=loss_mask,
-        mixed_cache=np.zeros_like(loss_mask),
-        advantages=np.where(loss_mask, generator.normal(size=sum(lengths)), 0).astype(np.float32),
-        temperatures=np.ones(len(lengths), np.float32),
-        sample_lengths=np.asarray(lengths, np.int32),
-    )
-    return row, np.concatenate(experts)
-
-
-def logprob_difference(model: PreTrainedModel, row: BatchRow, experts: np.ndarray | None) -> float:
-    """Largest difference in nats between the trainer's log-probabilities and the generator's."""
-    output, _ = train_on(copy.deepcopy(model), row, experts)
-    return float((output - torch.from_numpy(row.logprobs[row.loss_mask])).abs().max())
-
-
-def train_on(
-    model: PreTrainedModel, row: BatchRow, experts: np.ndarray | None, **options: object
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Log-probabilities of one forward and backward pass; the model is used up, and keeps its gradients."""
-    replay = RouterReplay(model)
-    policy = PolicyModel(model, **options)
-    assert policy.packs
-    micro_batch = MicroBatch.of(row, 0, routed_experts=None if experts is None else experts.copy())
-    model.zero_grad()
-    with replay.using(micro_batch.routed_experts):
-        output = policy(micro_batch, ClippedRatio(LossSettings()))
-        (output.total / 100.0).backward()
-    return output.logprobs, replay.take_metrics()
+from tests.support.expert_models import FAMILIES, expert_model, perturb_routers, plain_routing, routers
+from tests.support.routed_rows import INDIFFERENT, UNKNOWN, logprob_differences, sampled_row, train_on
 
 
 @pytest.mark.parametrize("common", [0, 20])
@@ -86,7 +26,7 @@ def test_a_perturbed_router_changes_no_logprob_that_is_replayed(family: str, com
     row, experts = sampled_row(expert_model(family, router_scale=INDIFFERENT), common=common)
     model = expert_model(family, router_scale=INDIFFERENT)
     perturb_routers(model, 1.0)
-    replayed, routed_anew = (logprob_difference(model, row, one) for one in (experts, None))
+    replayed, routed_anew = (float(logprob_differences(model, row, one).max()) for one in (experts, None))
     assert replayed < 1e-4
     assert routed_anew > 10 * max(replayed, 1e-4)
 

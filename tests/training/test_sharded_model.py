@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import Loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
-from tailrace.training.settings import LossSettings
 from tests.training.losses.support import as_any_loss
 from tests.training.tiny import build_batch, tiny_model
 
-SHORT = ClippedRatio(LossSettings())
+SHORT = ClippedRatio(ClippedRatioSettings())
 
 
 @pytest.fixture(scope="module", autouse=True)

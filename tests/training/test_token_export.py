@@ -64,6 +64,12 @@ def test_every_trained_token_is_there_once_with_its_place_and_figures(
     assert np.mean([one["loss"] for one in tokens]) == pytest.approx(metrics["training/loss"], rel=1e-5)
     assert np.mean([one["entropy"] for one in tokens]) == pytest.approx(metrics["training/entropy"], rel=1e-5)
     assert all(one["kept"] for one in tokens)
+    for environment in ("names", "sums"):
+        own = [one for one in tokens if one["environment"] == environment]
+        assert metrics[f"training/{environment}/loss_tokens"] == len(own) > 0
+        for metric, column in (("loss", "loss"), ("entropy", "entropy"), ("ratio_mean", "ratio")):
+            mean = np.mean([one[column] for one in own])
+            assert metrics[f"training/{environment}/{metric}"] == pytest.approx(mean, rel=1e-5), metric
 
 
 def test_each_step_has_a_file_of_its_own(tmp_path: Path, model_folder: Path, form: ExportFormat) -> None:

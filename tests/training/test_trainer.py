@@ -15,7 +15,8 @@ import torch
 from tailrace.errors import Diverged, TrainingError
 from tailrace.records import Batch
 from tailrace.reporting.metrics import MetricsAccumulator
-from tailrace.training.settings import LossSettings, TrainerSettings
+from tailrace.training.loss_settings import ClippedRatioSettings
+from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, Trainer
 from tests.training.tiny import VOCABULARY, build_batch
 
@@ -201,7 +202,7 @@ def test_no_correction_warns_and_ignores_the_generators_logprobs(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(model_folder, loss=LossSettings(correction="none").model_dump())
+        trainer = make_trainer(model_folder, loss=ClippedRatioSettings(correction="none").model_dump())
     assert "biased" in caplog.text
     other = make_trainer(model_folder, loss={"correction": "none"})
     batch = build_batch()

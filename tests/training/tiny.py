@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,6 +96,27 @@ def build_batch(
         sample_offsets=offsets,
         row_offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
     )  # fmt: skip
+
+
+def rows_of(batch: Batch, rank: int, size: int) -> Batch:
+    """This rank's rows: the first two for rank 0, the last for rank 1, none for any other."""
+    if size == 1:
+        return batch
+    first, last = [(0, 2), (2, 3)][rank] if rank < 2 else (3, 3)
+    samples = batch.row_offsets[first], batch.row_offsets[last]
+    start, end = batch.sample_offsets[list(samples)]
+    own = slice(*samples)
+    return dataclasses.replace(
+        batch,
+        **{name: getattr(batch, name)[start:end] for name in ("token_ids", "logprobs", "policy_versions", "loss_mask")},
+        advantages=batch.advantages[own],
+        temperatures=batch.temperatures[own],
+        advantage_offsets=np.arange(samples[1] - samples[0] + 1, dtype=np.int32),
+        sample_offsets=batch.sample_offsets[samples[0] : samples[1] + 1] - start,
+        row_offsets=batch.row_offsets[first : last + 1] - samples[0],
+        rank=rank,
+        num_ranks=size,
+    )
 
 
 def samples_of(batch: Batch) -> list[BatchRow]:

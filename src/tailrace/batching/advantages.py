@@ -8,33 +8,62 @@ from collections.abc import Sequence
 import numpy as np
 
 from tailrace.batching.settings import AdvantageName
+from tailrace.errors import SettingsError
 from tailrace.records import Group
 
-INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean"})
-"""Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known."""
+INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean", "rloo"})
+"""Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known.
+
+Released early, both are a reward less the mean of the siblings known by then: there a rollout has no part in its own
+baseline in either.
+"""
 
 ZERO_SPREAD = "zero_spread"
-_EPSILON = 1e-6
+EPSILON = 1e-6
+"""Against division by a deviation of 0."""
 
 
 def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[float]:
-    """GRPO's group-relative advantages (Shao et al. 2024, DeepSeekMath, section 4.1.2).
+    """Advantages r_i of n rollouts, compared with each other; 0 where all rewards are equal.
 
-    `mean` leaves the division by the standard deviation out (Liu et al. 2025, Dr. GRPO, equation 3): it weighs groups
-    by their difficulty.
+    mean      r_i - m, m the mean reward: the baseline of GRPO without its division, which weighs groups by their
+              difficulty (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783, eq. 3: Dr. GRPO)
+    mean_std  (r_i - m) / s, s the deviation of the rewards (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300,
+              section 4.1.2: GRPO)
+    rloo      r_i less the mean of the other n - 1, which is n / (n - 1) (r_i - m) (Ahmadian et al. 2024, "Back to
+              Basics", arXiv:2402.14740; Kool, van Hoof and Welling 2019): unbiased, as a rollout has no part in its
+              own baseline
+    maxrl     (r_i - m) / m: the gradient of the logarithm of the success rate in place of the rate, so that hard tasks
+              weigh more (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710)
+
+    Raises `SettingsError` for maxrl with a reward below 0.
 
     >>> group_advantages([1.0, 0.0, 0.5, 0.5], "mean")
     [0.5, -0.5, 0.0, 0.0]
+    >>> group_advantages([1.0, 0.0, 0.0, 0.0], "maxrl")
+    [3.0, -1.0, -1.0, -1.0]
     """
+    if name == "maxrl" and min(rewards, default=0.0) < 0:
+        raise SettingsError(
+            f"scheduling.advantage = 'maxrl' is for rewards of 0 and above, and a rollout has {min(rewards)}: shift "
+            "the rewards, or write scheduling.advantage = 'mean'"
+        )
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     # a group is small: NumPy would take longer to be called than to compute
-    mean = math.fsum(reward / len(rewards) for reward in rewards)
+    count = len(rewards)
+    mean = math.fsum(reward / count for reward in rewards)
     centred = [reward - mean for reward in rewards]
-    if name == "mean":
-        return centred
-    deviation = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
-    return [value / (deviation + _EPSILON) for value in centred]
+    match name:
+        case "mean":
+            return centred
+        case "mean_std":
+            deviation = math.sqrt(math.fsum(value * value for value in centred) / count)
+            return [value / (deviation + EPSILON) for value in centred]
+        case "rloo":
+            return [value * count / (count - 1) for value in centred]
+        case "maxrl":
+            return [value / mean for value in centred]
 
 
 def compute_advantages(group: Group, name: AdvantageName) -> None:

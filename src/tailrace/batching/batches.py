@@ -9,11 +9,10 @@ import numpy as np
 
 from tailrace.batching.packing import Packing, plan_rows
 from tailrace.batching.samples import SampledGroup
+from tailrace.batching.slices import SAMPLES_AT_ONCE
+from tailrace.batching.whitening import whiten
 from tailrace.records import BatchSummary, Int32Array, PlannedBatch, TrainingSample
 from tailrace.tracing.phases import phase
-
-MEASURED_AT_ONCE = 512
-"""Samples that are counted in one slice: less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +24,12 @@ class FormedBatch:
 
 
 def form_batch(
-    groups: Sequence[SampledGroup], *, step: int, trainer_version: int, packing: Packing
+    groups: Sequence[SampledGroup],
+    *,
+    step: int,
+    trainer_version: int,
+    packing: Packing,
+    whiten_advantages: bool = False,
 ) -> Generator[None, None, FormedBatch]:
     """Lay the samples of `groups` in rows, and the rows on ranks; yields now and then.
 
@@ -35,8 +39,9 @@ def form_batch(
     with phase("plan_rows"):
         lengths, versions = yield from _measure(samples)
         plan = yield from plan_rows(lengths, packing)
-    if len(samples) > MEASURED_AT_ONCE:
+    if len(samples) > SAMPLES_AT_ONCE:
         yield
+    whitening = (yield from whiten(samples)) if whiten_advantages else None
     loss_tokens = sum(versions.values())
     staleness_sum = sum((trainer_version - version) * count for version, count in versions.items())
     summary = BatchSummary(
@@ -52,6 +57,7 @@ def form_batch(
         staleness_mean=staleness_sum / max(1, loss_tokens),
         staleness_max=max(0, trainer_version - min(versions, default=trainer_version)),
         padding=plan.padding,
+        environments=tuple(sorted({group.group.task.environment for group in groups})),
     )
     batch = PlannedBatch(
         summary=summary,
@@ -59,6 +65,7 @@ def form_batch(
         lengths=lengths[plan.order],
         row_offsets=plan.row_offsets,
         rank_offsets=plan.rank_offsets,
+        whitening=whitening,
     )
     return FormedBatch(batch, list(groups))
 
@@ -66,8 +73,8 @@ def form_batch(
 def _measure(samples: Sequence[TrainingSample]) -> Generator[None, None, tuple[Int32Array, dict[int, int]]]:
     """Lengths [num_samples], and how many tokens that bear loss are of which version."""
     lengths, versions = np.empty(len(samples), np.int32), dict[int, int]()
-    for first in range(0, len(samples), MEASURED_AT_ONCE):
-        some = samples[first : first + MEASURED_AT_ONCE]
+    for first in range(0, len(samples), SAMPLES_AT_ONCE):
+        some = samples[first : first + SAMPLES_AT_ONCE]
         lengths[first : first + len(some)] = [sample.num_tokens for sample in some]
         for sample in some:
             for version, count in sample.loss_versions().items():

@@ -11,6 +11,9 @@ from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
 
+SAMPLES_AT_ONCE = 512
+"""Samples that are counted in one slice: less than a millisecond."""
+
 
 def drained(work: Generator[None, None, ResultT]) -> ResultT:
     """Do all of it at once."""

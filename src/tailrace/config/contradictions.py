@@ -36,7 +36,7 @@ class Contradictions(ValueError):
 
 def find_contradictions(settings: RunSettings) -> list[Contradiction]:
     """Between the sections of a run's settings."""
-    checks = (_end, _schedule, _edges, _early_release, _groups, _lengths, _replicas, _router_replay, _batches)
+    checks = (_end, _schedule, _edges, _early_release, _groups, _lengths, _replicas, _ranks, _router_replay, _batches)
     return [*chain.from_iterable(check(settings) for check in checks)]
 
 
@@ -164,6 +164,32 @@ def _replicas(settings: RunSettings) -> Iterator[Contradiction]:
             yield Contradiction(str(error), "generator.connect")
     if twice := _first_twice(generator.connect):
         yield Contradiction(f"generator.connect names {twice} twice", "generator.connect")
+
+
+def _ranks(settings: RunSettings) -> Iterator[Contradiction]:
+    trainer = settings.trainer
+    if trainer.ranks > 1 and settings.placement == "inline":
+        yield Contradiction(
+            f"trainer.ranks = {trainer.ranks} needs a process for each rank, and placement = 'inline' has one for all: "
+            'leave it out, or write placement = "local"',
+            *("trainer.ranks", "placement"),
+        )
+    if trainer.devices is not None and trainer.device.startswith("cuda") and len(trainer.devices) != trainer.ranks:
+        yield Contradiction(
+            f"trainer.devices names {len(trainer.devices)} GPUs, and trainer.ranks = {trainer.ranks} needs one for "
+            "each rank: give both the same number",
+            *("trainer.devices", "trainer.ranks"),
+        )
+    if twice := _first_twice(trainer.devices or ()):
+        yield Contradiction(
+            f"trainer.devices names the GPU {twice} twice, and ranks cannot share one", "trainer.devices"
+        )
+    if trainer.ranks > 1 and ":" in trainer.device:
+        yield Contradiction(
+            f"trainer.device = {trainer.device!r} is one GPU, and trainer.ranks = {trainer.ranks}: write "
+            'trainer.device = "cuda", and name their GPUs in trainer.devices',
+            *("trainer.device", "trainer.ranks"),
+        )
 
 
 def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from tailrace.config.sources import Key, Table, require_shallow
 from tailrace.errors import SettingsError
+from tailrace.training.loss_settings import DEFAULT_LOSS, CommonLossSettings
 
+LOSS_NAME = ("trainer", "loss", "name")
 _UNSET = object()
 
 
@@ -50,15 +52,28 @@ def flattened(changes: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[
 
 
 def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:
-    """A copy of `table` with the overrides. Naming another environment drops `args` and data of the file's."""
+    """A copy of `table` with the overrides.
+
+    Naming another environment drops `args` and data of the file's, naming another loss what only the former one knew.
+    """
     merged = copy.deepcopy(table)
-    ordered = sorted(overrides.items(), key=lambda item: item[0] != ("environment", "name"))
+    ordered = sorted(overrides.items(), key=lambda item: item[0] not in {("environment", "name"), LOSS_NAME})
     for key, value in ordered:
         if key[0] == "environment":
             _override_environment(merged, key[1:], value)
         else:
+            if key == LOSS_NAME:
+                _forget_loss(merged, value)
             _set(merged, key, value, key)
     return merged
+
+
+def _forget_loss(table: Table, name: Any) -> None:
+    trainer = table.get("trainer")
+    loss = trainer.get("loss") if isinstance(trainer, dict) else None
+    if isinstance(loss, dict) and loss.get("name", DEFAULT_LOSS) != name:
+        for belonging in loss.keys() - CommonLossSettings.model_fields.keys():
+            del loss[belonging]
 
 
 def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> None:

@@ -69,6 +69,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         f"Tokens that bear loss are at most {max_staleness} policy versions old; "
         + _ON_STALE[settings.scheduling.on_stale].format(max_restarts=settings.scheduling.max_restarts),
         f"A step trains on at most {_rollout_tokens(settings) * batch_size:,} completion tokens.",
+        *_ranks(settings),
         f"An epoch is about {steps_per_epoch:,.1f} steps, if no group is filtered.",
         f"The run finishes after about {expected_steps:,.0f} steps.",
         *_evaluation(settings),
@@ -108,6 +109,16 @@ def _rollout_tokens(settings: RunSettings) -> int:
     turn_tokens = max(environment.max_tokens or rollouts.max_tokens for environment in environments)
     turns = max(environment.max_turns or rollouts.max_turns for environment in environments)
     return min(turn_tokens * turns, rollouts.max_rollout_tokens or turn_tokens * turns)
+
+
+def _ranks(settings: RunSettings) -> list[str]:
+    trainer = settings.trainer
+    if trainer.ranks == 1:
+        return []
+    return [
+        f"The trainer is {trainer.ranks} processes: each holds 1/{trainer.ranks} of weights, gradients and optimizer, "
+        f"and takes its own rows of a batch; one that is silent for {trainer.collective_timeout_s:g} s ends the run."
+    ]
 
 
 def _evaluation(settings: RunSettings) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tailrace.config.contradictions import Contradictions
+from tailrace.config.sections import all_keys, end_of, says_kind, without_tags
 from tailrace.config.sources import Key, Places, Table
 from tailrace.errors import SettingsError
 
@@ -88,22 +88,25 @@ class _ProblemFormatter:
     def message(self, error: ValidationError) -> str:
         """A line for each key: where it stands, what it should be, and for an unknown one the nearest that exists."""
         problems = error.errors()
-        keys = [tuple(problem["loc"]) for problem in problems]
+        paths = [tuple(problem["loc"]) for problem in problems]
         lines = []
-        for problem, key in zip(problems, keys, strict=True):
-            inside = any(other[: len(key)] == key and len(other) > len(key) for other in keys)
+        for problem, path in zip(problems, paths, strict=True):
+            inside = any(other[: len(path)] == path and len(other) > len(path) for other in paths)
             if not (problem["type"] == "too_short" and inside):  # a list is short only of the entry that is wrong
-                lines += self.lines(problem, key)
+                lines += self.lines(problem, path)
         return "\n".join(lines)
 
-    def lines(self, problem: ErrorDetails, key: Key) -> list[str]:
-        """One line per problem."""
+    def lines(self, problem: ErrorDetails, path: Key) -> list[str]:
+        """One line per problem. `path` is pydantic's: with the tags of kinds."""
+        key = without_tags(self.model, path)
         if problem["type"] == "value_error":
             error = problem["ctx"]["error"]
             if isinstance(error, Contradictions):
                 return [f"{self.given.where(*one.keys)}: {one.message}" for one in error.found]
             return [f"{self.given.where(key)}: {error}"]
-        return [f"{self.given.where(key)}: {self._what(problem, key)}"]
+        if problem["type"] == "union_tag_invalid":
+            return [self._unknown_kind(problem, path)]
+        return [f"{self.given.where(key)}: {self._what(problem, path, key)}"]
 
     def name(self, key: Key) -> str:
         """As users write it: the only environment is `environment`."""
@@ -112,26 +115,26 @@ class _ProblemFormatter:
             key = ("environment", *key[2:])
         return dotted(key)
 
-    def no_value(self, key: Key) -> str:
+    def no_value(self, path: Key) -> str:
         """For a setting that is true and should be something else."""
-        section = _section(self.model, key[:-1])
-        default = section.model_fields[str(key[-1])].default if section and key[-1] in section.model_fields else None
+        field, key = end_of(self.model, path).field, without_tags(self.model, path)
+        default = None if field is None else field.default
         example = default if isinstance(default, str | int | float) else "VALUE"
         return f"{self.name(key)} is no switch, it needs a value, as in --{self.name(key)} {example}"
 
-    def _what(self, problem: ErrorDetails, key: Key) -> str:
+    def _what(self, problem: ErrorDetails, path: Key, key: Key) -> str:
         match problem["type"]:
             case "extra_forbidden":
-                return self._unknown(key)
+                return self._unknown(path, key)
             case "missing":
-                return f"{self.name(key)} is missing; {_how_to_give(key, _section(self.model, key))}"
+                return f"{self.name(key)} is missing; {_how_to_give(key, end_of(self.model, path).section)}"
             case "model_type" | "model_attributes_type":
-                how = _how_to_give(key, _section(self.model, key))
+                how = _how_to_give(key, end_of(self.model, path).section)
                 return f"{self.name(key)} = {problem['input']!r}: it is a section, not a value; {how}"
             case _ if problem["input"] is True:
-                return self.no_value(key)
+                return self.no_value(path)
             case "tuple_type":
-                return f"{self.name(key)} = {problem['input']!r}: it is a list; {self._entries(key)}"
+                return f"{self.name(key)} = {problem['input']!r}: it is a list; {self._entries(path, key)}"
             case "string_pattern_mismatch":
                 allowed = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
                 return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {allowed}"
@@ -139,25 +142,33 @@ class _ProblemFormatter:
                 message = problem["msg"][0].lower() + problem["msg"][1:]
                 return f"{self.name(key)} = {problem['input']!r}: {message}"
 
-    def _entries(self, key: Key) -> str:
+    def _entries(self, path: Key, key: Key) -> str:
         """How a list is written."""
-        section = _section(self.model, key[:-1])
-        field = section.model_fields.get(str(key[-1])) if section else None
-        if field is not None and model_in(field.annotation) is not None:
+        if end_of(self.model, path).section is not None:
             return f"each entry is a table [[{dotted(key)}]]"
         return f'write {key[-1]} = ["...", "..."]'
 
-    def _unknown(self, key: Key) -> str:
-        section, name = _section(self.model, key[:-1]), str(key[-1])
-        names = sorted(section.model_fields) if section else []
+    def _unknown(self, path: Key, key: Key) -> str:
+        place, name = end_of(self.model, path[:-1]), str(key[-1])
+        names = sorted(place.section.model_fields) if place.section else []
         close = get_close_matches(name, () if name in ELSEWHERE_CALLED else names, n=1, cutoff=0.66)
-        meant = self.name((*key[:-1], close[0])) if close else _find_elsewhere(name, self.model)
-        if meant:
-            hint = f"did you mean {meant}?"
-        else:
-            hint = f"known {'in ' + self.name(key[:-1]) if key[:-1] else 'here'}: {', '.join(names)}"
+        meant = self.name((*key[:-1], close[0])) if close else ""
+        if not place.is_tag:
+            meant = meant or _find_elsewhere(name, self.model)
+        known = f"known {'in ' + self.name(key[:-1]) if key[:-1] else 'here'}: {', '.join(names)}"
         given = [one for one in self.given.overridden if one[: len(key)] == key]
-        return f"{self.name(min(given, default=key, key=len))} is no setting; {hint}"
+        what = f"setting of {place.part}" if place.is_tag else "setting"
+        hint = f"did you mean {meant}?" if meant else known
+        return f"{self.name(min(given, default=key, key=len))} is no {what}; {hint}"
+
+    def _unknown_kind(self, problem: ErrorDetails, path: Key) -> str:
+        kinds = end_of(self.model, path).kinds
+        key = (*without_tags(self.model, path), says_kind(kinds))
+        given = problem["ctx"]["tag"]
+        close = get_close_matches(given, kinds, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        known = f"known: {', '.join(kinds)}"
+        return f"{self.given.where(key)}: {self.name(key)} = {given!r}: there is none of that name; {hint}{known}"
 
 
 def dotted(key: Key) -> str:
@@ -179,37 +190,10 @@ def _singular(key: Key) -> Key:
     return ("environment", *key[2:]) if key[:1] == ("environments",) else key
 
 
-def _section(model: type[BaseModel], path: Key) -> type[BaseModel] | None:
-    current: type[BaseModel] | None = model
-    for part in path:
-        if isinstance(part, int) or current is None:
-            continue
-        field = current.model_fields.get(part)
-        current = model_in(field.annotation) if field else None
-    return current
-
-
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class inside an annotation such as `X`, `X | None` or `tuple[X, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in {Union, UnionType, tuple, list}:
-        return next((found for part in get_args(annotation) if (found := model_in(part))), None)
-    return None
-
-
 def _find_elsewhere(name: str, model: type[BaseModel]) -> str:
     """The settings of that name, or nearly that name, anywhere: `learning_rate` alone is `trainer.learning_rate`."""
-    keys = [*_all_keys(model)]
+    keys = all_keys(model)
     if (meant := ELSEWHERE_CALLED.get(name)) in keys:
         return meant
     close = get_close_matches(name, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.8)
     return " or ".join(key for key in keys if close and key.rpartition(".")[2] == close[0])
-
-
-def _all_keys(model: type[BaseModel]) -> Iterator[str]:
-    """Every setting, those of the outer sections first."""
-    inner = {name: section for name, field in model.model_fields.items() if (section := model_in(field.annotation))}
-    yield from (name for name in model.model_fields if name not in inner)
-    for name, section in inner.items():
-        yield from (f"{'environment' if name == 'environments' else name}.{key}" for key in _all_keys(section))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Collection, Mapping
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tailrace.config.problems import model_in
+from tailrace.config.sections import kinds_in, model_in, says_kind
 from tailrace.config.settings import RunSettings
 from tailrace.simulation import SimulationPlan
 
@@ -47,30 +47,50 @@ def _tables(settings: type[BaseModel], left_out: Collection[str] = ()) -> list[s
     sections = [_section("Top level", "", top, None)]
     for name, field in fields.items():
         if (model := model_in(field.annotation)) and name not in left_out:
-            sections += _sections(f"`{name}`", name, model, _made(field))
+            sections += _sections(f"`{name}`", name, _text(model), model.model_fields, _made(field))
     return sections
 
 
-def _sections(title: str, name: str, model: type[BaseModel], made: BaseModel | None) -> list[str]:
+def _sections(title: str, name: str, text: str, fields: Mapping[str, FieldInfo], made: BaseModel | None) -> list[str]:
     """The tables of a section and of those in it. `made` is its default, where it may be left out."""
-    plain = {key: field for key, field in model.model_fields.items() if not model_in(field.annotation)}
-    sections = [_section(title, (model.__doc__ or "").strip().splitlines()[0], plain, made)]
-    for key, field in model.model_fields.items():
+    plain = {key: field for key, field in fields.items() if not model_in(field.annotation)}
+    sections = [_section(title, text, plain, made)]
+    for key, field in fields.items():
         inner_name = f"{name}.{key}"
         if inner := model_in(field.annotation):
             inner_made = _made(field) if made is None else getattr(made, key)
-            sections += _sections(
-                f"`{inner_name}`", inner_name, inner, inner_made if isinstance(inner_made, inner) else None
-            )
+            inner_made = inner_made if isinstance(inner_made, inner) else None
+            sections += _sections(f"`{inner_name}`", inner_name, _text(inner), inner.model_fields, inner_made)
         if named := _named(field.annotation):
-            sections += _sections(f"`{inner_name}.NAME`", f"{inner_name}.NAME", named, None)
-        for kind in _kinds(field.annotation):
-            title = f'`{inner_name}` with `kind = "{kind.model_fields["kind"].default}"`'
-            sections += _sections(title, inner_name, kind, None)
+            named_name = f"{inner_name}.NAME"
+            sections += _sections(f"`{named_name}`", named_name, _text(named), named.model_fields, None)
+        if kinds := kinds_in(field.annotation):
+            sections += _sections_of_kinds(inner_name, kinds)
     return sections
 
 
-def _section(title: str, text: str, fields: dict[str, FieldInfo], made: BaseModel | None) -> str:
+def _sections_of_kinds(name: str, kinds: Mapping[str, type[BaseModel]]) -> list[str]:
+    """A table of what all kinds have, where they have anything, and one for each with what it has of its own."""
+    says, sections = says_kind(kinds), []
+    first, *others = (kind.model_fields for kind in kinds.values())
+    common = {
+        key: field
+        for key, field in first.items()
+        if key != says and all(key in fields and fields[key].description == field.description for fields in others)
+    }
+    if common:
+        sections += _sections(f"`{name}` with any `{says}`", name, "What all of them have.", common, None)
+    for tag, kind in kinds.items():
+        own = {key: field for key, field in kind.model_fields.items() if key not in common}
+        sections += _sections(f'`{name}` with `{says} = "{tag}"`', name, _text(kind), own, None)
+    return sections
+
+
+def _text(settings: type[BaseModel]) -> str:
+    return (settings.__doc__ or "").strip().splitlines()[0]
+
+
+def _section(title: str, text: str, fields: Mapping[str, FieldInfo], made: BaseModel | None) -> str:
     lines = [f"## {title}", "", *([text, ""] if text else []), "| setting | type | default | what it does |"]
     lines.append("| --- | --- | --- | --- |")
     for name, field in fields.items():
@@ -90,18 +110,13 @@ def _named(annotation: Any) -> type[BaseModel] | None:
     return model_in(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
-def _kinds(annotation: Any) -> list[type[BaseModel]]:
-    """The settings classes to choose from, by their `kind`."""
-    parts = [get_args(part)[0] for part in get_args(annotation) if get_origin(part) is Annotated]
-    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
-
-
 def _type(field: FieldInfo) -> str:
     annotation = field.annotation
     if _named(annotation):
         return "tables by name"
-    if kinds := _kinds(annotation):
-        return "one of " + ", ".join(f"`{kind.model_fields['kind'].default}`" for kind in kinds)
+    if kinds := kinds_in(annotation):
+        several = "list" if get_origin(annotation) is tuple else "one"
+        return f"{several} of " + ", ".join(f"`{tag}`" for tag in kinds)
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return f"`{_escape(text.replace('typing.', '').replace('Literal', '').replace('NoneType', 'None'))}`"
 

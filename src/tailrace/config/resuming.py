@@ -10,14 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tailrace.config.overrides import LOSS_NAME
 from tailrace.config.problems import validated
 from tailrace.config.settings import RunSettings
-from tailrace.config.sources import Places, SettingsFile, Table, read_settings_file
+from tailrace.config.sources import Key, Places, SettingsFile, Table, read_settings_file
+from tailrace.training.loss_settings import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
 RECIPE_FILE = "recipe.toml"
 OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture", "trainer.export_tokens"})
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
+
+_OF_ONE_PLACE = frozenset({f"trainer.{name}" for name in ("ranks", "devices", "threads", "collective_timeout_s")})
+"""Settings that say how a trainer's work is spread, and change nothing of what it learns: a resume may have others."""
 
 _UNSET = "unset"
 
@@ -44,8 +49,8 @@ def _without_starts(table: Table, prefix: str = "") -> Table:
     }
 
 
-def _edited(own: Any, before: Any, now: Any) -> Any:
-    """`own` with what changed from `before` to `now`.
+def _edited(own: Any, before: Any, now: Any, path: Key = ()) -> Any:
+    """`own` with what changed from `before` to `now`; another loss is taken as it is.
 
     >>> _edited({"a": 1, "b": {"c": 2}}, {"b": {"c": 7, "d": 4}}, {"b": {"c": 7, "d": 5}})
     {'a': 1, 'b': {'c': 2, 'd': 5}}
@@ -53,9 +58,13 @@ def _edited(own: Any, before: Any, now: Any) -> Any:
     if before == now:
         return own
     if isinstance(own, dict) and isinstance(before, dict) and isinstance(now, dict):
+        if path == LOSS_NAME[:-1] and before.get("name", DEFAULT_LOSS) != now.get("name", DEFAULT_LOSS):
+            return now
         edited = {key: value for key, value in own.items() if key in now or key not in before}
         return edited | {
-            key: _edited(own.get(key), before.get(key), value) for key, value in now.items() if value != before.get(key)
+            key: _edited(own.get(key), before.get(key), value, (*path, key))
+            for key, value in now.items()
+            if value != before.get(key)
         }
     lists = [value for value in (own, before, now) if isinstance(value, list)]
     if len(lists) == 3 and len({*map(len, lists)}) == 1:
@@ -88,7 +97,7 @@ def differences(before: RunSettings, now: RunSettings) -> list[Difference]:
     return [
         Difference(name, were.get(name), are.get(name))
         for name in [*were, *(name for name in are if name not in were)]
-        if were.get(name) != are.get(name) and name not in OF_ONE_START
+        if were.get(name) != are.get(name) and name not in OF_ONE_START | _OF_ONE_PLACE
     ]
 
 

@@ -77,7 +77,7 @@ class _FusedLayer:
             attended = _attention(packed, *norms, layout)
             stream, normed = self._norm(stream, trained_products(attended, parts.output), parts.mlp_norm, dtype)
             gated = _swiglu(trained_products(normed, *parts.gate_up), self.kernels)
-            return _add(stream, trained_products(gated, parts.down))[None]
+            return _add(stream[None], trained_products(gated, parts.down)[None])  # no view: FSDP hooks onto it
 
     def _knows(self, segments: Segments, arguments: dict[str, Any]) -> bool:
         """Whether this is a packed row of short segments: longer ones are left to torch's blockwise attention."""

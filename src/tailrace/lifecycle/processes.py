@@ -14,12 +14,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from tailrace.lifecycle.roles import RoleSpec
 
+_LOOPBACK = Path("/sys/class/net/lo")
 _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     *(f"{library}_NUM_THREADS" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")),
@@ -87,6 +89,14 @@ def child_environment(spec: RoleSpec) -> dict[str, str]:
         **devices,
         **spec.environment,
     }
+
+
+def loopback_environment() -> dict[str, str]:
+    """Of processes of one machine that exchange tensors.
+
+    gloo looks for an interface by this machine's name otherwise, which need not resolve.
+    """
+    return {"GLOO_SOCKET_IFNAME": _LOOPBACK.name} if _LOOPBACK.exists() else {}
 
 
 def call_on_exit(process: subprocess.Popen[bytes], callback: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskI
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
-from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch
+from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch, Whitening
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.task import Task
@@ -80,6 +80,7 @@ __all__ = [
     "TrainerEnded",
     "TrainerStarted",
     "TrainingSample",
+    "Whitening",
     "as_token_ids",
     "chunks_before",
     "is_too_deep",

@@ -71,6 +71,8 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Over tokens that bear loss."""
     padding: float
     """1 - tokens / tokens that the rows are padded to, where a trainer pads."""
+    environments: tuple[str, ...] = ()
+    """Of its samples, each once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

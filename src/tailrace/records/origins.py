@@ -21,16 +21,16 @@ class SampleOrigins(msgspec.Struct, frozen=True, array_like=True):
     """[num_samples]: into `environments`."""
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[RolloutId, int, str]]) -> SampleOrigins:
-        """Of samples' rollout, branch and environment. O(samples).
+    def of(cls, samples: Sequence[tuple[RolloutId, int, str]], environments: Sequence[str] = ()) -> SampleOrigins:
+        """Of samples' rollout, branch and environment. Those of `environments` come first. O(samples).
 
         >>> SampleOrigins.of([("a#0", 0, "names"), ("b#0", 1, "sums"), ("a#1", 0, "names")]).environment_ids
         (0, 1, 0)
         """
         if not samples:
-            return cls()
+            return cls(environments=tuple(environments))
         rollout_ids, branches, names = zip(*samples, strict=True)
-        places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        places = {name: place for place, name in enumerate(dict.fromkeys([*environments, *names]))}
         return cls(rollout_ids, branches, tuple(places), tuple(places[name] for name in names))
 
     def between(self, first: int, last: int) -> SampleOrigins:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.records.arrays import Int32Array
+from tailrace.records.arrays import Float32Array, Int32Array
 from tailrace.records.batch import Batch, BatchSummary, TrainingSample
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload_table import PayloadTable, PayloadTableBuilder
@@ -26,6 +26,19 @@ TOKEN_COLUMNS: dict[str, np.dtype[np.generic]] = {
     "loss_mask": np.dtype(np.bool_),
 }
 """What a batch holds of every token, whatever its number: the columns that lie in the branches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whitening:
+    """What a batch's advantages are shifted and divided by, on their way into its columns."""
+
+    mean: float
+    deviation: float
+
+    def of(self, advantages: NDArray[np.floating]) -> Float32Array:
+        """[num_advantages], whitened."""
+        shifted = advantages.astype(np.float64) - self.mean
+        return (shifted / self.deviation).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +57,8 @@ class PlannedBatch:
     """The rank that `rank_offsets[0]` is of."""
     all_ranks: int = 0
     """Ranks of the whole batch, in the part of one rank; 0 in the whole batch."""
+    whitening: Whitening | None = None
+    """Of the advantages, over the whole batch."""
 
     @property
     def num_ranks(self) -> int:
@@ -72,6 +87,7 @@ class PlannedBatch:
             rank_offsets=np.array([0, last_row - first_row], np.int32),
             first_rank=self.first_rank + rank,
             all_ranks=self.num_ranks,
+            whitening=self.whitening,
         )
 
     def pieces(self, column: str) -> Iterator[NDArray[np.generic]]:
@@ -102,7 +118,8 @@ class PlannedBatch:
 
     def origins(self) -> SampleOrigins:
         """Where the samples here come from. O(samples)."""
-        return SampleOrigins.of([(one.rollout_id, one.branch_index, one.environment) for one in self.samples])
+        told = [(one.rollout_id, one.branch_index, one.environment) for one in self.samples]
+        return SampleOrigins.of(told, self.summary.environments)
 
     def assembled(self, rank: int = 0) -> Batch:
         """The batch that this rank receives, its tokens copied once. O(tokens): not for an event loop."""
@@ -130,11 +147,15 @@ class PlannedBatch:
         """One number for a sample whose tokens share it, or one for each of its tokens."""
         offsets = np.arange(len(self.samples) + 1, dtype=np.int32)
         values = [sample.advantages for sample in self.samples]
-        if not any(isinstance(value, np.ndarray) for value in values):
-            return {"advantages": np.array(values, np.float32), "advantage_offsets": offsets}
-        arrays = [np.atleast_1d(np.asarray(value, np.float32)) for value in values]
-        np.cumsum([len(array) for array in arrays], out=offsets[1:])
-        return {"advantages": np.concatenate(arrays), "advantage_offsets": offsets}
+        column: NDArray[np.floating]
+        if any(isinstance(value, np.ndarray) for value in values):
+            arrays = [np.atleast_1d(np.asarray(value, np.float32)) for value in values]
+            np.cumsum([len(array) for array in arrays], out=offsets[1:])
+            column = np.concatenate(arrays)
+        else:
+            column = np.array(values, np.float64)
+        whitened = column.astype(np.float32, copy=False) if self.whitening is None else self.whitening.of(column)
+        return {"advantages": whitened, "advantage_offsets": offsets}
 
     def _mixed_spans(self, offsets: NDArray[np.int64]) -> Int32Array:
         spans = [

@@ -121,6 +121,7 @@ class Pipeline:
                 step=STEP,
                 trainer_version=self.version,
                 packing=Packing(self.settings.row_tokens, num_ranks=len(self.receivers)),
+                whiten_advantages=self.settings.whiten_advantages,
             )
             self.formed = await in_turns(forming)
 

@@ -10,6 +10,7 @@ from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.devices import DeviceNeed, assign_devices
 from tailrace.lifecycle.launchers import launcher_class
+from tailrace.training.settings import TrainerSettings
 
 
 def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
@@ -44,7 +45,7 @@ def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
     trainer, generator = settings.trainer, settings.generator
     needs = []
     if trainer.device.startswith("cuda"):
-        needs.append(DeviceNeed("trainer", 1, *_choice("trainer", trainer.device, trainer.devices, pool)))
+        needs += _rank_needs(trainer, pool)
     if generator.connect:
         return needs
     if generator.engine == "vllm":
@@ -56,6 +57,19 @@ def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
     else:
         return needs
     return [*needs, *_replica_needs(generator, count, setting, chosen)]
+
+
+def _rank_needs(trainer: TrainerSettings, pool: Sequence[str]) -> list[DeviceNeed]:
+    """One for each rank: ranks cannot share a GPU."""
+    if 0 < len(pool) < trainer.ranks:
+        raise SettingsError(
+            f"trainer.ranks is {trainer.ranks}, and this run sees {len(pool)} GPUs ({', '.join(pool)}), of which each "
+            "rank needs one of its own: lower trainer.ranks",
+            key=("trainer", "ranks"),
+        )
+    setting, chosen = _choice("trainer", trainer.device, trainer.devices, pool)
+    shares = [None] * trainer.ranks if chosen is None else [(device,) for device in chosen]
+    return [DeviceNeed(name, 1, setting, share) for name, share in zip(trainer.rank_names, shares, strict=True)]
 
 
 def _replica_needs(

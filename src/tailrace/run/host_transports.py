@@ -61,9 +61,9 @@ class HostTransports(Transports):
 
     @override
     @asynccontextmanager
-    async def trainer(self) -> AsyncIterator[TrainerEnds]:
+    async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
         log = EventLogClient(self.where.events, self.where.epoch)
-        batches = self._batch_receiver()
+        batches = self._batch_receiver(rank)
         store = SharedMemoryModelStateDictStore(self._shared_memory)
         payloads = self._payload_store()
         try:
@@ -97,24 +97,28 @@ class HostTransports(Transports):
 
     @override
     def batch_sender(self) -> ChannelBatchSender:
+        address, num_ranks = self.where.batches, self._settings.trainer.ranks
         match self._settings.transport.batches:
             case "files":
-                return file_sender(self.where.batches, self._files, capacity=BATCHES_AHEAD)
+                return file_sender(address, self._files, num_ranks=num_ranks, capacity=BATCHES_AHEAD)
             case "zmq":
-                return value_sender(self.where.batches, capacity=BATCHES_AHEAD)
+                return value_sender(address, num_ranks=num_ranks, capacity=BATCHES_AHEAD)
             case _:
                 return shared_memory_sender(
-                    self.where.batches, self._shared_memory, spill=self._files, capacity=BATCHES_AHEAD
+                    address, self._shared_memory, spill=self._files, num_ranks=num_ranks, capacity=BATCHES_AHEAD
                 )
 
-    def _batch_receiver(self) -> ChannelBatchReceiver:
+    def _batch_receiver(self, rank: int) -> ChannelBatchReceiver:
+        address, num_ranks = self.where.batches, self._settings.trainer.ranks
         match self._settings.transport.batches:
             case "files":
-                return file_receiver(self.where.batches, self._files)
+                return file_receiver(address, self._files, rank=rank, num_ranks=num_ranks)
             case "zmq":
-                return value_receiver(self.where.batches)
+                return value_receiver(address, rank=rank, num_ranks=num_ranks)
             case _:
-                return shared_memory_receiver(self.where.batches, self._shared_memory, spill=self._files)
+                return shared_memory_receiver(
+                    address, self._shared_memory, spill=self._files, rank=rank, num_ranks=num_ranks
+                )
 
     @override
     def payload_accounts(self) -> PayloadAccounts:

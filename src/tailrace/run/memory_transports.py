@@ -44,9 +44,9 @@ class MemoryTransports(Transports):
 
     @override
     @asynccontextmanager
-    async def trainer(self) -> AsyncIterator[TrainerEnds]:
+    async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
         await self._engine_is_built.wait()  # two threads that import transformers at once find it half imported
-        yield TrainerEnds(self._log, self._batches.receiver(), self.store, self._payloads)
+        yield TrainerEnds(self._log, self._batches.receiver(rank), self.store, self._payloads)
 
     @override
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:

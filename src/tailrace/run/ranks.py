@@ -17,7 +17,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,7 +26,7 @@ from tailrace.errors import EngineFailed, SettingsError
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.devices import visible_devices
 from tailrace.lifecycle.exit_codes import ExitCode, describe_exit
-from tailrace.lifecycle.processes import spawn_role
+from tailrace.lifecycle.processes import loopback_environment, spawn_role
 from tailrace.lifecycle.roles import RoleSpec
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 FOLLOWER = "tailrace.run.engines:follower"
-_LOOPBACK = Path("/sys/class/net/lo")
 _OWN_ERROR_S = 2.0
 """Within which a rank that lost another may end by itself, with its own error."""
 _CLOSE_S = 10.0
@@ -113,8 +111,8 @@ def lead(build: Callable[[], Engine], settings: ServeSettings, torchrun: Rank | 
 
     if torchrun is not None:
         return LockstepEngine(*_joined(build, torchrun, _store_of(torchrun)))
-    if _LOOPBACK.exists():  # else gloo looks for an interface by this machine's name, which need not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
+    for name, value in loopback_environment().items():
+        os.environ.setdefault(name, value)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     rank = Rank(number=0, size=settings.generator.tensor_parallel, host="127.0.0.1", port=store.port)
     followers = _Followers(settings, rank)

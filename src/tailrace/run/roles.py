@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,15 @@ from tailrace.run.host_transports import HostTransports, Whereabouts
 from tailrace.run.memory_transports import memory_transports
 from tailrace.run.phases import observed_process
 from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.trainer_ranks import trainer_store
 from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
+from tailrace.training.settings import ExportFormat
+from tailrace.transport.events.log import EventLog
+
+if TYPE_CHECKING:
+    from tailrace.training.ranks import JoinedRanks, Ranks
+    from tailrace.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from tailrace.training.token_export import TokenExport
@@ -64,21 +71,91 @@ class RoleSettings(msgspec.Struct, frozen=True):
 
 
 async def trainer(role: Role) -> None:
-    """Trains. Leaves when the event log ends: by then its terminal record was read."""
+    """Trains, as the rank that its name says."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    rank = role_settings.run.trainer.rank_names.index(role.spec.name)
     if role.has_own_process:
-        importlib.import_module("tailrace.training.loop")  # takes seconds, before anybody watches the loop
-    async with _observed(role, role_settings) as phases, role_settings.transports().trainer() as ends:
-        role.ready()
-        await _train(role_settings, ends, phases)
-        async for _ in ends.log.follow():
-            pass
+        importlib.import_module("tailrace.training.leading")  # takes seconds, before anybody watches the loop
+    async with _observed(role, role_settings) as phases:
+        await train_rank(role_settings, rank, phases=phases, on_ready=role.ready)
 
 
-async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
+async def train_rank(
+    role_settings: RoleSettings,
+    rank: int,
+    *,
+    phases: PhaseRecorder | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """All that one rank of the trainer does, however its process was started: rank 0 leads, the others follow.
+
+    Ends when the event log does: by then the terminal record was read. Raises what failed in this rank.
+    """
+    async with role_settings.transports().trainer(rank) as ends:
+        over = asyncio.create_task(_end_of(ends.log), name="end of the event log")
+        on_ready()
+        try:
+            if rank == 0:
+                await _lead(role_settings, ends, phases)
+            else:
+                await _follow(role_settings, rank, ends)
+            await over
+        finally:
+            over.cancel()
+            await asyncio.gather(over, return_exceptions=True)
+
+
+async def _end_of(log: EventLog) -> None:
+    async for _ in log.follow():
+        pass
+
+
+async def _follow(role_settings: RoleSettings, rank: int, ends: TrainerEnds) -> None:
+    from tailrace.training.leading import follow
+    from tailrace.training.trainer import Trainer
+
+    ranks = await asyncio.to_thread(_join_ranks, role_settings, rank)
+    async with _token_export(role_settings.run, role_settings.paths, rank) as export:
+        await follow(_make_trainer(Trainer, role_settings, ends, ranks, export), ends.batches, ranks)
+
+
+def _join_ranks(role_settings: RoleSettings, rank: int) -> JoinedRanks:
+    """Wait for the other ranks, and join them. Raises `RankLost`."""
+    from tailrace.training.ranks import JoinedRanks
+
+    chosen, where = role_settings.run.trainer, role_settings.where
+    assert where is not None, "ranks of one process"
+    store = trainer_store(where, chosen.ranks)
+    return JoinedRanks(store, rank, chosen.ranks, device=chosen.device, deadline_s=chosen.collective_timeout_s)
+
+
+def _make_trainer(
+    kind: Callable[..., Trainer],
+    role_settings: RoleSettings,
+    ends: TrainerEnds,
+    ranks: Ranks,
+    export: TokenExport | None,
+) -> Callable[[], Trainer]:
+    settings = role_settings.run
+    return partial(
+        kind,
+        settings.trainer,
+        model_name=settings.model.name,
+        max_steps=settings.max_steps or _ENDLESS,
+        max_staleness=settings.max_staleness,
+        seed=settings.seed,
+        open_payload=ends.payloads.open if settings.generator.return_routed_experts else None,
+        export=export,
+        ranks=ranks,
+    )
+
+
+async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
     """Train until the terminal record, which this writes on every way out."""
     from tailrace.training.checkpoints import latest_checkpoint
+    from tailrace.training.leading import LeadingTrainer
     from tailrace.training.loop import TrainerPlan, run_trainer, told
+    from tailrace.training.ranks import ALONE
     from tailrace.training.trainer import Trainer
 
     settings, paths = role_settings.run, role_settings.paths
@@ -99,35 +176,37 @@ async def _train(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRe
         publish_dtype=settings.model.dtype,
         phases=phases,
     )
-    export = await asyncio.to_thread(_token_export, settings, paths)
-    make_trainer = partial(
-        Trainer,
-        settings.trainer,
-        model_name=settings.model.name,
-        max_steps=settings.max_steps or _ENDLESS,
-        max_staleness=settings.max_staleness,
-        seed=settings.seed,
-        open_payload=ends.payloads.open if settings.generator.return_routed_experts else None,
-        export=export,
-    )
-    try:
+
+    def make_trainer() -> Trainer:
+        if settings.trainer.ranks == 1:
+            return _make_trainer(Trainer, role_settings, ends, ALONE, export)()
+        return _make_trainer(LeadingTrainer, role_settings, ends, _join_ranks(role_settings, 0), export)()
+
+    async with _token_export(settings, paths, rank=0) as export:
         await run_trainer(make_trainer, ends.batches, ends.model_state_dicts, ends.log, plan)
-    finally:
-        if export is not None:
-            await asyncio.to_thread(export.close)
 
 
-def _token_export(settings: RunSettings, paths: RunPaths) -> TokenExport | None:
-    """Where the trainer leaves the tokens that it trained on, if anywhere."""
+@asynccontextmanager
+async def _token_export(settings: RunSettings, paths: RunPaths, rank: int) -> AsyncIterator[TokenExport | None]:
+    """Where a rank of the trainer leaves the tokens that it trained on, if anywhere."""
     if (form := settings.trainer.export_tokens) is None:
-        return None
+        yield None
+        return
+    export = await asyncio.to_thread(_open_export, settings, paths, form, rank)
+    try:
+        yield export
+    finally:
+        await asyncio.to_thread(export.close)
+
+
+def _open_export(settings: RunSettings, paths: RunPaths, form: ExportFormat, rank: int) -> TokenExport:
     from tokenizers import Tokenizer
 
     from tailrace.models.loading import tokenizer_folder
     from tailrace.training.token_export import TokenExport
 
     folder = tokenizer_folder(settings.model.name, paths.tokenizer)
-    return TokenExport(paths.tokens, Tokenizer.from_file(str(folder / "tokenizer.json")), form)
+    return TokenExport(paths.tokens, Tokenizer.from_file(str(folder / "tokenizer.json")), form, rank=rank)
 
 
 def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:

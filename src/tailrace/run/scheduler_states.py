@@ -1,7 +1,8 @@
 """The scheduler's state at each step, so that a run resumed from a checkpoint goes on with the very next tasks.
 
     scheduler/step_000012.json    the orchestrator writes it before it sends the batch of step 12
-    checkpoints/step_000012/      the trainer writes it once that batch is trained; its step names the state
+    checkpoints/step_000012/      the trainer writes it once that batch is trained; its step names the state. While it
+                                  does, steps go on, and the folder is called .writing_step_000012
 
 A state is durable before the trainer can have its step, so every checkpoint finds its own.
 """
@@ -16,6 +17,8 @@ from pathlib import Path
 from tailrace.errors import CheckpointError
 
 _STEP = re.compile(r"^step_(\d{6,})$")
+_BEING_WRITTEN = ".writing_"
+"""What the name of a checkpoint begins with until it is whole (`training.checkpoints`)."""
 
 
 class SchedulerStates:
@@ -30,7 +33,7 @@ class SchedulerStates:
         return self._folder / f"step_{step:06d}.json"
 
     def step_ended(self, step: int) -> None:
-        """The trainer has ended this step: no checkpoint of an earlier one will follow."""
+        """The trainer has ended this step: no checkpoint of an earlier one will be begun."""
         self._ended_step = step
 
     def write(self, step: int, state: bytes) -> None:
@@ -66,16 +69,18 @@ class SchedulerStates:
 
     def _prune(self, first: int, last: int) -> None:
         """Keep the states of `first` to `last` and those of checkpoints; later ones are of a run that was resumed."""
-        kept = {*range(first, last + 1), *_steps(self._checkpoints, "")}
-        for step in set(_steps(self._folder, ".json")) - kept:
+        kept = {*range(first, last + 1)}
+        for _ in range(2):  # one that is renamed meanwhile may be in neither place for one listing
+            kept |= {*_steps(self._checkpoints, prefix=_BEING_WRITTEN)}
+        for step in set(_steps(self._folder, suffix=".json")) - kept:
             self.path(step).unlink(missing_ok=True)
 
 
-def _steps(folder: Path, suffix: str) -> Iterator[int]:
-    """Steps that files or folders with this suffix are of."""
+def _steps(folder: Path, *, prefix: str = "", suffix: str = "") -> Iterator[int]:
+    """Steps that files or folders with this suffix are of, with that prefix or without."""
     names = os.listdir(folder) if folder.is_dir() else []
     for name in names:
-        if name.endswith(suffix) and (match := _STEP.match(name.removesuffix(suffix))):
+        if name.endswith(suffix) and (match := _STEP.match(name.removesuffix(suffix).removeprefix(prefix))):
             yield int(match.group(1))
 
 

@@ -23,6 +23,7 @@ from tailrace.config import RunSettings
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
 from tailrace.lifecycle.memory import trainer_environment
+from tailrace.lifecycle.processes import loopback_environment
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.shutdown import ShutdownSettings, ShutdownStage, run_stage
 from tailrace.records import Generate
@@ -33,6 +34,7 @@ from tailrace.run.host_transports import HostTransports, host_transports
 from tailrace.run.memory_transports import new_memory_transports
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import GENERATOR, TRAINER, RoleSettings
+from tailrace.run.trainer_ranks import LaunchedRanks, launched_rank
 from tailrace.run.transports import Transports
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -47,7 +49,7 @@ class StartedRoles:
 
     def __init__(self, starter: _RoleStarter, log: MemoryEventLog) -> None:
         self._launcher, self._transports = starter.launcher, starter.transports
-        self.trainer = starter.start_trainer()
+        self.trainer, *self._other_ranks = starter.start_trainer()
         self.batches = self._transports.batch_sender()
         self._end_log = self._transports.serve_log(log)
         self.payloads = self._transports.payload_accounts()
@@ -79,9 +81,11 @@ class StartedRoles:
 
     async def _let_trainer_leave(self) -> None:
         """The event log has ended, and the trainer leaves by itself; the launcher ends it if it doesn't in time."""
-        self.trainer.expect_exit()
+        ranks = (self.trainer, *self._other_ranks)
+        for rank in ranks:
+            rank.expect_exit()
         await self._end_log()
-        await self.trainer.left()
+        await asyncio.gather(*(rank.left() for rank in ranks))
 
 
 @asynccontextmanager
@@ -121,10 +125,19 @@ class _RoleStarter:
     transports: Transports
     devices: Mapping[str, tuple[str, ...]]
     role_settings: bytes
+    launched: LaunchedRanks | None = None
+    """Processes that another launcher started for the trainer's other ranks; None: they are started here."""
 
-    def start_trainer(self) -> RoleHandle:
-        environment = trainer_environment(os.environ)
-        return self.launcher.start(self._spec("trainer", TRAINER, self.settings.trainer.threads, environment))
+    def start_trainer(self) -> list[RoleHandle]:
+        """All of its ranks, rank 0 first."""
+        chosen, environment = self.settings.trainer, trainer_environment(os.environ)
+        if chosen.ranks > 1:
+            environment |= loopback_environment()
+        specs = [self._spec(name, TRAINER, chosen.threads, environment) for name in chosen.rank_names]
+        if self.launched is None:
+            return [self.launcher.start(spec) for spec in specs]
+        self.launched.give_roles(specs[1:])
+        return [self.launcher.start(specs[0])]
 
     def start_generators(self, *, payloads: PayloadAccounts | None = None, with_trainer: bool = True) -> Generators:
         """Those that the settings ask for, or name; these must serve the model's weights unless a trainer sends its."""
@@ -166,4 +179,6 @@ async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEvent
         await stack.enter_async_context(launcher)
         run = in_own_process(settings, devices).model_dump_json()
         role_settings = msgspec.json.encode(RoleSettings(run, str(paths.root), log.epoch, where))
-        yield _RoleStarter(settings, launcher, transports, devices, role_settings)
+        rank = None if launcher.runs_in_this_process else launched_rank(settings.trainer)
+        launched = None if rank is None else await asyncio.to_thread(LaunchedRanks, rank)  # which imports torch
+        yield _RoleStarter(settings, launcher, transports, devices, role_settings, launched)

@@ -31,7 +31,7 @@ BATCHES_AHEAD = 3
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnds:
-    """What the trainer reads and writes."""
+    """What a rank of the trainer reads, and rank 0 writes."""
 
     log: EventLog
     batches: BatchReceiver
@@ -59,8 +59,8 @@ class Transports(ABC):
     """Makes every role's ends, as one run's settings ask. Use it on a running event loop."""
 
     @abstractmethod
-    def trainer(self) -> AbstractAsyncContextManager[TrainerEnds]:
-        """The trainer's ends, for as long as it runs."""
+    def trainer(self, rank: int = 0) -> AbstractAsyncContextManager[TrainerEnds]:
+        """The ends of one rank of the trainer, for as long as it runs."""
 
     @abstractmethod
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:

@@ -33,7 +33,10 @@ class BatchFormer:
         settings: SchedulingSettings,
         *,
         untrainable: UntrainableStreak,
+        num_ranks: int = 1,
     ) -> None:
+        """`num_ranks` are the trainer's."""
+        self._packing = Packing(settings.row_tokens, num_ranks)
         self._tasks, self._outstanding, self._accounts = tasks, outstanding, accounts
         self._stale, self._settings, self._untrainable = stale, settings, untrainable
 
@@ -57,7 +60,11 @@ class BatchFormer:
         if not sampled:
             return None
         formed = yield from form_batch(
-            sampled, step=step, trainer_version=trainer_version, packing=Packing(self._settings.row_tokens)
+            sampled,
+            step=step,
+            trainer_version=trainer_version,
+            packing=self._packing,
+            whiten_advantages=self._settings.whiten_advantages,
         )
         self._untrainable.formed()
         return formed

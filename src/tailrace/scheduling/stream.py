@@ -70,10 +70,13 @@ class StreamScheduler:
         group_sizes: Mapping[str, int],
         whole_groups: Collection[str] = (),
         max_steps: int | None = None,
+        num_ranks: int = 1,
         save_state: SaveState | None = None,
         holder: HoldsGroups | None = None,
     ) -> None:
-        """`max_steps` is the trainer's last step; `whole_groups` are environments that need every member of a group.
+        """`max_steps` is the trainer's last step, `num_ranks` are its ranks, to which rows are dealt.
+
+        `whole_groups` are environments that need every member of a group.
 
         `holder` sets groups aside, which `on_straggler = resume_next_step` needs.
         """
@@ -95,7 +98,9 @@ class StreamScheduler:
             untrainable=untrainable,
             whole_groups=whole_groups,
         )
-        self._former = BatchFormer(tasks, outstanding, self._accounts, self._stale, settings, untrainable=untrainable)
+        self._former = BatchFormer(
+            *(tasks, outstanding, self._accounts, self._stale, settings), untrainable=untrainable, num_ranks=num_ranks
+        )
         self._ended_steps = EndedSteps(self._accounts)
         self._id_prefix = ""
         self._groups_started = 0

@@ -50,6 +50,8 @@ class ModelledReplica(ReplicaClient):
     ) -> None:
         """Loading weights takes `load_s` seconds, during which the engine stands still if `load_holds`."""
         self._loop = asyncio.get_running_loop()
+        self._report_every_s = settings.router.report_every_s
+        self._reporting: asyncio.TimerHandle | None = None
         self._lengths, self._on_report = lengths, on_report
         self._load_s, self._load_holds = load_s, load_holds
         self.engine = EngineModel(settings)
@@ -128,6 +130,8 @@ class ModelledReplica(ReplicaClient):
         self._failed.set_result(failure)
         if self._timer is not None:
             self._timer.cancel()
+        if self._reporting is not None:
+            self._reporting.cancel()
         for request_id, call in self._calls.items():
             sampled = self._take_off(request_id)
             if call.on_chunk is not None and (whole := sampled.sampled // CHUNK_TOKENS * CHUNK_TOKENS):
@@ -145,14 +149,25 @@ class ModelledReplica(ReplicaClient):
         return before + self.engine.open_tokens(self._now())
 
     def _changed(self) -> None:
-        """After every change of the engine: report, and set the timer to its next event."""
-        self._on_report(self.engine.statistics(self._now()), self._received)
+        """After every change of the engine: set the timers to its next event and to the next report."""
+        if self._reporting is None:
+            self._reporting = self._loop.call_at(self._next_report_s(), self._report)
         due_s = self.engine.next_event_s()
         if self._timer is not None:
             if self._timer.when() == due_s and not self._timer.cancelled():
                 return
             self._timer.cancel()
         self._timer = None if due_s == math.inf else self._loop.call_at(due_s, self._on_timer)
+
+    def _next_report_s(self) -> float:
+        """All replicas report at the same times, as generators do that started together."""
+        return (math.floor(self._now() / self._report_every_s) + 1) * self._report_every_s
+
+    def _report(self) -> None:
+        """Once more as long as something runs; an idle replica has nothing new to say."""
+        self._on_report(self.engine.statistics(self._now()), self._received)
+        is_busy = self.engine.next_event_s() < math.inf
+        self._reporting = self._loop.call_at(self._next_report_s(), self._report) if is_busy else None
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -11,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def accelerate(model: PreTrainedModel, *, native_kernels: bool, under_autocast: bool) -> TrainerAcceleration | None:
-    """Speed up a model that lies on a CPU; None for another, and where `tailrace.cpu` is missing or switched off."""
-    if model.device.type != "cpu":
+    """Speed up a float32 model that lies on a CPU; None for another, and where `tailrace.cpu` is missing or switched
+    off."""
+    if model.device.type != "cpu" or model.dtype is not torch.float32:
         return None
     try:
         from tailrace.cpu.trainer import speed_up_trainer

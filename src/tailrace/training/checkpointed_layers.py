@@ -19,9 +19,7 @@ def checkpoint_layers(model: nn.Module) -> int:
 
     Raises `ModelError` for a model whose layers transformers could not checkpoint either.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     if not layers:
         raise ModelError(
             f"trainer.gradient_checkpointing: {type(model).__name__} has no layers that can be checkpointed: leave it "
@@ -31,3 +29,10 @@ def checkpoint_layers(model: nn.Module) -> int:
         # Without dropout there is no random state to preserve.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return len(layers)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that transformers knows as such, in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -2,11 +2,13 @@
 
     checkpoints/step_000050/
       config.json, model.safetensors, tokenizer.json, chat_template.jinja, ...   what `from_pretrained` loads
-      trainer.pt         optimizer, step, version, randomness
+      optimizer/         AdamW's moments: each rank's shares in a file of its own (torch DCP)
+      trainer.pt         step, version, randomness
       manifest.json      written last: size and checksum of every other file
 
-Written under a temporary name, synced, then renamed. A folder without a manifest is no checkpoint; files that differ
-from the manifest are refused.
+Training stands still while the state is copied (`stage`); a thread writes the copies while it goes on. Written under a
+temporary name, synced, then renamed. A folder without a manifest is no checkpoint; files that differ from the manifest
+are refused. Any number of ranks reads what any other number wrote.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,16 +29,31 @@ import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tailrace.errors import CheckpointError, ModelError
 from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
+from tailrace.training.moments import (
+    Moments,
+    copy_moments,
+    moments_of_first_format,
+    read_moments,
+    set_moments,
+    write_moments,
+)
+from tailrace.training.ranks import ALONE, Ranks
+from tailrace.training.sharding import own_part, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer.pt"
-_FORMAT = "tailrace-checkpoint-1"
+OPTIMIZER = "optimizer"
+_FORMAT = "tailrace-checkpoint-2"
+_FIRST_FORMAT = "tailrace-checkpoint-1"
+"""With the optimizer's whole state in `trainer.pt`. It is still read."""
 _STEP_FOLDER = re.compile(r"^step_(\d{6,})$")
 _TEMPORARY = ".writing_"
 
@@ -42,12 +61,68 @@ _log = logging.getLogger(__name__)
 
 
 class TrainerState(NamedTuple):
-    """All of a trainer but its weights and the state of random generators."""
+    """All of a trainer but its weights, its optimizer and the state of random generators."""
 
     step: int
     version: int
-    optimizer: dict[str, Any]
     skipped_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCheckpoint:
+    """Copies of all that a checkpoint holds, of which `write` makes one while training goes on."""
+
+    folder: Path
+    """That checkpoints go to."""
+    state: TrainerState
+    model: PreTrainedModel
+    """For its configuration alone."""
+    model_name: str
+    weights: Mapping[str, Tensor]
+    """All of them, on the CPU; nothing on a rank that is not 0."""
+    moments: Moments
+    """This rank's shares."""
+    randomness: dict[str, Any]
+    ranks: Ranks
+
+    @property
+    def _final(self) -> Path:
+        return self.folder / f"step_{self.state.step:06d}"
+
+    @property
+    def _temporary(self) -> Path:
+        return self.folder / f"{_TEMPORARY}{self._final.name}"
+
+    def write(self) -> Path:
+        """Return the checkpoint's path once it is durable. All ranks call it, each in a thread of its own.
+
+        Raises `CheckpointError`, after removing what was written; what was there before is intact.
+        """
+        try:
+            write_moments(self._temporary / OPTIMIZER, self.moments, self.ranks)
+            if self.ranks.rank == 0:
+                self._write_rest(self._temporary)
+                _publish(self._temporary, self._final)
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            if self.ranks.rank == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise _not_written(self._final, error) from error
+        return self._final
+
+    def _write_rest(self, folder: Path) -> None:
+        copy_tokenizer(self.model_name, folder)
+        with quiet_transformers():
+            self.model.save_pretrained(folder, state_dict=dict(self.weights))
+        with (folder / TRAINER_STATE).open("wb") as file:
+            torch.save(self.state._asdict() | {"randomness": self.randomness}, file)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        entries = {str(path.relative_to(folder)): _entry(path) for path in files}
+        for path in (*files, folder / OPTIMIZER):
+            _sync(path)
+        manifest = Manifest(format=_FORMAT, step=self.state.step, version=self.state.version, files=entries)
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        _sync(folder / MANIFEST)
+        _sync(folder)
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -66,36 +141,52 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, FileEntry]
 
 
-def write_checkpoint(folder: Path, model: PreTrainedModel, model_name: str, state: TrainerState) -> Path:
-    """Write `folder`/step_N and return its path once it is durable.
+def stage(
+    folder: Path,
+    model: PreTrainedModel,
+    model_name: str,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+    *,
+    ranks: Ranks = ALONE,
+) -> StagedCheckpoint:
+    """Copy what a checkpoint under `folder` holds, and begin its folder. All ranks call it together.
 
-    Tokenizer files come from `model_name`. Raises `CheckpointError`, after removing what was written; what was there
-    before is intact.
+    Tokenizer files come from `model_name`. Raises `CheckpointError`.
     """
-    final = folder / f"step_{state.step:06d}"
-    temporary = folder / f"{_TEMPORARY}{final.name}"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        _write_files(temporary, model, model_name, state)
-        _publish(temporary, final)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint {final} cannot be written: {_reason(error, folder)}") from error
-    return final
+    randomness = _randomness()
+    with ranks.exchanging():
+        weights = _copy_weights(model, keep=ranks.rank == 0)
+    moments = copy_moments(model, optimizer, ranks)
+    staged = StagedCheckpoint(folder, state, model, model_name, weights, moments, randomness, ranks)
+    ranks.agree(lambda: _begin(folder, staged.state.step) if ranks.rank == 0 else None)
+    return staged
 
 
-def read_checkpoint(path: Path, model: PreTrainedModel) -> TrainerState:
-    """Load the checkpoint at `path` into `model`, restore random generators, return the rest.
+def read_checkpoint(
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+) -> TrainerState:
+    """Load the checkpoint at `path` into a model and its optimizer, restore random generators, return the rest.
 
-    Raises `CheckpointError` for an incomplete checkpoint, or one of another model.
+    Raises `CheckpointError` for an incomplete checkpoint, or one of another model, on all ranks alike.
     """
-    verify_checkpoint(path)
+    return ranks.agree(lambda: _read_checkpoint(path, model, optimizer, ranks))
+
+
+def _read_checkpoint(
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> TrainerState:
+    ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None)
     try:
         saved = load_causal_lm(str(path), dtype="float32")  # on the CPU: a GPU need not hold the model twice
-        model.load_state_dict(saved.state_dict())
+        _load_weights(model, saved.state_dict())
         state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
-    except (ModelError, OSError, RuntimeError, KeyError) as error:
+        if (path / OPTIMIZER).is_dir():
+            moments = read_moments(path / OPTIMIZER, model, ranks)
+        else:
+            moments = moments_of_first_format(state["optimizer"], model, optimizer)
+        set_moments(moments, model, optimizer)
+    except (ModelError, OSError, RuntimeError, KeyError, ValueError, CheckpointException) as error:
         raise not_of_this_model(path, error) from error
     _set_randomness(state["randomness"])
     return TrainerState(*(state[name] for name in TrainerState._fields))
@@ -131,7 +222,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is no checkpoint: it has no readable {MANIFEST} ({error.strerror})") from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} is not one ({error})") from error
-    if manifest.format != _FORMAT:
+    if manifest.format not in (_FORMAT, _FIRST_FORMAT):
         raise CheckpointError(f"{path} has the format {manifest.format!r}; this version reads {_FORMAT!r}")
     return manifest
 
@@ -156,7 +247,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def prune_checkpoints(folder: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; other files stay."""
+    """Delete all but the newest `keep` checkpoints, and what a crash left half-written; other files stay.
+
+    Call it while none is being written.
+    """
+    for path in folder.glob(f"{_TEMPORARY}step_*"):
+        shutil.rmtree(path, ignore_errors=True)
     ours = [path for path in _step_folders(folder) if (path / MANIFEST).is_file()]
     for path in ours[:-keep]:
         # Without its manifest it is no checkpoint any more, whatever interrupts the deletion.
@@ -164,25 +260,43 @@ def prune_checkpoints(folder: Path, *, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def not_of_this_model(path: Path, error: Exception) -> CheckpointError:
+def not_of_this_model(path: Path, error: BaseException) -> CheckpointError:
     """The error for a complete checkpoint that does not fit the model being trained."""
     return CheckpointError(f"checkpoint {path} does not fit this run's model: {error}")
 
 
-def _write_files(folder: Path, model: PreTrainedModel, model_name: str, state: TrainerState) -> None:
-    copy_tokenizer(model_name, folder)
-    with quiet_transformers():
-        model.save_pretrained(folder)
-    with (folder / TRAINER_STATE).open("wb") as file:
-        torch.save(state._asdict() | {"randomness": _randomness()}, file)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {str(path.relative_to(folder)): _entry(path) for path in files}
-    for path in files:
-        _sync(path)
-    manifest = Manifest(format=_FORMAT, step=state.step, version=state.version, files=entries)
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    _sync(folder / MANIFEST)
-    _sync(folder)
+def _begin(folder: Path, step: int) -> None:
+    """Make the folder that ranks write to. It names its step, whose scheduler's state is kept from now on."""
+    final = folder / f"step_{step:06d}"
+    temporary = folder / f"{_TEMPORARY}{final.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / OPTIMIZER).mkdir(parents=True)
+    except OSError as error:
+        raise _not_written(final, error) from error
+
+
+def _copy_weights(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor]:
+    """The model's state dict, tied tensors once, whole and on the CPU; gathered by all ranks, kept where asked for."""
+    copies: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        found = whole(tensor.detach())
+        if keep:
+            copies[name] = torch.empty_like(found, device="cpu").copy_(found)
+    return copies
+
+
+def _load_weights(model: PreTrainedModel, saved: Mapping[str, Tensor]) -> None:
+    """Into the model, of which this rank may hold a share. Raises `RuntimeError` for other names or shapes."""
+    own = model.state_dict(keep_vars=True)
+    shapes = {name: tensor.shape for name, tensor in own.items()}
+    if wrong := [name for name, tensor in saved.items() if shapes.get(name) not in (None, tensor.shape)]:
+        raise RuntimeError(f"its {wrong[0]} is {list(saved[wrong[0]].shape)}, and the model's {list(shapes[wrong[0]])}")
+    model.load_state_dict({name: own_part(t, own[name]) if name in own else t for name, t in saved.items()})
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -239,7 +353,13 @@ def _set_randomness(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _reason(error: Exception, folder: Path) -> str:
+def _not_written(final: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"checkpoint {final} cannot be written: {_reason(error, final.parent)}")
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    if isinstance(error, CheckpointException) and error.failures:  # by rank, with where it was raised
+        error = min(error.failures.items())[1][0]
     cause: BaseException | None = error
     while cause is not None:  # torch raises its own error in place of the system's
         is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)

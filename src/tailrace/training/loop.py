@@ -1,11 +1,12 @@
 """The trainer's loop: waits for a batch or for a request to stop, whichever comes first.
 
     batch ─► train_step (own thread) ─► snapshot ─► publish ─► ModelStateDictPublished ─► StepTrained ─► acknowledge
-                                └─ skipped: StepSkipped        every so often, and at the end: CheckpointWritten
+                                └─ skipped: StepSkipped
+    every so often, and at the end: copy the state ─► write it (another thread) ─► CheckpointWritten
 
-A snapshot that a GPU made is published and reported while the next batch computes; no step is reported before it.
-Steps, copies and files run in one thread of their own, and a step that runs is always finished. `TrainerEnded` is
-appended exactly once, on every way out: max_steps reached, a stop answered, a failure, a cancellation.
+A snapshot that a GPU made, or that ranks gathered, is published and reported while the next batch computes; no step is
+reported before it. Steps and copies run in one thread of their own, and a step that runs is always finished.
+`TrainerEnded` is appended exactly once, on every way out: max_steps, a stop answered, a failure, a cancellation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from tailrace.errors import PeerGone, TailraceError, TransportError
+from tailrace.errors import PeerGone, RankLost, TailraceError, TransportError
 from tailrace.records import (
     Batch,
     CheckpointWritten,
@@ -35,6 +36,7 @@ from tailrace.records import (
 )
 from tailrace.tracing.phases import PhaseRecorder, phase
 from tailrace.training.acceleration import tune_process
+from tailrace.training.checkpoints import StagedCheckpoint
 from tailrace.training.snapshots import Snapshot
 from tailrace.training.trainer import StepResult, Trainer
 from tailrace.transport.batches.queue import BatchReceiver
@@ -45,6 +47,8 @@ ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 
+_EXPLANATION_S = 3.0
+"""How long a lost rank's own process may take to be missed by whoever started it."""
 _LEAST_PAUSE = 20
 """Between checkpoints, in durations of the last one: they take 5 % of the time at most."""
 
@@ -87,8 +91,12 @@ async def run_trainer(
     except asyncio.CancelledError:
         await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
         raise
+    except RankLost as error:
+        await loop.end_early(RunStatus.FAILED, await loop.explained(error), type(error).__name__)
+        raise
     except Exception as error:
         await loop.end_early(RunStatus.FAILED, *told(error))
+        await loop.release_ranks()
         raise
     finally:
         await loop.close()
@@ -107,7 +115,10 @@ class _TrainerLoop:
         tune_process()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="trainer-publish")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="trainer-checkpoint")
+        self._trainer: Trainer | None = None
         self._reporting: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._stop = asyncio.create_task(self._stop_request(), name="trainer: stop request")
         self._step = 0
         self._saved_step: int | None = None
@@ -118,29 +129,53 @@ class _TrainerLoop:
 
     async def run(self, make_trainer: Callable[[], Trainer]) -> TrainerEnded:
         """From start to the terminal event."""
-        trainer = await self._in_thread(make_trainer)
+        trainer = self._trainer = await self._in_thread(make_trainer)
         await self._start(trainer)
+        status, reason = RunStatus.FINISHED, f"max_steps = {trainer.max_steps} reached"
         while trainer.step < trainer.max_steps:
             batch = await self._next_batch()
             if isinstance(batch, StopRequested):
-                await self._save(trainer)
-                return await self._end(batch.status, f"{batch.role}: {batch.reason}")
+                status, reason = batch.status, f"{batch.role}: {batch.reason}"
+                break
             await self._train(trainer, batch)
         await self._save(trainer)
-        return await self._end(RunStatus.FINISHED, f"max_steps = {trainer.max_steps} reached")
+        await self._saved()
+        ended = await self._end(status, reason)
+        await self.release_ranks()
+        return ended
 
     async def end_early(self, status: RunStatus, reason: str, error: str = "") -> None:
         """Append the terminal event of a loop that failed. A log that is gone is logged, not raised."""
         if self._ended:
             return
-        if self._reporting is not None:
+        if behind := self._behind:
             if status is RunStatus.CANCELLED:
-                self._reporting.cancel()
-            await asyncio.wait({self._reporting})
+                for task in behind:
+                    task.cancel()
+            await asyncio.wait(behind)
         try:
             await self._end(status, reason, error)
         except (TransportError, OSError) as failure:
             _log.error("the end of training (%s, %s) could not be logged: %s", status, reason, failure)
+
+    async def explained(self, lost: RankLost) -> str:
+        """Why a rank is gone: whoever started it knows more, and asks for a stop with what it knows.
+
+        A checkpoint that the lost rank has a part in is given up, since its thread may wait for long.
+        """
+        self._saving = None
+        await asyncio.wait({self._stop}, timeout=_EXPLANATION_S)
+        if self._stop.done() and not self._stop.cancelled() and self._stop.exception() is None:
+            stop = self._stop.result()
+            if stop.status is RunStatus.FAILED:
+                return f"{stop.role}: {stop.reason}"
+        return str(lost)
+
+    async def release_ranks(self) -> None:
+        """Let the other ranks leave, once the terminal event is appended."""
+        if self._trainer is not None:
+            with contextlib.suppress(RankLost):
+                await self._in_thread(self._trainer.close)
 
     async def close(self) -> None:
         """Stop tasks and threads."""
@@ -149,6 +184,7 @@ class _TrainerLoop:
             await self._stop
         self._executor.shutdown(wait=False)
         self._publisher.shutdown(wait=False)
+        self._writer.shutdown(wait=False)
 
     async def _start(self, trainer: Trainer) -> None:
         if (checkpoint := self._plan.resume_from) is not None:
@@ -184,6 +220,8 @@ class _TrainerLoop:
 
     def _is_due(self, step: int, every_steps: int | None) -> bool:
         """Whether a checkpoint of this step is to be written before the end."""
+        if self._saving is not None and not self._saving.done() and every_steps is None:
+            return False
         if every_steps is not None:
             return every_steps > 0 and step % every_steps == 0
         pause_s = max(self._plan.checkpoint_every_s, _LEAST_PAUSE * self._save_s)
@@ -205,6 +243,17 @@ class _TrainerLoop:
         if reporting is not None:
             await reporting
 
+    async def _saved(self) -> None:
+        """Wait for the checkpoint that is being written, if one is. Raises what failed in it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    @property
+    def _behind(self) -> set[asyncio.Task[None]]:
+        """What goes on beside training."""
+        return {task for task in (self._reporting, self._saving) if task is not None}
+
     async def _publish(self, snapshot: Snapshot) -> float:
         """Put the weights into the store and announce them; returns seconds."""
         started_s = time.perf_counter()
@@ -216,17 +265,29 @@ class _TrainerLoop:
         return time.perf_counter() - started_s
 
     async def _save(self, trainer: Trainer) -> None:
-        """Write a checkpoint, unless the last one holds this step already."""
+        """Copy the state for a checkpoint, unless the last one holds this step already; it is written beside training.
+
+        Waits for the one before.
+        """
         await self._reported()
         if self._saved_step == trainer.step:
             return
         started_s = time.perf_counter()
-        with phase("checkpoint", track="checkpoints", about={"step": trainer.step}):
-            path = await self._in_thread(lambda: trainer.save_checkpoint(self._plan.checkpoints))
-        self._saved_at_s, self._save_s = time.monotonic(), time.perf_counter() - started_s
-        self._checkpoint_metrics = {"training/checkpoint_s": self._save_s}
+        await self._saved()
+        with phase("copy_state", track="optimizer steps", about={"step": trainer.step}):
+            staged = await self._in_thread(lambda: trainer.stage_checkpoint(self._plan.checkpoints))
+        self._checkpoint_metrics["training/checkpoint_stall_s"] = time.perf_counter() - started_s
         self._saved_step = trainer.step
-        await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=trainer.step, path=str(path)))
+        self._saving = asyncio.create_task(self._write(trainer, staged), name="trainer: checkpoint")
+
+    async def _write(self, trainer: Trainer, staged: StagedCheckpoint) -> None:
+        """From copies to a durable checkpoint, and its event."""
+        started_s, step = time.perf_counter(), staged.state.step
+        with phase("checkpoint", track="checkpoints", about={"step": step}):
+            path = await self._in_thread(lambda: trainer.write_checkpoint(staged), self._writer)
+        self._saved_at_s, self._save_s = time.monotonic(), time.perf_counter() - started_s
+        self._checkpoint_metrics["training/checkpoint_s"] = self._save_s
+        await self._events.append(CheckpointWritten(epoch=self._plan.epoch, step=step, path=str(path)))
 
     async def _next_batch(self) -> Batch | StopRequested:
         """The next batch, or the request to stop if there is one."""
@@ -236,10 +297,11 @@ class _TrainerLoop:
         try:
             with phase("wait_for_batch", track="optimizer steps"):
                 while not (receiving.done() or self._stop.done()):
-                    reporting = {self._reporting} if self._reporting is not None else set()
-                    await asyncio.wait({receiving, self._stop, *reporting}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({receiving, self._stop, *self._behind}, return_when=asyncio.FIRST_COMPLETED)
                     if self._reporting is not None and self._reporting.done():
                         await self._reported()
+                    if self._saving is not None and self._saving.done():
+                        await self._saved()
             return self._stop.result() if self._stop.done() else receiving.result()
         finally:
             receiving.cancel()

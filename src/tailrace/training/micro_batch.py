@@ -31,6 +31,8 @@ class MicroBatch:
     """[num_loss_tokens]: True where the token was sampled by the version that trains on it, over its own cache."""
     mixed: Tensor
     """[num_loss_tokens]: the same, where older versions had a part in the cache."""
+    environments: Tensor
+    """[num_loss_tokens], int64: which of the batch's environments the token is of; 0 where nobody knows."""
     routed_experts: Tensor | None = None
     """[num_tokens of `input_ids`, layers, top_k], uint8 or uint16: what generation chose, for `RouterReplay`."""
 
@@ -68,6 +70,7 @@ class MicroBatch:
             tokens=_select_loss_tokens(row, positions),
             fresh=torch.from_numpy(own & ~mixed),
             mixed=torch.from_numpy(own & mixed),
+            environments=torch.from_numpy(_environments(row)[positions]),
             routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts),
         )
         return to_device(micro_batch, device)
@@ -81,15 +84,22 @@ def _loss_positions(row: BatchRow) -> NDArray[np.int64]:
     return np.flatnonzero(row.loss_mask)
 
 
+def _environments(row: BatchRow) -> NDArray[np.int64]:
+    """[num_tokens of the row]: each token's environment."""
+    of_samples = np.array(row.origins.environment_ids or [0] * len(row.sample_lengths), np.int64)
+    return np.repeat(of_samples, row.sample_lengths)
+
+
 def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
     """Copies, since selected by index: batches lie in shared memory that is recycled, and may be read-only."""
-    edges = np.concatenate([[0], np.cumsum(row.sample_lengths)])
+    edges = np.searchsorted(positions, np.concatenate([[0], np.cumsum(row.sample_lengths)]))
     return LossTokens(
         targets=torch.from_numpy(row.token_ids[positions].astype(np.int64)),
         logprobs=torch.from_numpy(row.logprobs[positions]),
         advantages=torch.from_numpy(row.advantages[positions]),
         temperatures=torch.from_numpy(np.repeat(row.temperatures, row.sample_lengths)[positions]),
         policy_versions=torch.from_numpy(row.policy_versions[positions]),
-        sample_offsets=torch.from_numpy(np.searchsorted(positions, edges)),
+        sample_offsets=torch.from_numpy(edges),
         columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
+        whole_lengths=torch.from_numpy(np.diff(edges)),
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROBE_LENGTHS = [5, 3, 7]
-_PACKING_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+_PACKING_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 3e-2}
 """Of packed rows, by the logits' type: single ones add up in another order."""
 
 _HEAD_TOLERANCE = 1e-6
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyModel(nn.Module):
-    """Wraps a model whose weights are float32, for training.
+    """Wraps a model whose weights are float32 (or float64: in tests), for training.
 
     Every weight is used inside its own module's forward, so that hooks on modules (FSDP's, which gather and free
     weights) see every use. `packs` says whether a row may hold several samples, `pads_segments` whether attention needs
@@ -61,7 +61,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
         self._autocast = dtype == "bfloat16"
-        self._device = next(model.parameters()).device
+        self.device: torch.device = next(model.parameters()).device
+        """Where it computes."""
         if self._autocast:
             cast_experts_under_autocast(self.model)
         self.packs, self.pads_segments = False, True
@@ -100,17 +101,17 @@ class PolicyModel(nn.Module):
         return inputs | {"segments": segments, "group_attention": attention}
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
 
     @torch.no_grad()
     def _probe(self) -> OutputHead | None:
         """Set `packs` and `pads_segments` by the model's own outputs; return its head if that reproduces them."""
         config: Any = self.model.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
-        row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self._device)
+        row = torch.randint(0, config.vocab_size, (1, sum(_PROBE_LENGTHS)), generator=generator).to(self.device)
         pieces = torch.split(row, _PROBE_LENGTHS, dim=1)
         # Kernels of 16 bits on a GPU are others than those of float32.
-        with self._precision() if self._device.type == "cuda" else nullcontext():
+        with self._precision() if self.device.type == "cuda" else nullcontext():
             expected = torch.cat([self.model(input_ids=piece, use_cache=False).logits for piece in pieces], dim=1)
             self.packs = self._finds_packing(row, expected)
             if not self.packs and self._acceleration is not None and self.num_fused_layers:
@@ -126,7 +127,7 @@ class PolicyModel(nn.Module):
         AttentionInterface.register(PACKED_ATTENTION, packed_attention)
         self.model.set_attn_implementation(PACKED_ATTENTION)
         refusal: Exception | None = None
-        for padded in (False, True) if self._device.type == "cuda" else (True,):
+        for padded in (False, True) if self.device.type == "cuda" else (True,):
             self.pads_segments = padded
             try:
                 self._require_packing(row, expected)
@@ -148,7 +149,7 @@ class PolicyModel(nn.Module):
         _require_equal(packed, expected, _PACKING_TOLERANCE[packed.dtype])
 
     def _segments(self, lengths: Sequence[int]) -> Segments:
-        return to_device(Segments.of(lengths, padded=self.pads_segments), self._device)
+        return to_device(Segments.of(lengths, padded=self.pads_segments), self.device)
 
     def _find_head(self, row: Tensor) -> OutputHead | None:
         if (head := find_head(self.model)) is None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from tailrace.errors import ModelError, TrainingError
 from tailrace.models.routers import Router, as_routing, find_routers, probe_router
+from tailrace.training.ranks import ALONE, Ranks
 
 RoutingRule: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """From a router, its logits [num_tokens, num_experts] and experts [num_tokens, top_k] (int64) to their weights."""
@@ -91,16 +92,17 @@ class RouterReplay:
         finally:
             self._recorded, self._sums = None, []
 
-    def take_metrics(self) -> dict[str, float]:
-        """Of what was replayed since the last call, by their names in the table; empty if nothing was.
+    def take_metrics(self, ranks: Ranks = ALONE) -> dict[str, float]:
+        """Of what all ranks replayed since the last call, by their names in the table; empty if nothing was.
 
         Raises `TrainingError` where a record named an expert that the model lacks.
         """
-        totals, routed = self._totals, self._routed
+        own = [0.0] * 3 if self._totals is None else self._totals.tolist()
+        parts = ranks.gather([*own, float(self._routed)])
         self._totals, self._routed = None, 0
-        if totals is None:
+        replayed, agreement, foreign, routed = map(sum, zip(*parts, strict=True))
+        if not routed:
             return {}
-        replayed, agreement, foreign = totals.tolist()
         if foreign:
             raise TrainingError(
                 f"{foreign:.0f} recorded routings name experts that the model lacks: they are another model's"

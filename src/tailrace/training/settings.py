@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.models.devices import DeviceIds
+from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 
-BUILT_IN_LOSSES = ("clipped_ratio",)
-"""Not in the registry, which imports torch: names are checked where settings are read."""
 
-
-class LossSettings(BaseModel):
-    """What the trainer minimises; but for the name, settings of clipped_ratio."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(
-        default="clipped_ratio",
-        description="clipped_ratio: the clipped ratio against the generator's log-probabilities, its weight truncated."
-        " Or module:function, a loss of your own (docs/losses.md).",
-    )
-    correction: Literal["truncated_is", "none"] = Field(
-        default="truncated_is",
-        description="Weigh each token by its truncated probability ratio of trainer to generator (truncated_is), or not"
-        " at all (none: biased as soon as generation is stale; warns).",
-    )
-    clip_low: float = Field(
-        default=0.2,
-        gt=0,
-        lt=1,
-        description="A token with a negative advantage stops counting below the ratio 1 - clip_low.",
-    )
-    clip_high: float = Field(
-        default=0.28,
-        gt=0,
-        description="A token with a positive advantage stops counting above the ratio 1 + clip_high.",
-    )
-    truncation: float = Field(default=2.0, gt=1, description="Highest importance weight that any token gets.")
-
-    @field_validator("name")
-    @classmethod
-    def _names_a_loss(cls, name: str) -> str:
-        if name not in BUILT_IN_LOSSES and not all(name.partition(":")):
-            raise ValueError(
-                f"name is {name!r}; it must be {' or '.join(BUILT_IN_LOSSES)}, or module:function, a loss of your own"
-            )
-        return name
-
-    @model_validator(mode="after")
-    def _truncation_reaches_the_clip(self) -> Self:
-        if self.truncation < 1 + self.clip_high:
-            raise ValueError(
-                f"truncation is {self.truncation}, which clip_high = {self.clip_high} would never reach; "
-                f"it must be 1 + clip_high = {1 + self.clip_high} or above"
-            )
-        return self
+_NOT_TO_BE_HAD = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel")
 
 
 class TrainerSettings(BaseModel):
@@ -96,9 +51,23 @@ class TrainerSettings(BaseModel):
     device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
     devices: DeviceIds = Field(
         default=None,
-        description="The trainer's GPU: a number or UUID, as CUDA_VISIBLE_DEVICES has it; unset: the first one.",
+        description="The trainer's GPUs, one for each rank: numbers or UUIDs, as CUDA_VISIBLE_DEVICES has them; unset:"
+        " the first ones.",
     )
-    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of the trainer's compute.")
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Processes that share the model's weights, gradients and optimizer (FSDP), and the rows of each"
+        " batch (docs/trainer.md).",
+    )
+    collective_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Seconds within which every rank must take part in an exchange; past it the run ends, and names the"
+        " rank.",
+    )
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank's compute.")
     native_kernels: bool = Field(
         default=True,
         description="On a CPU with one thread and a C++ compiler: compile passes over activations for this processor,"
@@ -113,7 +82,7 @@ class TrainerSettings(BaseModel):
         description="Train mixture-of-experts models with the experts that generation chose, which needs"
         " generator.return_routed_experts; auto: wherever they are returned.",
     )
-    loss: LossSettings = Field(default=LossSettings(), description="The loss.")
+    loss: LossSettings = Field(default=ClippedRatioSettings(), description="The loss, by its `name`.")
     max_nonfinite_steps: int = Field(
         default=3,
         ge=1,
@@ -131,3 +100,20 @@ class TrainerSettings(BaseModel):
         " the last one, and 20 times as long as it took.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+
+    @property
+    def rank_names(self) -> list[str]:
+        """Of the roles, rank 0 first."""
+        return ["trainer", *(f"trainer-{rank}" for rank in range(1, self.ranks))]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parallelism(cls, given: Any) -> Any:
+        """By name, where only ranks of data are to be had."""
+        for name in _NOT_TO_BE_HAD if isinstance(given, Mapping) else ():
+            if name in given:
+                raise ValueError(
+                    f"{name} is not to be had in the trainer, which shares a model out by ranks alone (FSDP): write "
+                    f"ranks = {given[name]}"
+                )
+        return given

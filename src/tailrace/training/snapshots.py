@@ -2,6 +2,7 @@
 
     on a GPU   parameters ── side stream, beside the next forward and backward ──→ pinned memory ──→ store
     on a CPU   parameters, as they are ──→ store; the next step waits for that
+    of ranks   parameters, gathered: on a GPU as above, on a CPU fresh tensors that no step waits for
 
 Weights change in the optimizer's step alone, so only the next step waits for the copy to pinned memory: the GPU needs
 no second set of weights. The store is written by another thread than the trainer's.
@@ -24,12 +25,14 @@ class Snapshot:
     """On the CPU, complete after `wait`."""
     version: int
     copied: torch.cuda.Event | None = None
-    """Recorded behind the copy from a GPU; None where the weights are the trainer's own."""
+    """Recorded behind the copy from a GPU."""
+    is_copy: bool = False
+    """Whether the weights, on a CPU, are others than the trainer's own."""
 
     @property
     def is_detached(self) -> bool:
         """Whether the trainer may take its next step before the store has the weights."""
-        return self.copied is not None
+        return self.is_copy or self.copied is not None
 
     def wait(self) -> Mapping[str, Tensor]:
         """The weights, once complete. Blocks."""
@@ -47,13 +50,13 @@ class HostCopies:
         self._pinned: dict[str, Tensor] = {}
         optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream(device).wait_event(self._copied))
 
-    def take(self, weights: Iterable[tuple[str, Tensor, torch.dtype]], version: int) -> Snapshot:
-        """Queue the copy of weights, each converted on the GPU; returns at once."""
+    def take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Snapshot:
+        """Queue the copy of weights, which are converted on the GPU while they are iterated; returns at once."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for name, weight, dtype in weights:
+            for name, weight in weights:
                 if name not in self._pinned:
-                    self._pinned[name] = torch.empty(weight.shape, dtype=dtype, pin_memory=True)
-                self._pinned[name].copy_(weight.to(dtype), non_blocking=True)
+                    self._pinned[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
+                self._pinned[name].copy_(weight, non_blocking=True)
             self._copied.record()
         return Snapshot(self._pinned, version, self._copied)

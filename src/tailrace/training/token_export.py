@@ -12,6 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -106,7 +107,8 @@ class TokenExport:
             part.replace(path)
         except OSError as error:
             _log.warning("the tokens of step %d could not be exported to %s: %s", step, path, error.strerror)
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
 
 def read_tokens(path: Path) -> list[dict[str, object]]:

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import LossTokens
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.settings import LossSettings
 
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3, truncation=2.0)
+SETTINGS = ClippedRatioSettings(clip_low=0.2, clip_high=0.3, truncation=2.0)
 LOSS = ClippedRatio(SETTINGS)
 
 
@@ -68,4 +68,4 @@ def test_below_truncation_the_derivative_is_ppos(ratio: float, advantage: float)
 
 def test_a_truncation_below_the_clip_is_refused() -> None:
     with pytest.raises(ValueError, match="truncation"):
-        LossSettings(clip_high=2.0, truncation=1.5)
+        ClippedRatioSettings(clip_high=2.0, truncation=1.5)

@@ -1,4 +1,4 @@
-"""Losses of one's own in the trainer: whole sequences, rejected tokens, and the default one the general way."""
+"""Losses in the trainer: each built-in one, one's own, rejected tokens, and the default one the general way."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import LossTokens
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.settings import LossSettings
 from tailrace.training.trainer import NOTHING_TRAINABLE, StepResult
-from tests.training.test_trainer import make_trainer, weights
+from tests.training.losses.support import BUILT_IN
+from tests.training.test_trainer import make_trainer, trainer_logprobs, weights
 from tests.training.tiny import build_batch
 
-DEFAULT = ClippedRatio(LossSettings())
+DEFAULT = ClippedRatio(ClippedRatioSettings())
 
 
 def clipped_ratio(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
@@ -46,6 +47,45 @@ def step(model_folder: Path, loss: str | None, **batch: object) -> tuple[StepRes
     trainer = make_trainer(model_folder, **settings)
     result = trainer.train_step(build_batch(**batch))  # type: ignore[arg-type]
     return result, weights(trainer)
+
+
+def train(model_folder: Path, rows: tuple[int, ...] = (2, 2), **loss: object) -> dict[str, float]:
+    """The metrics of a step with this loss; all of them are in the table."""
+    required = {"length": 20} if loss.get("name") == "dr_grpo" else {}
+    trainer = make_trainer(model_folder, loss=loss | required)
+    result = trainer.train_step(build_batch(rows=rows))
+    assert (result.version, result.skipped) == (1, None)
+    accumulator = MetricsAccumulator()
+    for name, value in result.metrics.items():
+        accumulator.add(name, value)
+    return result.metrics
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_loss_takes_a_step_that_does_not_depend_on_rows(model_folder: Path, name: str) -> None:
+    one, many = (train(model_folder, rows, name=name) for rows in ((4,), (1, 2, 1)))
+    for metric in ("training/loss", "training/grad_norm", "training/effective_sample_share"):
+        assert one[metric] == pytest.approx(many[metric], rel=1e-4)
+    assert 0 < one["training/effective_sample_share"] < 1
+    assert ("training/rejected_share" in one) == (name in {"ipo", "dppo"})
+
+
+def test_masks_and_a_bonus_are_reported_by_reason(model_folder: Path) -> None:
+    masks = [{"name": "icepop", "low": 0.5, "high": 2.0}, {"name": "off_policy_sequence", "threshold": 1e-6}]
+    plain, masked = train(model_folder, name="cispo"), train(model_folder, name="cispo", masks=masks)
+    by_reason = {name: masked[f"training/rejected_share/{name}"] for name in ("icepop", "off_policy_sequence")}
+    assert max(by_reason.values()) <= masked["training/rejected_share"] <= sum(by_reason.values())
+    assert by_reason["icepop"] > 0
+    assert masked["training/effective_sample_share"] < plain["training/effective_sample_share"]
+    bonus = train(model_folder, name="cispo", entropy=0.01)
+    assert bonus["training/loss"] == pytest.approx(plain["training/loss"] - 0.01 * plain["training/entropy"], rel=1e-4)
+
+
+def test_equal_weights_have_the_full_sample_size(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    metrics = trainer.train_step(trainer_logprobs(trainer, build_batch())).metrics
+    assert metrics["training/effective_sample_share"] == pytest.approx(1, abs=1e-6)
+    assert metrics["training/effective_sample_share"] <= 1
 
 
 def test_the_general_way_trains_as_the_short_one_does(model_folder: Path) -> None:

@@ -6,41 +6,93 @@ import pytest
 import torch
 
 from tailrace.errors import SettingsError
-from tailrace.training.losses import LOSSES, LossTokens, load_loss
+from tailrace.training.loss_settings import ClippedRatioSettings, OwnLossSettings
+from tailrace.training.losses import LOSSES, LossTokens, PointwiseLoss, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.settings import BUILT_IN_LOSSES, LossSettings
+from tailrace.training.settings import TrainerSettings
+
+Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def own_loss(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> tuple[torch.Tensor, torch.Tensor]:
+def own_loss(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
     return -logprobs, torch.ones_like(logprobs, dtype=torch.bool)
 
 
+def scaled_loss(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens, *, scale: float) -> Answer:
+    return -scale * logprobs, torch.ones_like(logprobs, dtype=torch.bool)
+
+
+class ScaledLoss(PointwiseLoss):
+    def __init__(self, scale: float = 1.0) -> None:
+        if scale < 0:
+            raise ValueError("a scale below 0")
+        self.scale = scale
+
+    def with_derivative(
+        self, logprobs: torch.Tensor, tokens: LossTokens
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ones = torch.ones_like(logprobs)
+        return -self.scale * logprobs, -self.scale * ones, ones.bool()
+
+
+class NotALoss:
+    pass
+
+
+MADE = ScaledLoss(2.0)
+NOTHING = LossTokens(*(torch.zeros(0) for _ in range(5)), torch.zeros(1, dtype=torch.int64))
+
+
+def own(name: str, **args: object) -> OwnLossSettings:
+    return OwnLossSettings(name=f"{__name__}:{name}", args=args)
+
+
 def test_the_default_is_the_clipped_ratio_with_its_settings() -> None:
-    assert load_loss(LossSettings(clip_low=0.1)) == ClippedRatio(LossSettings(clip_low=0.1))
-    assert set(LOSSES) == set(BUILT_IN_LOSSES)
+    assert load_loss(ClippedRatioSettings(clip_low=0.1)) == ClippedRatio(ClippedRatioSettings(clip_low=0.1))
+    assert load_loss(TrainerSettings().loss) == ClippedRatio(ClippedRatioSettings())
+
+
+def test_each_built_in_loss_has_settings_of_its_own() -> None:
+    names = [settings.model_fields["name"].default for settings in LOSSES]
+    assert len({*names}) == len(names)
+    for settings, name in zip(LOSSES, names, strict=True):
+        table = {"name": name, **{key: 1 for key, field in settings.model_fields.items() if field.is_required()}}
+        chosen = TrainerSettings.model_validate({"loss": table}).loss
+        assert type(chosen) is settings
+        assert callable(load_loss(chosen))
 
 
 def test_a_loss_of_ones_own_is_named_by_module_and_function() -> None:
-    assert load_loss(LossSettings(name=f"{__name__}:own_loss")) is own_loss
+    assert load_loss(own("own_loss")) is own_loss
+    assert load_loss(own("MADE")) is MADE
+
+
+def test_args_are_given_to_a_class_once_and_to_a_function_at_each_call() -> None:
+    made = load_loss(own("ScaledLoss", scale=3.0))
+    assert isinstance(made, ScaledLoss)  # the head sees that it is pointwise
+    assert made.scale == 3.0
+    logprobs = torch.tensor([-1.0, -2.0])
+    losses, _ = load_loss(own("scaled_loss", scale=0.5))(logprobs, logprobs, NOTHING)
+    assert losses.tolist() == [0.5, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("settings", "message"),
     [
-        ("no_such_module:loss", "there is no module 'no_such_module'"),
-        (f"{__name__}:nothing", "has no 'nothing'"),
-        ("math:pi", "that is 3.14159.*, not a function"),
+        (OwnLossSettings(name="no_such_module:loss"), "there is no module 'no_such_module'"),
+        (own("nothing"), "has no 'nothing'"),
+        (OwnLossSettings(name="math:pi"), "that is 3.14159.*, not a function"),
+        (own("scaled_loss"), "cannot be called with .* missing a required.* argument: 'scale'"),
+        (own("own_loss", scale=1.0), "cannot be called with .* and trainer.loss.args = .*unexpected keyword .*'scale'"),
+        (own("ScaledLoss", scale=-1.0), "making it with trainer.loss.args = .* raised ValueError: a scale below 0"),
+        (own("ScaledLoss", size=1.0), "unexpected keyword argument 'size'"),
+        (own("NotALoss"), "that is .*NotALoss.*, not a function"),
+        (own("MADE", scale=1.0), "trainer.loss.args are for a class or a function.*leave them out"),
     ],
 )
-def test_losses_that_are_not_to_be_found_are_refused(name: str, message: str) -> None:
+def test_losses_that_cannot_be_made_are_refused(settings: OwnLossSettings, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        load_loss(LossSettings(name=name))
-
-
-@pytest.mark.parametrize("name", ["gspo", "", "my_losses:", ":loss"])
-def test_unknown_names_are_refused_with_what_there_is_where_settings_are_read(name: str) -> None:
-    with pytest.raises(ValueError, match="must be clipped_ratio, or module:function"):
-        LossSettings(name=name)
+        load_loss(settings)
 
 
 def test_samples_are_summed_and_spread_back() -> None:
@@ -57,3 +109,6 @@ def test_samples_are_summed_and_spread_back() -> None:
     part = tokens.part(slice(1, 4))
     assert part.sample_offsets.tolist() == [0, 1, 1, 3, 3]
     assert part.columns["pair"].shape == (3, 2)
+    assert part.sample_lengths.tolist() == tokens.sample_lengths.tolist() == [2, 0, 3, 1]
+    assert part.part(slice(1, 2)).sample_lengths.tolist() == [2, 0, 3, 1]
+    assert part.spread(part.sample_lengths).tolist() == [2, 3, 3]

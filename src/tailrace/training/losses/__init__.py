@@ -3,10 +3,20 @@
 A `Loss` gets every token of a micro-batch that bears loss at once, sample after sample, so it may need whole
 sequences. A `PointwiseLoss` judges each token by itself and knows its derivative, which spares the head a second pass.
 `load_loss` finds the one that settings name: built in, or `module:function` of one's own. A loss never sees the model,
-never divides by a number of tokens, and never waits for the device.
+never divides by a figure of the batch (its `Divisor` says by which), and never waits for the device.
 """
 
-from tailrace.training.losses.protocol import Loss, LossTokens, MeasuredLoss, PointwiseLoss
+from tailrace.training.losses.divisor import Divisor
+from tailrace.training.losses.protocol import Loss, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss
 from tailrace.training.losses.registry import LOSSES, load_loss
 
-__all__ = ["LOSSES", "Loss", "LossTokens", "MeasuredLoss", "PointwiseLoss", "load_loss"]
+__all__ = [
+    "LOSSES",
+    "Divisor",
+    "Loss",
+    "LossTokens",
+    "MeasuredLoss",
+    "PointwiseLoss",
+    "WeightedLoss",
+    "load_loss",
+]

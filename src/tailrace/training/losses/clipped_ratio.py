@@ -28,40 +28,35 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tailrace.training.loss_settings import ClippedRatioSettings
+from tailrace.training.losses.clipped_surrogate import clipped_surrogate, clipped_tokens
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
-from tailrace.training.settings import LossSettings
-
-MAX_LOG_RATIO = 20.0
-"""Ratios above e^20 are one and the same catastrophe; the bound keeps metrics finite in float32."""
+from tailrace.training.losses.ratios import ratios
 
 
 @dataclass(frozen=True, slots=True)
 class ClippedRatio(PointwiseLoss):
     """-min(min(r, C) A, clip(r) A) of each token (see the module); it keeps all."""
 
-    settings: LossSettings
+    settings: ClippedRatioSettings
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """The derivative is written out, because truncation makes it differ from that of the value."""
+        """Without correction -A log π, and its derivative."""
         settings, advantages, kept = self.settings, tokens.advantages, torch.ones_like(logprobs, dtype=torch.bool)
         if settings.correction == "none":
             return -advantages * logprobs, -advantages, kept
-        ratio = _ratio(logprobs, tokens)
-        truncated = ratio.clamp(max=settings.truncation)
-        clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-        surrogate, bound = truncated * advantages, clipped * advantages
-        loss = -torch.minimum(surrogate, bound)
-        return loss, torch.where(bound < surrogate, 0.0, -surrogate), kept
+        ratio = ratios(logprobs, tokens)
+        return *clipped_surrogate(ratio, advantages, settings, settings.truncation), kept
 
     def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
         """Which tokens were clipped."""
-        settings, ratio = self.settings, _ratio(logprobs, tokens)
-        above = (tokens.advantages > 0) & (ratio > 1 + settings.clip_high)
-        below = (tokens.advantages < 0) & (ratio < 1 - settings.clip_low)
-        clipped = above | below if settings.correction == "truncated_is" else torch.zeros_like(above)
-        return {"training/clip_share": clipped}
+        if self.settings.correction == "none":
+            return {"training/clip_share": torch.zeros_like(logprobs, dtype=torch.bool)}
+        return {"training/clip_share": clipped_tokens(ratios(logprobs, tokens), tokens.advantages, self.settings)}
 
-
-def _ratio(logprobs: Tensor, tokens: LossTokens) -> Tensor:
-    return (logprobs - tokens.logprobs).clamp(max=MAX_LOG_RATIO).exp()
+    def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        """min(r, C)."""
+        if self.settings.correction == "none":
+            return torch.ones_like(logprobs)
+        return ratios(logprobs, tokens).clamp(max=self.settings.truncation)

@@ -29,9 +29,16 @@ class LossTokens:
     """[num_samples + 1], int64: tokens of sample i are `sample_offsets[i]` to `sample_offsets[i + 1]`, perhaps none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """More about the tokens by name, [num_loss_tokens] or [num_loss_tokens, k]; empty, since batches carry none yet."""
+    whole_lengths: Tensor | None = None
+    """[num_samples], int64: tokens of each whole sample, where some of them may be cut off here; None: none are."""
+
+    @property
+    def sample_lengths(self) -> Tensor:
+        """[num_samples], int64: how many tokens each sample has, those that this part leaves out too."""
+        return self.sample_offsets.diff() if self.whole_lengths is None else self.whole_lengths
 
     def part(self, where: slice) -> LossTokens:
-        """The tokens of a slice, as views; samples are cut at its ends."""
+        """The tokens of a slice, as views; samples are cut at its ends, and know their whole lengths."""
         return LossTokens(
             self.targets[where],
             self.logprobs[where],
@@ -40,12 +47,17 @@ class LossTokens:
             self.policy_versions[where],
             (self.sample_offsets - where.start).clamp(0, where.stop - where.start),
             {name: column[where] for name, column in self.columns.items()},
+            self.sample_lengths,
         )
 
     def sum_by_sample(self, values: Tensor) -> Tensor:
         """[num_samples]: differentiable sums of `values` [num_loss_tokens] over each sample's tokens; 0 over none."""
         offsets = self.sample_offsets
         return torch.segment_reduce(values, "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+
+    def mean_by_sample(self, values: Tensor) -> Tensor:
+        """[num_samples]: differentiable means of `values` [num_loss_tokens] over each sample's tokens; 0 over none."""
+        return self.sum_by_sample(values) / self.sample_lengths.clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
         """[num_loss_tokens]: of `values` [num_samples] to each token that of its sample."""
@@ -57,8 +69,8 @@ class Loss(Protocol):
     """The loss of every token, and which tokens it keeps.
 
     `logprobs` and `entropy` are the policy's, [num_loss_tokens] and differentiable; both answers are [num_loss_tokens].
-    A token that is not kept (False) adds neither loss nor gradient. The trainer sums, divides by the planned number of
-    tokens, and multiplies by planned over kept once the whole batch is known.
+    A token that is not kept (False) adds neither loss nor gradient. What their sum is divided by, settings say
+    (`Divisor`).
     """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
@@ -77,6 +89,18 @@ class PointwiseLoss(ABC):
         """Loss and kept, as of any other loss."""
         loss, derivative, kept = self.with_derivative(logprobs.detach(), tokens)
         return loss + derivative * (logprobs - logprobs.detach()), kept
+
+
+@runtime_checkable
+class WeightedLoss(Protocol):
+    """A loss that weighs tokens by how likely they have become."""
+
+    def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor | None:
+        """[num_loss_tokens]: what it multiplies A ∇log π with where neither clip nor mask stops it. Without gradient.
+
+        None where it has no weights.
+        """
+        ...
 
 
 @runtime_checkable

@@ -1,25 +1,89 @@
-"""From the name in settings to the loss."""
+"""From settings to the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, cast
 
 from tailrace.errors import SettingsError
+from tailrace.training import loss_settings as settings_of
+from tailrace.training.loss_settings import Denominator, LossSettings, OwnLossSettings
+from tailrace.training.losses.aipo import Aipo
+from tailrace.training.losses.cispo import Cispo
 from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.losses.composition import compose
+from tailrace.training.losses.dapo import Dapo
+from tailrace.training.losses.dppo import Dppo
+from tailrace.training.losses.dr_grpo import DrGrpo
+from tailrace.training.losses.grpo import Grpo
+from tailrace.training.losses.gspo import Gspo
+from tailrace.training.losses.ipo import Ipo
+from tailrace.training.losses.masks import load_mask
 from tailrace.training.losses.protocol import Loss
-from tailrace.training.settings import LossSettings
-from tailrace.user_code import import_attribute
+from tailrace.training.losses.sapo import Sapo
+from tailrace.user_code import describe_failure, import_attribute
 
-LOSSES: dict[str, Callable[[LossSettings], Loss]] = {"clipped_ratio": ClippedRatio}
-"""By name; each is made from the settings of the loss."""
+LOSSES: Mapping[type[settings_of.CommonLossSettings], Callable[..., Loss]] = {
+    settings_of.ClippedRatioSettings: ClippedRatio,
+    settings_of.DapoSettings: Dapo,
+    settings_of.GrpoSettings: Grpo,
+    settings_of.DrGrpoSettings: DrGrpo,
+    settings_of.CispoSettings: Cispo,
+    settings_of.AipoSettings: Aipo,
+    settings_of.IpoSettings: Ipo,
+    settings_of.DppoSettings: Dppo,
+    settings_of.GspoSettings: Gspo,
+    settings_of.SapoSettings: Sapo,
+}
+"""By the class of their settings, from which each is made."""
 
 
 def load_loss(settings: LossSettings) -> Loss:
-    """The loss that `settings` name. Raises `SettingsError` for what cannot be imported or is no function."""
-    if (name := settings.name) in LOSSES:
-        return LOSSES[name](settings)
-    loss = import_attribute(name, setting="trainer.loss.name")
-    if not callable(loss):
-        raise SettingsError(f"trainer.loss.name is {name!r}: that is {loss!r:.80}, not a function")
-    return cast("Loss", loss)
+    """The loss that `settings` mean, with its masks. Raises `SettingsError` for what cannot be imported or called."""
+    loss = _own_loss(settings) if isinstance(settings, OwnLossSettings) else LOSSES[type(settings)](settings)
+    masks = {str(mask.name): load_mask(mask) for mask in settings.masks}
+    per_sequence = settings.denominator == Denominator.SEQUENCES
+    return compose(loss, masks, entropy=settings.entropy, per_sequence=per_sequence)
+
+
+def _own_loss(settings: OwnLossSettings) -> Loss:
+    """A class is made with `args`; a function is given them at each call; any other object takes none."""
+    given = import_attribute(settings.name, setting="trainer.loss.name")
+    if isinstance(given, type):
+        return _require_loss(_made(given, settings), settings, {})
+    if settings.args and not isinstance(given, FunctionType):
+        raise SettingsError(
+            f"trainer.loss.name is {settings.name!r}: trainer.loss.args are for a class or a function, and that is "
+            f"{given!r:.80}: leave them out"
+        )
+    loss = _require_loss(given, settings, settings.args)
+    return functools.partial(loss, **settings.args) if settings.args else loss
+
+
+def _made(own_class: type, settings: OwnLossSettings) -> object:
+    try:
+        return own_class(**settings.args)
+    except Exception as error:
+        raise SettingsError(
+            f"trainer.loss.name is {settings.name!r}: making it with trainer.loss.args = {settings.args} raised "
+            f"{describe_failure(error)}"
+        ) from error
+
+
+def _require_loss(given: object, settings: OwnLossSettings, args: Mapping[str, Any]) -> Loss:
+    """`given`, if it can be called as a loss is."""
+    if not callable(given):
+        raise SettingsError(f"trainer.loss.name is {settings.name!r}: that is {given!r:.80}, not a function")
+    try:
+        inspect.signature(given).bind(*("logprobs", "entropy", "tokens"), **args)
+    except TypeError as error:
+        raise SettingsError(
+            f"trainer.loss.name is {settings.name!r}: it cannot be called with (logprobs, entropy, tokens) and "
+            f"trainer.loss.args = {dict(args)}: {error}"
+        ) from error
+    except ValueError:  # without a signature, as what is written in C
+        pass
+    return cast("Loss", given)

@@ -1,0 +1,40 @@
+r"""AIPO, and truncated importance sampling of tokens (TIS): here they are one loss.
+
+    J = 1/N Σ_t sg[min(r_t, C)] A_t log π_θ(y_t),   r_t = π_θ(y_t) / μ(y_t)
+
+over the N tokens that are kept, here all of them; sg is the stop-gradient. Wu et al. 2025, "LlamaRL"
+(arXiv:2505.24034), where it is called AIPO. TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training") multiplies a loss by min(π_old / μ, C), π_old being the trainer's policy before its steps on a
+batch: with one step per batch that is π_θ, and what is left of a clipped ratio of π_θ to π_old is this.
+
+`clipped_ratio` also stops at the clip, and `cispo` is this loss with another C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from tailrace.training.loss_settings import AipoSettings
+from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
+from tailrace.training.losses.ratios import ratios
+
+
+@dataclass(frozen=True, slots=True)
+class Aipo(PointwiseLoss):
+    """-sg[min(r, C)] A log π of each token; it keeps all."""
+
+    settings: AipoSettings
+
+    @override
+    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """See the module."""
+        slope = -self.importance_weights(logprobs, tokens) * tokens.advantages
+        return slope * logprobs, slope, torch.ones_like(logprobs, dtype=torch.bool)
+
+    def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        """min(r, C)."""
+        return ratios(logprobs, tokens).clamp(max=self.settings.truncation)

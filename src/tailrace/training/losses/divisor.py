@@ -1,0 +1,42 @@
+"""What the sum of a batch's losses is divided by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tailrace.records import BatchSummary
+from tailrace.training.loss_settings import Denominator, DrGrpoSettings, LossSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """One figure for a whole batch, over all of its rows and ranks: how samples lie in rows changes no gradient.
+
+    Gradients are divided by the planned figure while they accumulate. Where rejected tokens count, that figure is
+    known only afterwards: then they are multiplied, once, by planned over final.
+    """
+
+    denominator: Denominator
+    length: int = 1
+    """Of `SEQUENCES_TIMES_LENGTH`."""
+
+    @classmethod
+    def of_loss(cls, settings: LossSettings) -> Divisor:
+        """That of the loss."""
+        return cls(Denominator(settings.denominator), settings.length if isinstance(settings, DrGrpoSettings) else 1)
+
+    def planned(self, batch: BatchSummary) -> int:
+        """Before any loss is computed."""
+        return self.final(batch, batch.loss_tokens)
+
+    def final(self, batch: BatchSummary, kept_tokens: int) -> int:
+        """Once it is known how many of the batch's loss tokens the loss keeps."""
+        match self.denominator:
+            case Denominator.PLANNED_TOKENS:
+                return batch.loss_tokens
+            case Denominator.KEPT_TOKENS:
+                return kept_tokens
+            case Denominator.SEQUENCES:
+                return batch.num_samples
+            case Denominator.SEQUENCES_TIMES_LENGTH:
+                return batch.num_samples * self.length

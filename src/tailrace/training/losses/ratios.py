@@ -1,0 +1,28 @@
+"""Probability ratios of the policy to the distribution that was sampled from."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tailrace.training.losses.protocol import LossTokens
+
+_LARGEST_LOGARITHM = {dtype: math.log(torch.finfo(dtype).max) * (1 - 1e-6) for dtype in (torch.float32, torch.float64)}
+"""Whose exponential is finite, rounding included."""
+
+
+def log_ratios(logprobs: Tensor, tokens: LossTokens) -> Tensor:
+    """log π(y_t) - log μ(y_t), [num_loss_tokens]."""
+    return logprobs - tokens.logprobs
+
+
+def ratios(logprobs: Tensor, tokens: LossTokens) -> Tensor:
+    """π(y_t) / μ(y_t), [num_loss_tokens]."""
+    return as_ratios(log_ratios(logprobs, tokens))
+
+
+def as_ratios(logarithms: Tensor) -> Tensor:
+    """Their exponentials. What would overflow becomes about the largest number: 0 times it is 0, not NaN."""
+    return logarithms.clamp(max=_LARGEST_LOGARITHM[logarithms.dtype]).exp()

@@ -1,0 +1,215 @@
+"""The ranks of a trainer: processes that hold a share of the model each, and take every step together.
+
+    rank 0   leads: gets batches, decides, publishes, reports          ── orders ──►  ranks 1, 2, ...: do the same
+    all      gather weights and scatter gradients (FSDP), agree on figures and on errors, write checkpoints
+
+Kinds of exchange have their own groups, so that none waits behind another: FSDP's collectives (NCCL between GPUs, else
+gloo) and words (what ranks agree on), with the deadline `trainer.collective_timeout_s`; checkpoints, with an hour; and
+orders, for which a rank waits for as long as it takes. A rank that dies ends all of them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from tailrace import errors
+from tailrace.errors import RankLost, TailraceError, TrainingError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+ValueT = TypeVar("ValueT")
+
+_log = logging.getLogger(__name__)
+
+_FOREVER = datetime.timedelta(days=1000)
+_WRITING = datetime.timedelta(hours=1)
+"""How long a rank may take longer than another to write its part of a checkpoint."""
+_LAST_WORDS_S = 5.0
+"""How long a rank that lost another waits to hear from those that are left."""
+_FAILED, _LOST = "failed", "lost"
+
+
+class Ranks:
+    """One process that trains alone: there is nobody to agree with. `JoinedRanks` are several."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, own: ValueT) -> list[ValueT]:
+        """Every rank's value, in their order. Numbers, texts and lists of them. Raises `RankLost`."""
+        return [own]
+
+    def agree(self, work: Callable[[], ValueT]) -> ValueT:
+        """Do this rank's part, and go on only if every rank did its own; else all raise the first rank's error."""
+        return work()
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Around torch's own collectives: what they raise for a rank that is gone becomes `RankLost`."""
+        yield
+
+    def require_same(self, what: str, values: list[float]) -> None:
+        """Raise `TrainingError` unless all ranks have the same `values`."""
+
+
+ALONE: Final = Ranks()
+
+
+class JoinedRanks(Ranks):
+    """This process among several. Make it in each of them; that waits for the others."""
+
+    def __init__(self, store: Store, rank: int, size: int, *, device: str, deadline_s: float) -> None:
+        """`store` is where they meet, empty at first. Raises `RankLost` where some do not come in time."""
+        self.rank, self.size, self.deadline_s = rank, size, deadline_s
+        self._store = store
+        self._device = torch.device(device)
+        deadline = datetime.timedelta(seconds=deadline_s)
+        store.set_timeout(deadline)
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        with self.exchanging():
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+            self._orders = dist.new_group(backend="gloo", timeout=_FOREVER)
+            self._words = dist.new_group(backend="gloo", timeout=deadline)
+            self.checkpoints = dist.new_group(backend="gloo", timeout=max(deadline, _WRITING))
+            """Over which ranks write checkpoints together, in a thread beside training."""
+            self.gather(None)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """All ranks in a row, with their devices or their CPUs."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device_type, (self.size,))
+
+    @override
+    def gather(self, own: ValueT) -> list[ValueT]:
+        data = msgspec.msgpack.encode(own)
+        with self.exchanging():
+            lengths = [int(length) for length in self._all(torch.tensor([len(data)]))]
+            padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
+            parts = self._all(padded)
+        decoded = [
+            msgspec.msgpack.decode(part.numpy().tobytes()[:length]) for part, length in zip(parts, lengths, strict=True)
+        ]
+        return cast("list[ValueT]", decoded)
+
+    @override
+    def agree(self, work: Callable[[], ValueT]) -> ValueT:
+        result: ValueT | None = None
+        own: TailraceError | None = None
+        try:
+            result = work()
+        except TailraceError as error:
+            if isinstance(error, RankLost):
+                raise
+            own = error
+        told = self.gather(None if own is None else [type(own).__name__, str(own)])
+        failed = next((rank for rank, words in enumerate(told) if words is not None), None)
+        if failed is None:
+            return cast("ValueT", result)
+        if own is not None and told[self.rank] == told[failed]:
+            raise own
+        raise _error_of(failed, *cast("list[str]", told[failed]))
+
+    @override
+    def require_same(self, what: str, values: list[float]) -> None:
+        all_values = self.gather(values)
+        if len({repr(one) for one in all_values}) > 1:
+            raise TrainingError(f"the trainer's ranks came to different figures ({what}): {all_values}")
+
+    @override
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_exchange(error):
+                raise
+            self.tell(error, lost=True)
+            line = str(error).splitlines()[0]
+            raise RankLost(self._who_is_gone(line.partition("] ")[2] or line)) from error
+
+    def send_order(self, order: bytes) -> None:
+        """From rank 0 to all others, who wait in `receive_order`. Raises `RankLost`."""
+        with self.exchanging():
+            dist.broadcast(torch.tensor([len(order)]), 0, group=self._orders)
+            dist.broadcast(torch.frombuffer(bytearray(order), dtype=torch.uint8), 0, group=self._orders)
+
+    def receive_order(self) -> bytes:
+        """What rank 0 sends next, however long that takes. Raises `RankLost` when it is gone."""
+        with self.exchanging():
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.broadcast(length, 0, group=self._orders)
+            order = torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(order, 0, group=self._orders)
+        return order.numpy().tobytes()
+
+    def tell(self, error: BaseException, *, lost: bool = False) -> None:
+        """Leave word of why this rank ends, for those that lose it. `lost`: because another one is gone."""
+        words = [_LOST if lost else _FAILED, f"{type(error).__name__}: {error}"]
+        with contextlib.suppress(RuntimeError):  # the store's own process may be the one that is gone
+            self._store.set(_key(self.rank), msgspec.json.encode(words).decode())
+
+    def _all(self, own: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own, group=self._words)
+        return gathered
+
+    def _who_is_gone(self, why: str) -> str:
+        """A sentence that names the rank that failed, or those that are silent."""
+        told: dict[int, list[str]] = {}
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while len(told) < self.size - 1 and time.monotonic() < deadline_s:
+            told |= {rank: words for rank in self._others if (words := self._told(rank)) is not None}
+            failed = next((rank for rank, words in told.items() if words[0] == _FAILED), None)
+            if failed is not None:
+                return f"rank {failed} of the trainer failed: {told[failed][1]}"
+            time.sleep(0.05)
+        silent = [rank for rank in self._others if rank not in told]
+        names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "a rank"
+        return (
+            f"{names} of the trainer died or stopped; its part of an exchange did not come within "
+            f"{self.deadline_s:g} s (trainer.collective_timeout_s), or its connection was closed: {why}"
+        )
+
+    def _told(self, rank: int) -> list[str] | None:
+        try:
+            if not self._store.check([_key(rank)]):
+                return None
+            words: list[str] = msgspec.json.decode(self._store.get(_key(rank)))
+        except RuntimeError:
+            return None
+        return words
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+
+def _key(rank: int) -> str:
+    return f"tailrace/end of rank {rank}"
+
+
+def _error_of(rank: int, kind: str, message: str) -> TailraceError:
+    """Another rank's error, as this one raises it."""
+    found: Any = getattr(errors, kind, None)
+    error = found if isinstance(found, type) and issubclass(found, TrainingError | errors.ModelError) else TrainingError
+    raised: TailraceError = error(message if message.startswith("rank ") else f"rank {rank}: {message}")
+    return raised
+
+
+def _is_of_exchange(error: RuntimeError) -> bool:
+    """Whether torch raised it because another rank is gone or late. gloo has no class of its own for that."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

@@ -1,0 +1,121 @@
+"""Runs whose trainer is several processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.records import RunStatus
+from tailrace.reporting.summary import RunSummary, read_summary
+from tailrace.run.devices import role_devices
+from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, TINY, command, environment, records, tiny_settings
+from tests.run.served import TORCHRUN
+
+pytestmark = pytest.mark.xdist_group("trainer ranks")
+
+TWO = ("--trainer.ranks", "2", "--trainer.collective_timeout_s", "60")
+
+
+def run(parent: Path, *overrides: str, name: str = "run") -> tuple[RunSummary, list[dict[str, Any]]]:
+    with command(parent, *overrides, name=name) as process:
+        status, printed = process.wait()
+        logs = "".join(path.read_text() for path in (process.folder / "logs").glob("trainer*.log"))
+        assert (status, process.leftovers()) == (0, []), printed + logs
+    return read_summary(process.folder), records(process.folder / "metrics.jsonl")
+
+
+def test_two_ranks_train_and_go_on_as_one_and_one_as_two(tmp_path: Path) -> None:
+    summary, _ = run(tmp_path, *TWO, "--max_steps", "2")
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000002"
+    assert len([*(checkpoint / "optimizer").glob("*.distcp")]) == 2
+    summary, _ = run(tmp_path, "--trainer.ranks", "1", "--max_steps", "3", *RESUMED)
+    assert summary.steps == 3
+    summary, metrics = run(tmp_path, *TWO, "--max_steps", "4", *RESUMED)
+    assert (summary.steps, [line["step"] for line in metrics]) == (4, [1, 2, 3, 4])
+    assert summary.ledger.balances
+
+
+def test_a_rank_that_is_killed_ends_the_run_which_names_it(tmp_path: Path) -> None:
+    with command(tmp_path, *TWO, "--max_steps", "100000") as process:
+        process.wait_for_steps(2)
+        process.role("trainer-1").kill()
+        status, printed = process.wait()
+        assert (status, process.leftovers()) == (1, [])
+    summary = read_summary(process.folder)
+    assert summary.status is RunStatus.FAILED
+    assert re.search(r"the trainer-1 left early, killed by SIGKILL", summary.reason), printed
+
+
+def test_settings_that_ranks_cannot_have_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    on_gpus = ("--trainer.device", "cuda")
+    refused = {
+        ("--trainer.ranks", "2", "--placement", "inline"): "needs a process for each rank",
+        ("--trainer.ranks", "2", *on_gpus, "--trainer.devices", "0,1,2"): "names 3 GPUs, and trainer.ranks = 2",
+        ("--trainer.ranks", "2", *on_gpus, "--trainer.devices", "1,1"): "names the GPU 1 twice",
+        ("--trainer.ranks", "2", "--trainer.device", "cuda:1"): "is one GPU, and trainer.ranks = 2",
+        ("--trainer.ranks", "4", *on_gpus): "trainer.ranks is 4, and this run sees 3 GPUs",
+        ("--trainer.tensor_parallel", "2"): "tensor_parallel is not to be had in the trainer",
+        ("--trainer.expert_parallel", "2"): "expert_parallel is not to be had in the trainer",
+    }
+    for overrides, why in refused.items():
+        assert main(["train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", *overrides]) == 2
+        assert why in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_each_rank_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
+    on_gpus = ("--trainer.device", "cuda", "--trainer.ranks", "2")
+    shares = role_devices(tiny_settings(*on_gpus, "--generator.device", "cuda"))
+    assert shares == {"trainer": ("4",), "trainer-1": ("5",), "generator": ("GPU-6",)}
+    shares = role_devices(tiny_settings(*on_gpus, "--trainer.devices", "7,4"))
+    assert shares == {"trainer": ("7",), "trainer-1": ("4",)}
+
+
+def test_a_dry_run_tells_of_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart", *TINY, *TWO, "--dry-run"]) == 0
+    assert "The trainer is 2 processes: each holds 1/2 of weights" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_started_by_others_train_too(tmp_path: Path, launcher: str) -> None:
+    arguments = ["train", "quickstart", *TINY, *environment("words"), *TWO, "--max_steps", "2", "--name", "run"]
+    given = {**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"}
+    if launcher == "torchrun":
+        commands, environments = [[*TORCHRUN, *arguments]], [given]
+    else:  # what srun gives its processes
+        commands = [[sys.executable, "-m", "tailrace", *arguments]] * 2
+        port = {"MASTER_PORT": str(free_port()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+        environments = [{**given, **port, "SLURM_PROCID": str(rank)} for rank in (0, 1)]
+    processes = [
+        subprocess.Popen(one, cwd=tmp_path, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for one, own in zip(commands, environments, strict=True)
+    ]
+    try:
+        printed = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(processes), "".join(printed)
+    assert read_summary(tmp_path / "runs" / "run").steps == 2
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000002"
+    assert len([*(checkpoint / "optimizer").glob("*.distcp")]) == 2
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,162 @@
+"""What each loss says, token by token in plain Python and float64: the objective and its gradient by log π.
+
+Written from the papers and not from the code: sequences are lists, every sum is a loop, every derivative is by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class OneSequence:
+    """One sequence: log-probabilities of policy and generator, and advantages, of each token."""
+
+    policy: Array
+    generator: Array
+    advantages: Array
+
+    def token(self, number: int) -> tuple[float, float, float]:
+        """The three of one token."""
+        return float(self.policy[number]), float(self.generator[number]), float(self.advantages[number])
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Of one token: its loss, the derivative by its own log π, and whether it counts."""
+
+    loss: float
+    derivative: float
+    kept: bool = True
+
+
+def clip(ratio: float, advantage: float, low: float, high: float, truncation: float = math.inf) -> Judged:
+    """PPO's surrogate, the gradient's weight truncated."""
+    if advantage > 0 and ratio > 1 + high:
+        return Judged(-(1 + high) * advantage, 0.0)
+    if advantage < 0 and ratio < 1 - low:
+        return Judged(-(1 - low) * advantage, 0.0)
+    weight = min(ratio, truncation)
+    return Judged(-weight * advantage, -weight * advantage)
+
+
+def clipped_ratio(policy: float, generator: float, advantage: float) -> Judged:
+    return clip(math.exp(policy - generator), advantage, 0.2, 0.28, truncation=2.0)
+
+
+def dapo(policy: float, generator: float, advantage: float) -> Judged:
+    return clip(math.exp(policy - generator), advantage, 0.2, 0.28)
+
+
+def grpo(policy: float, generator: float, advantage: float) -> Judged:
+    return clip(math.exp(policy - generator), advantage, 0.2, 0.2)
+
+
+def cispo(policy: float, generator: float, advantage: float) -> Judged:
+    weight = min(math.exp(policy - generator), 5.0)
+    return Judged(-weight * advantage * policy, -weight * advantage)
+
+
+def aipo(policy: float, generator: float, advantage: float) -> Judged:
+    weight = min(math.exp(policy - generator), 2.0)
+    return Judged(-weight * advantage * policy, -weight * advantage)
+
+
+def ipo(policy: float, generator: float, advantage: float) -> Judged:
+    value = -math.exp(policy - generator) * advantage
+    return Judged(value, value, kept=abs(math.exp(policy) - math.exp(generator)) <= 0.3)
+
+
+def dppo(policy: float, generator: float, advantage: float, divergence: str = "total_variation") -> Judged:
+    p, q = math.exp(policy), math.exp(generator)
+    if divergence == "total_variation":
+        is_far = abs(p - q) > 0.15
+    else:
+        is_far = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)) > 0.05
+    leads_away = (advantage > 0 and p > q) or (advantage < 0 and p < q)
+    value = -p / q * advantage
+    return Judged(value, value, kept=not (is_far and leads_away))
+
+
+def sapo(policy: float, generator: float, advantage: float) -> Judged:
+    ratio, temperature = math.exp(policy - generator), 1.0 if advantage > 0 else 1.05
+    gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+    slope = 4 * gate * (1 - gate)  # of f by the ratio
+    return Judged(-4 / temperature * gate * advantage, -slope * ratio * advantage)
+
+
+POINTWISE: dict[str, Callable[[float, float, float], Judged]] = {
+    "clipped_ratio": clipped_ratio,
+    "dapo": dapo,
+    "grpo": grpo,
+    "dr_grpo": grpo,
+    "cispo": cispo,
+    "aipo": aipo,
+    "ipo": ipo,
+    "dppo": dppo,
+    "sapo": sapo,
+}
+KEPT, PLANNED, BY_SEQUENCE, FIXED = "kept tokens", "planned tokens", "mean of each sequence", "sequences x length"
+DIVIDED_BY = {
+    "clipped_ratio": KEPT,
+    "dapo": KEPT,
+    "cispo": KEPT,
+    "aipo": KEPT,
+    "ipo": PLANNED,
+    "dppo": PLANNED,
+    "grpo": BY_SEQUENCE,
+    "gspo": BY_SEQUENCE,
+    "sapo": BY_SEQUENCE,
+    "dr_grpo": FIXED,
+}
+
+
+def gspo_gradient(one: OneSequence) -> tuple[list[float], list[list[float]]]:
+    """Losses of a sequence's tokens, and how each changes with each log π of it."""
+    count = len(one.policy)
+    ratio = math.exp(sum(one.policy - one.generator) / count)
+    losses, derivatives = [], []
+    for advantage in one.advantages:
+        judged = clip(ratio, float(advantage), 3e-4, 4e-4)
+        losses.append(judged.loss)
+        derivatives.append([judged.derivative / count] * count)  # d log s / d log π is 1 / |o|
+    return losses, derivatives
+
+
+def objective(
+    name: str, sequences: Sequence[OneSequence], *, length: int = 1, kept: Sequence[Sequence[bool]] | None = None
+) -> tuple[float, Array]:
+    """The loss of a batch and its gradient by every log π, in order. `kept` is what masks leave, per token."""
+    total, gradients, num_kept, num_tokens = 0.0, [], 0, sum(len(one.policy) for one in sequences)
+    num_sequences = sum(len(one.policy) > 0 for one in sequences)
+    for number, one in enumerate(sequences):
+        count = len(one.policy)
+        gradient = np.zeros(count)
+        share = 1 / count if DIVIDED_BY[name] == BY_SEQUENCE and count else 1.0
+        across = gspo_gradient(one) if name == "gspo" and count else None
+        for token in range(count):
+            if across is None:
+                judged = POINTWISE[name](*one.token(token))
+                changes = np.zeros(count)
+                changes[token] = judged.derivative
+            else:
+                judged, changes = Judged(across[0][token], 0.0), np.array(across[1][token])
+            if judged.kept and (kept is None or kept[number][token]):
+                total += share * judged.loss
+                gradient += share * changes
+                num_kept += 1
+        gradients.append(gradient)
+    divisor = {
+        KEPT: num_kept,
+        PLANNED: num_tokens,
+        BY_SEQUENCE: num_sequences,
+        FIXED: num_sequences * length,
+    }[DIVIDED_BY[name]]
+    return total / max(divisor, 1), np.concatenate(gradients) / max(divisor, 1)

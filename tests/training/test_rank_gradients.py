@@ -1,0 +1,88 @@
+"""Ranks that share a model come to the gradients of one process that has all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tailrace.training.gradients import GradientPasses
+from tailrace.training.loss_settings import ClippedRatioSettings
+from tailrace.training.losses import Divisor, LossTokens
+from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.policy_model import PolicyModel
+from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.sharding import share_out, whole
+from tests.training.losses.support import as_any_loss
+from tests.training.rank_processes import run_ranks
+from tests.training.tiny import VOCABULARY, build_batch, rows_of, tiny_model
+
+pytestmark = pytest.mark.xdist_group("trainer ranks")
+
+LENGTHS, ROWS = (9, 14, 5, 12, 30, 4), (2, 1, 3)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""Relative, of the norm of each weight's gradient."""
+CASES: list[dict[str, Any]] = [
+    {"model": "qwen3", "dtype": torch.float64},
+    {"model": "llama", "dtype": torch.float64},
+    {"model": "gpt2", "dtype": torch.float64, "loss": "any"},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting"},
+    {"model": "qwen3", "dtype": torch.float32, "native": True},
+    {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
+]
+
+
+class Rejecting:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        losses, kept = SHORT(logprobs, entropy, tokens)
+        return losses, kept & (tokens.targets > VOCABULARY // 3)
+
+
+SHORT = ClippedRatio(ClippedRatioSettings())
+LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting()}
+
+
+def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
+    """Of two batches, one after the other, and the metrics of the second."""
+    policy = PolicyModel(
+        tiny_model(case["model"]).to(case["dtype"]),
+        native_kernels=case.get("native", False),
+        gradient_checkpointing=case.get("checkpointing", False),
+    )
+    if isinstance(ranks, JoinedRanks):
+        share_out(policy, ranks)
+    divisor = Divisor.of_loss(ClippedRatioSettings())
+    passes = GradientPasses(policy, LOSSES[case.get("loss", "short")], divisor, ranks=ranks)
+    for seed in (1, 2):
+        batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed)
+        metrics, kept = passes.add(rows_of(batch, ranks.rank, ranks.size), 0).read(batch.summary)
+    found = {name: whole(weight.grad) for name, weight in policy.named_parameters() if weight.grad is not None}
+    return found, metrics, kept
+
+
+def all_gradients(ranks: Ranks) -> list[tuple[dict[str, Tensor], dict[str, float], int]]:
+    return [gradients(ranks, case) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(all_gradients, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case.values())) for case in CASES])
+def test_gradients_and_metrics_are_those_of_one_process(found: list[Any], index: int) -> None:
+    case = CASES[index]
+    expected, metrics, kept = gradients(ALONE, case)
+    loss_tokens = build_batch(lengths=LENGTHS, rows=ROWS).summary.loss_tokens
+    for rank in found:
+        gradient, rank_metrics, rank_kept = rank[index]
+        assert rank_kept == kept
+        assert (kept < loss_tokens) == (case.get("loss") == "rejecting")
+        assert rank_metrics == found[0][index][1]
+        assert rank_metrics == pytest.approx(metrics, rel=1e-5)
+        assert gradient.keys() == expected.keys()
+        for name in expected:
+            difference = float((gradient[name] - expected[name]).norm() / expected[name].norm())
+            assert difference <= TOLERANCE[case["dtype"]], f"{name}: {difference:.2g}"

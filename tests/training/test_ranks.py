@@ -1,0 +1,213 @@
+"""Trainers of several ranks: what they do alike, what they leave behind, and how they end when one of them is gone."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tailrace.errors import CheckpointError, ModelError, RankLost, TrainingError
+from tailrace.records import Batch
+from tailrace.training.checkpoints import verify_checkpoint
+from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.settings import TrainerSettings
+from tailrace.training.trainer import NOT_FINITE, StepResult, Trainer
+from tests.training.rank_processes import run_ranks
+from tests.training.tiny import build_batch, rows_of
+
+pytestmark = pytest.mark.xdist_group("trainer ranks")
+
+LENGTHS, ROWS = (9, 14, 5, 12, 30, 4), (2, 1, 3)
+STEPS = 3
+DEADLINE_S = 2.0
+
+
+def make_trainer(model_folder: Path, ranks: Ranks = ALONE) -> Trainer:
+    settings = TrainerSettings(learning_rate=1e-3, weight_decay=0.1, checkpoint_every_steps=1)
+    return Trainer(settings, model_name=str(model_folder), max_steps=10, max_staleness=8, ranks=ranks)
+
+
+def batch_of(step: int, ranks: Ranks) -> Batch:
+    return rows_of(build_batch(lengths=LENGTHS, rows=ROWS, step=step, seed=step), ranks.rank, ranks.size)
+
+
+def train(trainer: Trainer, steps: range, ranks: Ranks = ALONE) -> list[StepResult]:
+    return [trainer.train_step(batch_of(step, ranks)) for step in steps]
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in trainer.snapshot().wait().items()}
+
+
+def train_and_save(ranks: Ranks, model_folder: Path, folder: Path, written: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step; then the third again from the checkpoint of one process."""
+    trainer = make_trainer(model_folder, ranks)
+    results = train(trainer, range(1, STEPS), ranks)
+    path = trainer.save_checkpoint(folder)
+    results += train(trainer, range(STEPS, STEPS + 1), ranks)
+    found: dict[str, Any] = {"path": path, "results": results, "weights": weights(trainer)}
+    trainer.restore(written)
+    train(trainer, range(STEPS, STEPS + 1), ranks)
+    found["resumed"] = weights(trainer)
+    own_nan = build_batch(lengths=LENGTHS, rows=ROWS, step=STEPS + 1, advantages=[0, 0, math.nan, 0, 0, 0])
+    found["not finite"] = trainer.train_step(rows_of(own_nan, ranks.rank, ranks.size))
+    found["unchanged"] = weights(trainer)
+    try:
+        trainer.train_step(batch_of(STEPS + 2 + ranks.rank, ranks))
+    except TrainingError as error:
+        found["of another step"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Any], Trainer, Path]:
+    """What each rank came to; and one process's trainer after three steps, and its checkpoint of two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    alone = make_trainer(model_folder)
+    train(alone, range(1, STEPS))
+    written = alone.save_checkpoint(folder / "alone")
+    train(alone, range(STEPS, STEPS + 1))
+    results = run_ranks(train_and_save, request.param, folder, model_folder, folder / "together", written)
+    return results, alone, folder / "together"
+
+
+def require_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_ranks_train_as_one_process_does(found: tuple[list[Any], Trainer, Path]) -> None:
+    (first, *others), alone, _ = found
+    require_close(first["weights"], weights(alone))
+    assert [other["weights"] for other in others] == [{}] * len(others)
+    for step, result in enumerate(first["results"], 1):
+        assert (result.step, result.version, result.skipped) == (step, step, None)
+        for other in others:
+            timed = {name for name in result.metrics if name.endswith("_s")}
+            same = {name: other["results"][step - 1].metrics[name] for name in result.metrics.keys() - timed}
+            assert same == {name: value for name, value in result.metrics.items() if name not in timed}
+
+
+def test_one_process_reads_what_ranks_wrote(found: tuple[list[Any], Trainer, Path], model_folder: Path) -> None:
+    (first, *_), alone, folder = found
+    assert verify_checkpoint(first["path"]).version == STEPS - 1
+    assert [path.name for path in folder.iterdir()] == [first["path"].name]
+    trainer = make_trainer(model_folder)
+    trainer.restore(first["path"])
+    train(trainer, range(STEPS, STEPS + 1))
+    require_close(weights(trainer), weights(alone))
+
+
+def test_ranks_read_what_one_process_wrote(found: tuple[list[Any], Trainer, Path]) -> None:
+    (first, *_), alone, _ = found
+    require_close(first["resumed"], weights(alone))
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
+    found: tuple[list[Any], Trainer, Path],
+) -> None:
+    results, _, _ = found
+    for rank in results:
+        skipped = rank["not finite"]
+        assert (skipped.step, skipped.version, skipped.skipped) == (STEPS + 1, STEPS, NOT_FINITE)
+    assert all(torch.equal(results[0]["unchanged"][name], tensor) for name, tensor in results[0]["resumed"].items())
+
+
+def test_an_error_of_one_rank_is_raised_by_all(found: tuple[list[Any], Trainer, Path]) -> None:
+    results, _, _ = found
+    assert "was sent the batch of step 6" in results[1]["of another step"]
+    assert results[0]["of another step"] == f"rank 1: {results[1]['of another step']}"
+
+
+def step_without_one(ranks: JoinedRanks, model_folder: Path, how: str) -> str:
+    """Rank 1 is gone in the midst of a step: what the others say of it."""
+    trainer = make_trainer(model_folder, ranks)
+    train(trainer, range(1, 2), ranks)
+    if ranks.rank == 1:
+        AS_ASKED[how](ranks)
+    try:
+        train(trainer, range(2, 3), ranks)
+    except RankLost as error:
+        return str(error)
+    return "nobody was missed"
+
+
+def fail(ranks: JoinedRanks) -> None:
+    error = MemoryError("no memory is left")
+    ranks.tell(error)
+    raise error
+
+
+AS_ASKED: dict[str, Callable[[JoinedRanks], None]] = {
+    "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "stops": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "fails": fail,
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("dies", "rank 1 of the trainer died or stopped"),
+        ("stops", r"rank 1 of the trainer died or stopped; .* within 2 s \(trainer.collective_timeout_s\)"),
+        ("fails", "rank 1 of the trainer failed: MemoryError: no memory is left"),
+    ],
+)
+def test_the_others_miss_a_rank_within_the_deadline_and_name_it(
+    model_folder: Path, tmp_path: Path, how: str, why: str
+) -> None:
+    import re
+
+    first, _, last = run_ranks(step_without_one, 3, tmp_path, model_folder, how, deadline_s=DEADLINE_S, missing=1)
+    assert re.search(why, first)
+    assert re.search("rank 1 of the trainer", last)
+
+
+def refusals(ranks: JoinedRanks, folders: dict[str, Path], other: Path) -> dict[str, str]:
+    """What each model is refused for; and a checkpoint of another one."""
+    found = {}
+    for name, folder in folders.items():
+        try:
+            make_trainer(folder, ranks)
+        except ModelError as error:
+            found[name] = str(error)
+    trainer = make_trainer(other, ranks)
+    for name, folder in folders.items():
+        try:
+            trainer.restore(folder)
+        except CheckpointError as error:
+            found[f"{name} as a checkpoint"] = str(error)
+    return found
+
+
+def test_what_ranks_cannot_train_is_refused_by_all_alike(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    folders = {"nothing": tmp_path / "nothing"}
+    first, second = run_ranks(refusals, 2, tmp_path / "ranks", folders, model_folder)
+    assert "holds no config.json" in first["nothing"]
+    assert "is no checkpoint" in first["nothing as a checkpoint"]
+    assert second == {
+        "nothing": first["nothing"],
+        "nothing as a checkpoint": f"rank 0: {first['nothing as a checkpoint']}",
+    }
+
+
+def numbers(ranks: JoinedRanks) -> list[Any]:
+    return ranks.gather([ranks.rank, "x" * ranks.rank, float("nan"), None])
+
+
+def test_ranks_gather_values_of_any_length(tmp_path: Path) -> None:
+    for gathered in run_ranks(numbers, 3, tmp_path):
+        assert [part[:2] for part in gathered] == [[0, ""], [1, "x"], [2, "xx"]]
+        assert all(np.isnan(part[2]) and part[3] is None for part in gathered)
