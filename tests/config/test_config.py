@@ -38,6 +38,12 @@ group_size = 8
 """
 
 
+HUGE = (
+    *("rollouts.group_size", "rollouts.workers", "generator.slots", "generator.threads", "generator.replicas"),
+    *("generator.max_cache_tokens", "scheduling.row_tokens", "trainer.threads"),
+)
+
+
 @pytest.fixture
 def write(tmp_path: Path):  # type: ignore[no-untyped-def]
     def write_file(text: str) -> str:
@@ -143,12 +149,24 @@ def test_the_only_environment_is_called_as_the_command_line_calls_it() -> None:
         (MINIMAL.replace("[[environments]]", "[environments]"), r"line 7: environments = .*\[\[environments\]\]"),
         (MINIMAL.replace('name = "alphabet-sort"', "weight = 1"), r"line 7: environment.name is missing"),
         ("carriage = 1\n" + MINIMAL, r"line 1: carriage is no setting; known here: .*trainer"),
+        ("[generator]\nconnect = 5\n" + MINIMAL, r"generator.connect = 5: it is a list; write connect = \["),
+        (MINIMAL.replace('name = "alphabet-sort"', 'name = "a"\ncolumns = "a"'), r"columns = 'a': it is a list; write"),
         ("name = '../up'\n" + MINIMAL, r"line 1: name = '../up' cannot name a folder; use letters"),
     ],
 )
 def test_what_is_missing_or_misplaced_says_what_to_write(write, text: str, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SettingsError, match=message):
         load_settings(write(text))
+
+
+@pytest.mark.parametrize("levels", [257, 400, 490, 5000])
+def test_what_nests_too_deep_to_be_copied_is_told_where_it_stands(write, levels: int) -> None:  # type: ignore[no-untyped-def]
+    deep = "[" * levels + "]" * levels
+    path = write(MINIMAL.replace('name = "alphabet-sort"', f'name = "alphabet-sort"\nargs.rows = {deep}'))
+    with pytest.raises(SettingsError, match=r"run\.toml(, line 7: environments nests more than 256| is not TOML)"):
+        load_settings(path)
+    with pytest.raises(SettingsError, match=r"command line: .* nests"):
+        load_settings("quickstart", ["--environment.args.rows", deep])
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
@@ -209,6 +227,30 @@ def test_overrides_win_over_the_file() -> None:
 def test_a_setting_without_a_value_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=f"^command line: {message}"):
         load_settings("quickstart", overrides)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(
+            (["--trainer.learning_rate", rate], r"learning_rate = \S+: ")
+            for rate in ("inf", "nan", "-1e-4", "0", "1e4")
+        ),
+        (["--trainer.learning_rate", "Infinity"], "trainer.learning_rate = 'Infinity': "),
+        (["--scheduling.max_failing_s", "inf"], "scheduling.max_failing_s = inf: it must be a finite number"),
+        (["--environment.args.lengths", "[1, nan]"], "environment.args.lengths.1 = nan: it must be a finite number"),
+        (["--seed", str(10**30)], f"seed = {10**30}: it must be a finite number"),
+        (
+            ["--scheduling.batch_size", str(10**9)],
+            r"scheduling.batch_size = 1000000000: .* less than or equal to 1048576",
+        ),
+        *(([f"--{name}", str(10**9)], f"{name} = 1000000000: .* less than or equal to") for name in HUGE),
+    ],
+)
+def test_numbers_that_no_run_could_use_are_refused_in_a_sentence_each(given: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"^command line: .*{message}") as caught:
+        load_settings("quickstart", given)
+    assert str(caught.value).count("\n") == 0
 
 
 def test_a_switch_needs_no_value() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import sys
@@ -96,7 +97,10 @@ def test_every_kind_of_data_set_gives_the_same_rows(write: Any, name: str, tmp_p
         ("\n  \n", "is empty"),
         ('{"a": 1}\n\n{"a": \n', "broken.jsonl, line 3: not valid JSON"),
         ('{"a": 1}\n[1]\n', "line 2: a task row is a JSON object, not an array"),
-        ('{"a": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 2: nests JSON too deep"),
+        *(
+            ('{"a": 1}\n{"a": ' + "[" * levels + "]" * levels + "}\n", "line 2: the row nests more than 256 arrays")
+            for levels in (256, 450, 900, 100_000)
+        ),
         ('"hello"\n', "line 1: a task row is a JSON object, not a string"),
     ],
 )
@@ -105,6 +109,21 @@ def test_a_bad_jsonl_file_is_refused_with_file_and_line(text: str, says: str, tm
     with pytest.raises(DataError, match=r"broken\.jsonl") as caught:
         load_rows(tmp_path / "broken.jsonl")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("levels", [256, 450, 900, 100_000])
+def test_a_json_file_with_a_row_too_deep_to_be_copied_is_refused_with_its_entry(levels: int, tmp_path: Path) -> None:
+    deep = '{"a": ' + "[" * levels + "]" * levels + "}"
+    (tmp_path / "deep.json").write_text(f'[{{"a": "[[{{\\""}}, {deep}, {{}}]')
+    with pytest.raises(DataError, match=r"deep\.json, entry 1: the row nests more than 256 arrays and objects"):
+        load_rows(tmp_path / "deep.json")
+
+
+@pytest.mark.parametrize("name", ["deep.json", "deep.jsonl"])
+def test_rows_that_nest_as_deep_as_they_may_are_copied(name: str, tmp_path: Path) -> None:
+    row = '{"a": ' + "[" * 255 + "]" * 255 + "}"
+    (tmp_path / name).write_text(f"[{row}]" if name == "deep.json" else row)
+    assert copy.deepcopy(load_rows(tmp_path / name)[0])["a"]
 
 
 def test_bytes_that_are_no_text_are_refused_with_their_line(tmp_path: Path) -> None:

@@ -358,11 +358,21 @@ async def test_without_a_stop_string_in_it_a_reply_is_whole(renderer: ChatRender
     assert (reply.content, reply.completion.num_tokens) == ("Ada", len(renderer.tokenizer.encode("Ada")) + 1)
 
 
-async def test_stop_strings_are_refused_where_routed_experts_are_recorded_or_one_is_empty(
+async def test_where_routed_experts_are_recorded_those_of_the_reply_up_to_its_stop_string_are_kept(
     renderer: ChatRenderer,
 ) -> None:
-    with pytest.raises(ValueError, match=r"generator\.return_routed_experts"):
-        await Talk(renderer, records_experts=True).policy.chat([user("a")], stop=["x"])
+    talk = Talk(renderer, ["Ada</answer> and more"], records_experts=True)
+    talk.generate.chunk_tokens = 1  # nobody listens, or the request would be aborted
+    talk.generate.records_experts = True
+    reply = await talk.policy.chat([user("a")], stop=["</answer>"])
+    (branch,) = talk.rollout.branches
+    (chunk,) = branch.payload_chunks
+    assert (reply.content, talk.generate.streamed) == ("Ada", 0)
+    assert (chunk.start, chunk.end, chunk.ref is None) == (0, branch.num_tokens, False)
+    assert talk.rollout.metrics["cut_tokens"] == len(renderer.tokenizer.encode(" and more")) + 1
+
+
+async def test_an_empty_stop_string_is_refused(renderer: ChatRenderer) -> None:
     with pytest.raises(ValueError, match="an empty string"):
         await Talk(renderer).policy.chat([user("a")], stop=["x", ""])
 

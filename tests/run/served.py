@@ -64,6 +64,13 @@ def refusal(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, " ".join(printed.split())
 
 
+def require_refused(status: int, printed: str, *, served: str, own: str) -> None:
+    """A run with the model `own` was told that a generator serves one of another architecture."""
+    said = " ".join(printed.split())
+    told = f"serves {served}, another model than model.name = {own} (num_hidden_layers is 3 there and 1 here)"
+    assert (status, told in said) == (2, True), printed
+
+
 def rank_of(process: subprocess.Popen[str], number: int) -> psutil.Process:
     """The process of a rank that it, or torchrun, started."""
     for child in psutil.Process(process.pid).children(recursive=True):

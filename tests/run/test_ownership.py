@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from tailrace.errors import DataError
+from tailrace.run import ownership
 from tailrace.run.ownership import LAPSES_AFTER_S, OWNER_FILE, Owner, may_be_alive, own_folder
 from tests.run.runs import RESUMED, command, run_inline
 
@@ -27,6 +31,14 @@ with own_folder(Path(sys.argv[1])):
     print("owned", flush=True)
     time.sleep(600)
 """
+STARTER = """
+import subprocess, sys, time
+from pathlib import Path
+from tailrace.run.ownership import own_folder
+with own_folder(Path(sys.argv[1])) as held:
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[held]).pid, flush=True)
+    time.sleep(600)
+"""
 
 
 def left_by(owner: Owner, folder: Path, *, silent_s: float) -> Path:
@@ -37,6 +49,13 @@ def left_by(owner: Owner, folder: Path, *, silent_s: float) -> Path:
     then_s = time.time() - silent_s
     os.utime(path, (then_s, then_s))
     return path
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def refused(folder: Path, message: str) -> None:
@@ -64,6 +83,55 @@ def test_a_process_that_was_killed_owns_nothing(tmp_path: Path) -> None:
     with own_folder(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[psutil.Process]:
+    """What a process that was killed in the folder `run` has started there."""
+    command = [sys.executable, "-c", STARTER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        orphan = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+    yield orphan
+    if orphan.is_running():
+        orphan.kill()
+
+
+def test_an_orphan_that_does_not_end_is_named(
+    tmp_path: Path, orphan: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "ORPHANS_END_S", 0.01)
+    refused(tmp_path / "run", rf"was killed, and processes {orphan.pid} of it did not end within 0.01 s")
+    orphan.kill()
+    with own_folder(tmp_path / "run"):
+        pass
+
+
+def test_the_next_owner_waits_for_what_a_killed_one_started(
+    tmp_path: Path, orphan: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+
+    def end_what_is_waited_for(message: str, *values: object) -> None:
+        said.append(message % values)
+        assert orphan.is_running()
+        orphan.kill()
+
+    monkeypatch.setattr(logging.getLogger("tailrace.run.ownership"), "warning", end_what_is_waited_for)
+    with own_folder(tmp_path / "run"):
+        assert has_ended(orphan)
+    assert said == [f"waiting for processes of a run in {tmp_path / 'run'} that was killed, which still end"]
+
+
+def test_a_folder_is_free_once_the_roles_of_a_killed_run_have_ended(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "1000") as run:
+        run.wait_for_steps(1)
+        roles = [run.role("trainer"), run.role("generator")]
+        run.process.kill()
+        run.process.wait()
+        with own_folder(run.folder):
+            assert all(map(has_ended, roles))
 
 
 def test_an_owner_whose_lock_cannot_be_seen_is_believed_until_it_falls_silent(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.records import Completion, GenerationRequest, OnChunk, PayloadChunk
 from tailrace.reporting.summary import read_summary
 from tailrace.transport.payloads.accounts import PayloadAccounts
-from tests.run.runs import ROOT, Command, command, records, run_inline, tiny_settings
+from tests.run.runs import ROOT, Command, command, environment, records, run_inline, tiny_settings
 from tests.run.served import address_of, serving
 
 QUICKSTART = ROOT / "src" / "tailrace" / "recipes" / "models" / "quickstart"
@@ -68,6 +68,14 @@ async def test_inline_the_trainer_replays_what_generation_chose(tmp_path: Path, 
     summary = await run_inline(tmp_path, *replaying(model))
     assert summary.exit_code == 0
     require_replayed(tmp_path / "run")
+
+
+async def test_replies_cut_at_a_string_are_replayed_as_they_were_sampled(tmp_path: Path, model: Path) -> None:
+    turns = ("--rollouts.max_turns", "2", "--rollouts.max_tokens", "24")
+    summary = await run_inline(tmp_path, *replaying(model, *environment("stopping"), *turns))
+    assert summary.exit_code == 0
+    require_replayed(tmp_path / "run")
+    assert sum(line.get("rollout/cut_tokens", 0) for line in records(tmp_path / "run" / "metrics.jsonl")) > 0
 
 
 async def test_payloads_of_evaluations_end_with_their_rollouts_and_judges_make_none(
@@ -132,7 +140,7 @@ def test_payloads_may_go_to_a_folder(tmp_path: Path, model: Path) -> None:
 def test_what_a_killed_generator_put_is_trained_on_and_then_deleted(tmp_path: Path, model: Path) -> None:
     two = ("--generator.replicas", "2", "--generator.chunk_tokens", "4", "--rollouts.max_tokens", "48")
     with command(tmp_path, *replaying(model, *two), "--max_steps", "10000") as run:
-        run.wait_for_steps(2)
+        run.wait_until(lambda: bool(slabs(run, "generator-0.0")))  # before it serves its end would fail the run
         victim = run.role("generator-0")
         victim.kill()
         restarts = "generator/generator-0/restarts"

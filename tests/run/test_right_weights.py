@@ -6,31 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tailrace.cli import main
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.identity import ModelIdentity, identify, is_other, other_architecture
-from tailrace.models.loading import copy_tokenizer, load_causal_lm, resolve_model
+from tailrace.models.loading import resolve_model
 from tailrace.run import roles
 from tailrace.run.engines import engine_factory
 from tests.run.runs import TINY, command, environment, records, run_inline
-from tests.run.served import address_of, serving
-
-OWN = "bundled:quickstart"
+from tests.run.served import address_of, require_refused, serving
+from tests.support.bundled_models import BUNDLED as OWN
+from tests.support.bundled_models import save_smaller, save_with_other_weights
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same architecture with other weights."""
-    folder = tmp_path_factory.mktemp("other")
-    model = load_causal_lm(OWN, dtype="float32")
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    copy_tokenizer(OWN, folder)
-    return str(folder)
+    return save_with_other_weights(tmp_path_factory.mktemp("other"))
 
 
 def test_a_generator_with_other_weights_is_sent_the_runs_own_before_the_first_rollout(
@@ -45,6 +36,9 @@ def test_a_generator_with_other_weights_is_sent_the_runs_own_before_the_first_ro
         assert main(["eval", "quickstart", *TINY, *environment("words"), *connect]) == 2  # which sends no weights
         refused = " ".join(capsys.readouterr().err.split())
         assert f"serves {other}, not the weights of model.name = {OWN}: start it with `tailrace serve {OWN}`" in refused
+        smaller = save_smaller(tmp_path / "smaller")
+        with command(tmp_path, "--model.name", smaller, "--max_steps", "2", *connect, name="refused") as run:
+            require_refused(*run.wait(), served=other, own=smaller)
 
 
 async def test_a_trainer_that_disagrees_with_the_generator_raises_an_alarm(

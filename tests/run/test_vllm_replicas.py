@@ -19,7 +19,8 @@ from tailrace.run.orchestrator import RUN_ENDED
 from tests.generation.engine_kinds import contract_model, require_vllm_installed
 from tests.generation.engine_support import greedy_reference
 from tests.run.runs import PATIENCE_S, command, records
-from tests.run.served import address_of, serving
+from tests.run.served import address_of, require_refused, serving
+from tests.support.bundled_models import save_smaller, save_with_other_weights
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -124,14 +125,17 @@ def test_a_run_with_two_vllm_replicas_accounts_for_every_rollout_although_one_is
     assert _newest(run.folder, "generator/generator-0/failovers") > 0
 
 
-@pytest.mark.long
-def test_runs_train_with_a_vllm_generator_that_runs_already_one_after_the_other(tmp_path: Path) -> None:
-    with serving(*VLLM, "--address", "tcp://127.0.0.1:0") as process:
-        address = address_of(process)
-        for name in ("run", "next"):
-            with command(tmp_path, "--max_steps", "3", "--generator.connect", address, name=name) as run:
+def test_runs_train_with_a_vllm_generator_that_runs_already_whose_weights_they_replace(tmp_path: Path) -> None:
+    other, smaller = save_with_other_weights(tmp_path / "other"), save_smaller(tmp_path / "smaller")
+    with serving(*VLLM, "--address", "tcp://127.0.0.1:0", model=other) as process:
+        connect = ("--max_steps", "3", "--generator.connect", address_of(process))
+        with command(tmp_path, "--model.name", smaller, *connect, name="refused") as run:
+            require_refused(*run.wait(), served=other, own=smaller)
+        for name in ("run", "next"):  # the next one replaces what the first one has trained
+            with command(tmp_path, *connect, name=name) as run:
                 status, printed = run.wait()
                 assert (status, run.leftovers()) == (0, []), printed
+            assert records(run.folder / "metrics.jsonl")[0]["training/logprob_difference_fresh"] < 1e-4
             assert _newest(run.folder, "generator/generator/policy_version") > 0
             assert read_summary(run.folder).ledger.by_state["trained"] == 12
         process.send_signal(signal.SIGTERM)

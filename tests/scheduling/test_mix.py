@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -97,6 +97,27 @@ def test_an_environment_that_never_trains_gets_its_weights_share_of_the_tasks_an
         f"nothing of the last {UNTRAINABLE_AFTER} tasks of environment 'hopeless' could be trained on: it gets no "
         "more than its weight's share of the tasks handed out, until something can"
     ]
+
+
+def test_an_environment_that_trains_now_and_then_is_told_once_until_it_recovers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told(trained: Iterable[bool]) -> list[str]:
+        caplog.clear()
+        for one in trained:
+            mix.hand_out("late")
+            mix.end("late", trained=one)
+        return [record.levelname for record in caplog.records]
+
+    mix = EnvironmentMix({"late": 1.0})
+    now_and_then = [*[False] * UNTRAINABLE_AFTER, *([True, *[False] * UNTRAINABLE_AFTER] * 30)]
+    with caplog.at_level(logging.INFO, logger="tailrace"):
+        assert told(now_and_then) == ["WARNING"]
+        state = msgspec.json.encode(mix.state())
+        mix.restore(msgspec.json.decode(state, type=MixState))
+        assert told(now_and_then) == []
+        assert told([True] * 64) == ["INFO"]
+        assert told([False] * UNTRAINABLE_AFTER) == ["WARNING"]
 
 
 def test_an_environment_that_recovers_does_not_make_up_for_its_untrainable_time() -> None:

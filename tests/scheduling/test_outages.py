@@ -126,6 +126,19 @@ def test_a_run_in_which_rewards_never_differ_ends_and_says_which(reward: object,
     run_in_virtual_time(run())
 
 
+def test_a_run_in_which_all_that_was_ready_has_become_too_old_ends_and_says_so() -> None:
+    async def run() -> None:
+        world = make_world(spread, rows=8, epochs=None, max_barren_batches=2)
+        world.runner.version = lambda: 0  # whatever weights are installed
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        says = r"nothing to train on in the last 16 rollouts that were ready .* older than scheduling\.max_staleness"
+        assert caught.group_contains(TrainingError, match=says, depth=None)
+        assert world.scheduler.ledger.reasons(TerminalState.FILTERED).keys() == {"stale"}
+
+    run_in_virtual_time(run())
+
+
 @pytest.mark.parametrize(("last", "ended"), [(1.0, NothingLeft), (0.5, TrainingError)])
 def test_nothing_is_left_to_learn_where_every_reward_is_as_high_as_any_was(
     last: float, ended: type[TrainingError]

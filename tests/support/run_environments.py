@@ -71,6 +71,36 @@ def cooling() -> EnvironmentSpec:
     return EnvironmentSpec(name="cooling", agent=agent, train_tasks=rows, trusted=True)
 
 
+def stopping() -> EnvironmentSpec:
+    """Two turns of one branch, each cut at the first vowel."""
+
+    async def agent(task: Task, policy: Policy) -> float:
+        messages: list[Message] = [{"role": "user", "content": str(task["word"])}]
+        first = await policy.chat(messages, stop=list("aeiou"))
+        messages += [first.message, {"role": "user", "content": "go on"}]
+        second = await policy.chat(messages, stop=list("aeiou"))
+        return zlib.crc32(f"{first.content}|{second.content}".encode()) % 97 / 97
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="stopping", agent=agent, train_tasks=rows, trusted=True)
+
+
+def calling(port: int) -> EnvironmentSpec:
+    """Each rollout begins with a call of a service of this machine."""
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            if not await reader.readline():
+                raise ConnectionResetError("the service hung up")
+        finally:
+            writer.close()
+        return await answer(task, policy)
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="calling", agent=agent, train_tasks=rows, trusted=True)
+
+
 def learned(after: int) -> EnvironmentSpec:
     """Rewards that differ in the first so many rollouts, and then are all the highest."""
     numbers = itertools.count()

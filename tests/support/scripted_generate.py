@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tailrace.generation.completions import head, tail
-from tailrace.records import Completion, FinishReason, GenerationRequest, OnChunk, SamplingParams, as_token_ids
+from tailrace.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    OnChunk,
+    PayloadChunk,
+    PayloadRef,
+    SamplingParams,
+    as_token_ids,
+)
 from tailrace.rollouts import ChatTokenizer
 
 
@@ -31,6 +40,8 @@ class ScriptedGenerate:
     calls: list[GenerationRequest] = field(default_factory=list)
     chunk_tokens: int | None = None
     """Listeners hear of so many tokens at a time; None: they hear nothing."""
+    records_experts: bool = False
+    """Completions name a payload: of all positions but the last."""
     streamed: int = 0
     """Tokens that listeners heard of."""
 
@@ -41,6 +52,10 @@ class ScriptedGenerate:
         if isinstance(reply, Exception):
             raise reply
         completion = self._completion(reply, request.sampling)
+        if self.records_experts:
+            positions = len(request.prompt_token_ids) + completion.num_tokens - 1
+            ref = PayloadRef(f"memory:{len(self.calls)}", "uint8", (positions, 1, 1))
+            completion = replace(completion, routed_experts=(PayloadChunk(0, positions, ref),))
         if on_chunk is not None and self.chunk_tokens is not None:
             for start in range(0, completion.num_tokens, self.chunk_tokens):
                 chunk = tail(head(completion, start + self.chunk_tokens), start)

@@ -12,8 +12,12 @@ AdvantageName: TypeAlias = Literal["mean", "mean_std", "rloo", "maxrl"]
 class BatchingSettings(BaseModel, extra="forbid", frozen=True):
     """What a batch is made of."""
 
-    batch_size: int = Field(64, ge=1, description="Rollouts per optimizer step; a multiple of rollouts.group_size.")
-    row_tokens: int = Field(8192, ge=16, description="Tokens per packed row; a rollout's longest branch must fit.")
+    batch_size: int = Field(
+        64, ge=1, le=2**20, description="Rollouts per optimizer step; a multiple of rollouts.group_size."
+    )
+    row_tokens: int = Field(
+        8192, ge=16, le=2**24, description="Tokens per packed row; a rollout's longest branch must fit."
+    )
     advantage: AdvantageName = Field(
         "mean",
         description="A rollout's reward less its group's mean (mean), divided by its group's standard deviation too"

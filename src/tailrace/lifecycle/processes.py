@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -47,9 +47,13 @@ def spawn_role(
     life: int = 0,
     address: str = "",
     output: IO[bytes] | None = None,
+    inherited: Sequence[int] = (),
     leads_group: bool = True,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a role's process; it ends with the returned socket. `output` takes its prints. Raises `OSError`."""
+    """Start a role's process; it ends with the returned socket. Raises `OSError`.
+
+    `output` takes its prints; `inherited` are descriptors that stay open in it.
+    """
     launch = Launch(spec, life, address, [path for path in sys.path if path], orphan_grace_s)
     ours, its = socket.socketpair()
     try:
@@ -59,6 +63,7 @@ def spawn_role(
             stdout=output,
             stderr=output,
             env=child_environment(spec),
+            pass_fds=inherited,
             process_group=0 if leads_group else None,
             bufsize=0,
         )

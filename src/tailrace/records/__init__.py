@@ -8,7 +8,7 @@ from tailrace.records.arrays import Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
 from tailrace.records.completion import Completion, FinishReason
-from tailrace.records.conversation import Json, Message, Reply, ToolCall, ToolSpec
+from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
 from tailrace.records.events import (
     CheckpointWritten,
     Event,
@@ -24,7 +24,7 @@ from tailrace.records.events import (
 from tailrace.records.generation import Generate, GenerationRequest, OnChunk
 from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId, session_of
 from tailrace.records.origins import SampleOrigins
-from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, unrecorded
+from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
 from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch, Whitening
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
@@ -32,6 +32,7 @@ from tailrace.records.sampling import SamplingParams
 from tailrace.records.task import Task
 
 __all__ = [
+    "DEEPEST",
     "TOKEN_COLUMNS",
     "Batch",
     "BatchRow",
@@ -81,6 +82,8 @@ __all__ = [
     "TrainingSample",
     "Whitening",
     "as_token_ids",
+    "chunks_before",
+    "is_too_deep",
     "session_of",
     "unrecorded",
 ]

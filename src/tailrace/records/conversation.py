@@ -11,6 +11,24 @@ from tailrace.records.completion import Completion, FinishReason
 Json: TypeAlias = Any
 """A value that JSON can hold."""
 
+DEEPEST = 256
+"""Lists and objects inside each other that a value may have; to copy twice as many would end at Python's own limit."""
+
+
+def is_too_deep(value: Json) -> bool:
+    """Whether more than `DEEPEST` lists and objects lie inside each other.
+
+    >>> is_too_deep([[], {"a": [1]}])
+    False
+    """
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not inside:
+            return False
+        level = [one for values in inside for one in values]
+    return True
+
 
 class ToolCallFunction(TypedDict):
     """Which function a tool call names, and with what arguments."""

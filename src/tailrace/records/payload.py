@@ -49,6 +49,15 @@ class PayloadChunk(msgspec.Struct, frozen=True):
     offset: int = 0
 
 
+def chunks_before(end: int, chunks: Iterable[PayloadChunk]) -> tuple[PayloadChunk, ...]:
+    """What the chunks hold of the positions before `end`.
+
+    >>> [(chunk.start, chunk.end) for chunk in chunks_before(6, [PayloadChunk(0, 4), PayloadChunk(4, 9)])]
+    [(0, 4), (4, 6)]
+    """
+    return tuple(msgspec.structs.replace(one, end=min(one.end, end)) for one in chunks if one.start < end)
+
+
 OpenPayload: TypeAlias = Callable[[PayloadRef], NDArray[np.generic]]
 """The array that a reference means, usually a view of shared memory. Raises `TransportError`."""
 

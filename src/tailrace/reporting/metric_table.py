@@ -68,6 +68,7 @@ _ROWS = (
     ("rollout/drifted_turns", "turns", _SUM, "Turns whose re-rendered tokens differ from the sampled ones."),
     ("rollout/realigned_turns", "turns", _SUM, "Drifted turns that kept their branch: only tokenization had changed."),
     ("rollout/rewritten_turns", "turns", _SUM, "Turns whose history the agent rewrote: a new branch began."),
+    ("rollout/cut_tokens", "tokens", _SUM, "Sampled after a string that `chat(stop=...)` names, and cut off."),
     ("rollout/tool_calls", "calls", _SUM, "Well-formed tool calls of the policy."),
     ("rollout/malformed_tool_calls", "calls", _SUM, "Tool calls that could not be parsed."),
     ("rollout/failed_share", "1", _MEAN, "Share of rollouts that ended without a reward."),

@@ -17,7 +17,7 @@ from tailrace.reporting.metrics import MetricsAccumulator
 _OF_ROLLOUTS = {
     name: f"rollout/{name}"
     for name in (
-        *("drifted_turns", "realigned_turns", "rewritten_turns", "tool_calls", "malformed_tool_calls"),
+        *("drifted_turns", "realigned_turns", "rewritten_turns", "cut_tokens", "tool_calls", "malformed_tool_calls"),
         *("generate_s", "score_s", "environment_s"),
     )
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
@@ -32,6 +33,7 @@ from tailrace.records import (
     RolloutId,
     SamplingParams,
     ToolSpec,
+    chunks_before,
     session_of,
 )
 from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
@@ -185,11 +187,6 @@ class RolloutPolicy:
     def _listener(self, stop: Sequence[str]) -> StopStrings | None:
         if not stop:
             return None
-        if self._records_experts:
-            raise ValueError(
-                "chat(stop=...) cuts a completion short, which generator.return_routed_experts does not allow: ask for "
-                "fewer tokens by max_tokens instead"
-            )
         strings = [stop] if isinstance(stop, str) else list(stop)
         if not all(strings):
             raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
@@ -260,9 +257,18 @@ class RolloutPolicy:
         return completion
 
     async def _completed(self, request: GenerationRequest, listener: StopStrings | None) -> Completion:
-        """What is sampled, up to the first of the strings that `listener` looks for."""
+        """What is sampled, up to the first of the strings that `listener` looks for.
+
+        An engine hands out the experts of a request that ended, and not of one that is aborted: where they are recorded
+        it is sampled to its end, and then cut.
+        """
         if listener is None:
             return await self._generate(request)
+        if self._records_experts:
+            completion = await self._generate(request)
+            kept = listener.cut(completion)
+            end = len(request.prompt_token_ids) + kept.num_tokens
+            return replace(kept, routed_experts=chunks_before(end, completion.routed_experts))
         try:
             return listener.cut(await self._generate(request, listener))
         except StopStringFound:
@@ -302,6 +308,7 @@ class RolloutPolicy:
         message = parsed.message()
         if listener is not None:
             message["content"] = listener.before(message["content"])
+            self._count("cut_tokens", listener.cut_tokens)
         conversation.messages.append(message.copy())
         drifted = self._renderer.drifts(completion)
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))

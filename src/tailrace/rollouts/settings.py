@@ -21,9 +21,9 @@ class EvaluationSampling(BaseModel, extra="forbid", frozen=True):
 class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     """Section `rollouts`."""
 
-    group_size: int = Field(8, ge=1, description="Rollouts of one task, scored together.")
+    group_size: int = Field(8, ge=1, le=2**20, description="Rollouts of one task, scored together.")
     temperature: float = Field(1.0, gt=0, description="Of training rollouts: logits are divided by it.")
-    max_tokens: int = Field(256, ge=1, description="Tokens of one completion at most.")
+    max_tokens: int = Field(256, ge=1, le=2**24, description="Tokens of one completion at most.")
     max_turns: int = Field(16, ge=1, description="Completions of one rollout at most, over all its branches.")
     max_rollout_tokens: int | None = Field(
         None, ge=2, description="Tokens of one rollout at most, over all branches. Unset: the model's limit."
@@ -33,7 +33,7 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     score_concurrency: int | None = Field(64, ge=1, description="Groups scored at once at most. Unset: all.")
     rollout_errors: ErrorBudget = Field(ErrorBudget(), description="Rollouts that fail while they are played.")
     score_errors: ErrorBudget = Field(ErrorBudget(), description="Rewards and groups' scores that fail, each apart.")
-    workers: int = Field(1, ge=0, description="Processes for synchronous code that is not trusted; 0: none.")
+    workers: int = Field(1, ge=0, le=1024, description="Processes for synchronous code that is not trusted; 0: none.")
     worker_timeout_s: float = Field(60.0, gt=0, description="Seconds per call, after which the worker is killed.")
     worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds to start and load an environment.")
     system_prompt: str | None = Field(None, description="Replaces the system message. Unset: the environment's own.")

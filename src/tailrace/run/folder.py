@@ -20,8 +20,10 @@ from tailrace.run.ownership import OWNER_FILE, own_folder
 class RunPaths:
     """Where a run's files are. See "A run's folder" in docs/concepts.md."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, held: int | None = None) -> None:
         self.root = root
+        self.held = held
+        """What the run's processes inherit, so that the folder is theirs until the last of them has ended."""
         self.settings = root / CONFIG_FILE
         self.recipe = root / RECIPE_FILE
         self.events = root / "events.jsonl"
@@ -71,7 +73,7 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
     paths = RunPaths(parent / settings.name)
     if settings.resume and not paths.root.is_dir():
         raise _nothing_to_resume(paths)
-    with own_folder(paths.root):
+    with own_folder(paths.root) as held:
         is_there = any(path.name != OWNER_FILE for path in paths.root.iterdir())
         if settings.resume and not is_there:
             raise _nothing_to_resume(paths)
@@ -80,7 +82,7 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
                 f"the run folder {paths.root} exists already, and nothing in it will be overwritten: choose another "
                 "--name, or add --resume to go on from its newest checkpoint"
             )
-        yield paths
+        yield RunPaths(paths.root, held)
 
 
 def _nothing_to_resume(paths: RunPaths) -> DataError:

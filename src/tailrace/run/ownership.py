@@ -1,8 +1,10 @@
 """One run at a time in a run's folder.
 
     runs/<name>/owner.json    who runs in it; locked by that process, and gone once its run has ended
+    runs/<name>/              locked by that process and all that inherit the lock: the roles that write in here
 
-The lock (`flock`) is the kernel's: it goes with its process, however that ends, so what a crash leaves holds nobody up.
+The locks (`flock`) are the kernel's: one goes with the last process that has it, however that ends, so what a crash
+leaves holds nobody up. Roles outlive a killed owner by some seconds, and for them the next owner waits.
 Not every shared file system tells one host of another's locks. So the owner renews the file's time stamp, and where the
 lock proves nothing, the folder is taken to be in use until the file has not been renewed for a while.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import logging
 import os
 import socket
 import threading
@@ -26,6 +29,10 @@ OWNER_FILE = "owner.json"
 RENEWED_EVERY_S = 20.0
 LAPSES_AFTER_S = 120.0
 """Above the minute for which a client of NFS may show an old time stamp."""
+ORPHANS_END_S = 20.0
+"""How long the next owner waits for what a killed one started, which ends by itself: `ShutdownSettings.terminate_s`."""
+
+_logger = logging.getLogger(__name__)
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +55,10 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def own_folder(folder: Path) -> Iterator[None]:
+def own_folder(folder: Path) -> Iterator[int]:
     """Make the folder, and be its only owner in here; what this made and is empty at the end is removed again.
 
+    Gives a descriptor for the processes to inherit that write in it: nobody owns it after this one before they ended.
     Raises `DataError` where another process owns it, or where it cannot be written.
     """
     path = folder / OWNER_FILE
@@ -62,8 +70,10 @@ def own_folder(folder: Path) -> Iterator[None]:
         raise DataError(f"cannot write the run folder {folder}: {error.strerror}") from error
     released = threading.Event()
     threading.Thread(target=_renew, args=(path, released), name="run-folder-owner", daemon=True).start()
+    held = None
     try:
-        yield
+        held = _hold(folder)
+        yield held
     finally:
         released.set()
         with contextlib.suppress(OSError):  # a disk that fails now has told so before
@@ -71,7 +81,42 @@ def own_folder(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # it is not empty: the rule
             for parent in made:
                 parent.rmdir()
-        os.close(file)
+        for descriptor in (file,) if held is None else (held, file):
+            os.close(descriptor)
+
+
+def _hold(folder: Path) -> int:
+    """A descriptor of the folder, locked once nobody else has it locked. Raises `DataError` where that takes too long.
+
+    A file system without locks leaves it unlocked.
+    """
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _logger.warning("waiting for processes of a run in %s that was killed, which still end", folder)
+        locking = threading.Thread(target=fcntl.flock, args=(held, fcntl.LOCK_EX), daemon=True)
+        locking.start()
+        locking.join(ORPHANS_END_S)
+        if locking.is_alive():
+            os.close(held)  # should the thread get the lock yet, it goes with its call
+            raise DataError(
+                f"a run in {folder} was killed, and {_holders(folder)} of it did not end within {ORPHANS_END_S:g} s, "
+                "which would mix its files with those of another run: end them, and start again"
+            ) from None
+    except OSError:
+        pass
+    return held
+
+
+def _holders(folder: Path) -> str:
+    """The processes that have the folder open, as far as this system tells."""
+    pids = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it is closed by now, or another user's
+            if link.samefile(folder):
+                pids.add(int(link.parts[2]))
+    return f"processes {', '.join(map(str, sorted(pids - {os.getpid()})))}" if pids else "processes"
 
 
 def may_be_alive(owner: Owner, *, is_locked_by_us: bool, silent_s: float) -> bool:

@@ -168,6 +168,7 @@ async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEvent
     devices = await asyncio.to_thread(role_devices, settings)
     async with AsyncExitStack() as stack:
         launcher = launcher_class(settings.placement)(log.epoch, paths.logs, SHUTDOWN)
+        launcher.inherited = () if paths.held is None else (paths.held,)
         stack.callback(launcher.kill)
         where = None
         if launcher.runs_in_this_process:

@@ -32,13 +32,13 @@ class BatchFormer:
         stale: StalePolicy,
         settings: SchedulingSettings,
         *,
+        untrainable: UntrainableStreak,
         num_ranks: int = 1,
     ) -> None:
         """`num_ranks` are the trainer's."""
         self._packing = Packing(settings.row_tokens, num_ranks)
         self._tasks, self._outstanding, self._accounts = tasks, outstanding, accounts
-        self._stale, self._settings = stale, settings
-        self._untrainable = UntrainableStreak(settings.max_barren_batches * settings.batch_size, accounts.ledger)
+        self._stale, self._settings, self._untrainable = stale, settings, untrainable
 
     def form(self, *, step: int, trainer_version: int) -> Generator[None, None, FormedBatch | None]:
         """The batch of `step`, for a trainer of at most `trainer_version`; None where nothing in it would bear loss.
@@ -66,7 +66,7 @@ class BatchFormer:
             packing=self._packing,
             whiten_advantages=self._settings.whiten_advantages,
         )
-        self._untrainable.reset()
+        self._untrainable.formed()
         return formed
 
     def _sample(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup | None:
@@ -88,5 +88,5 @@ class BatchFormer:
             self._accounts.end([rollout], Outcome.filtered(reason))
         self._tasks.end(key, trained=bool(taken.samples))
         if not taken.samples:
-            self._untrainable.extend(ready.size)
+            self._untrainable.expire(ready.size)
         return taken

@@ -53,6 +53,7 @@ class GroupPlayer:
         settings: SchedulingSettings,
         *,
         backoff: Backoff,
+        untrainable: UntrainableStreak,
         whole_groups: Collection[str],
     ) -> None:
         """`whole_groups` are environments whose groups are dropped when a member is lost."""
@@ -60,11 +61,7 @@ class GroupPlayer:
         self._accounts, self._observer, self._settings = accounts, accounts.observer, settings
         self._whole_groups = frozenset(whole_groups)
         self._backoff, self._now_s = backoff, asyncio.get_running_loop().time
-        self._untrainable = UntrainableStreak(
-            settings.max_barren_batches * settings.batch_size,
-            accounts.ledger,
-            max_failing_s=settings.max_failing_s,
-        )
+        self._untrainable = untrainable
 
     async def play(self, group: OpenGroup) -> None:
         """Waits for the group's task, rollouts and scoring, and nothing else.

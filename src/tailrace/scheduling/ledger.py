@@ -108,18 +108,19 @@ class Accounts:
 
 
 class UntrainableStreak:
-    """Groups in a row with nothing to train on; too many, or failures for too long, end the run.
+    """Rollouts in a row with nothing to train on; too many, or failures for too long, end the run.
 
-    What came back counts by rollouts. Failures that may pass count by time: an outage fails thousands in a second.
+    There are two streaks: of what came back, and of what was ready and had become too old once its batch was formed.
+    Failures that may pass count by time: an outage fails thousands in a second.
 
     >>> streak = UntrainableStreak(limit=16, ledger=Ledger())
-    >>> streak.extend(8); streak.reset(); streak.extend(8)
+    >>> streak.extend(8); streak.reset(); streak.extend(8); streak.expire(8)
     """
 
     def __init__(self, limit: int, ledger: Ledger, *, max_failing_s: float = math.inf) -> None:
         """`limit` counts rollouts, `max_failing_s` seconds in which groups fail and none is scored."""
         self._limit, self._ledger, self._max_failing_s = limit, ledger, max_failing_s
-        self._rollouts = 0
+        self._rollouts = self._expired = 0
         self._failing_since_s: float | None = None
         self._equal: list[Rollout] = []
         """Of the newest groups whose rewards were all equal, one rollout each."""
@@ -149,7 +150,7 @@ class UntrainableStreak:
         self._equal = [*self._equal, group.rollouts[0]][-SAMPLE_REPLIES:]
 
     def extend(self, rollouts: int) -> None:
-        """A group of `rollouts` was not trainable. Raises `TrainingError` with the reasons at the limit.
+        """A group of `rollouts` came back not trainable. Raises `TrainingError` with the reasons at the limit.
 
         Raises `NothingLeft` where that is because each of them earned as much as any that was trained on.
         """
@@ -163,6 +164,19 @@ class UntrainableStreak:
             raise TrainingError(
                 f"the last {self._rollouts} rollouts held nothing to train on{self._why()}. So far {self._reasons()}; "
                 "the log tells the first failure of each kind"
+            )
+
+    def formed(self) -> None:
+        """A batch was formed."""
+        self._expired = 0
+
+    def expire(self, rollouts: int) -> None:
+        """A group of `rollouts` was ready, and too old for its batch. Raises `TrainingError` at the limit."""
+        self._expired += rollouts
+        if self._expired >= self._limit:
+            raise TrainingError(
+                f"there was nothing to train on in the last {self._expired} rollouts that were ready once their batch "
+                f"was formed: it is older than scheduling.max_staleness allows, or empty. So far {self._reasons()}"
             )
 
     def fail(self, failure: str, *, now_s: float) -> None:

@@ -28,6 +28,8 @@ UNTRAINABLE_AFTER = 32
 """Tasks in a row of which none was trained."""
 _WINDOW = 32
 """Newest tasks that the expected share is averaged over, exponentially."""
+_RECOVERED = 0.5
+"""Expected share from which an environment that was untrainable has recovered: a task here and there is no news."""
 
 _logger = logging.getLogger(__name__)
 
@@ -110,6 +112,8 @@ class EnvironmentMix:
         self._most_in_a_row = {name: _most_in_a_row(share) for name, share in self._shares.items()}
         self._state = MixState({name: EnvironmentState() for name in weights})
         self._in_flight = dict.fromkeys(weights, 0)
+        self._told: set[str] = set()
+        """Environments that were untrainable, as people were told, and have not recovered since."""
 
     def draw(self, names: Collection[str]) -> str:
         """The environment that lags its weight most; of equal ones the first."""
@@ -128,14 +132,8 @@ class EnvironmentMix:
         """A task in flight was put into a batch, or never will be."""
         self._in_flight[name] -= 1
         state = self._state.environments[name]
-        was_untrainable = state.is_untrainable
         state.end(trained=trained)
-        if state.is_untrainable and not was_untrainable:
-            _logger.warning(
-                "nothing of the last %d tasks of environment %r could be trained on: it gets no more than its weight's "
-                "share of the tasks handed out, until something can",
-                *(UNTRAINABLE_AFTER, name),
-            )
+        self._tell(name, state)
 
     def state(self) -> MixState:
         """What a checkpoint keeps; it changes with the mix, so encode it before the next call."""
@@ -148,6 +146,7 @@ class EnvironmentMix:
         if state.newest in self._shares:
             self._state.newest, self._state.in_a_row = state.newest, state.in_a_row
         self._in_flight = dict.fromkeys(self._shares, 0)
+        self._told = {name for name, one in self._state.environments.items() if one.is_untrainable}
 
     @property
     def figures(self) -> dict[str, EnvironmentFigures]:
@@ -164,6 +163,19 @@ class EnvironmentMix:
             )
             for name, state in states.items()
         }
+
+    def _tell(self, name: str, state: EnvironmentState) -> None:
+        """Log that an environment has become untrainable, and that it has recovered, each once."""
+        if state.is_untrainable and name not in self._told:
+            self._told.add(name)
+            _logger.warning(
+                "nothing of the last %d tasks of environment %r could be trained on: it gets no more than its weight's "
+                "share of the tasks handed out, until something can",
+                *(UNTRAINABLE_AFTER, name),
+            )
+        elif name in self._told and state.expected >= _RECOVERED:
+            self._told.remove(name)
+            _logger.info("most tasks of environment %r can be trained on again", name)
 
     def _progress(self, name: str) -> float:
         state = self._state.environments[name]

@@ -22,7 +22,7 @@ from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
 from tailrace.scheduling.backoff import Backoff
 from tailrace.scheduling.batches import BatchFormer
 from tailrace.scheduling.groups import GroupPlayer, GroupRunner
-from tailrace.scheduling.ledger import Accounts, Ledger
+from tailrace.scheduling.ledger import Accounts, Ledger, UntrainableStreak
 from tailrace.scheduling.observer import SchedulerObserver, SchedulerStatistics, Stopwatch
 from tailrace.scheduling.outstanding import Member, OpenGroup, Outstanding
 from tailrace.scheduling.progress import EndedSteps, Progress
@@ -89,10 +89,18 @@ class StreamScheduler:
         self._progress = Progress()
         self._stragglers = Stragglers(outstanding, holder, settings)
         self._backoff = Backoff()
-        self._player = GroupPlayer(
-            runner, tasks, outstanding, self._accounts, settings, backoff=self._backoff, whole_groups=whole_groups
+        untrainable = UntrainableStreak(
+            settings.max_barren_batches * settings.batch_size, self.ledger, max_failing_s=settings.max_failing_s
         )
-        self._former = BatchFormer(tasks, outstanding, self._accounts, self._stale, settings, num_ranks=num_ranks)
+        self._player = GroupPlayer(
+            *(runner, tasks, outstanding, self._accounts, settings),
+            backoff=self._backoff,
+            untrainable=untrainable,
+            whole_groups=whole_groups,
+        )
+        self._former = BatchFormer(
+            *(tasks, outstanding, self._accounts, self._stale, settings), untrainable=untrainable, num_ranks=num_ranks
+        )
         self._ended_steps = EndedSteps(self._accounts)
         self._id_prefix = ""
         self._groups_started = 0

@@ -21,7 +21,7 @@ class TrainerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    learning_rate: float = Field(default=1e-5, gt=0, description="Learning rate of AdamW after warm-up.")
+    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Learning rate of AdamW after warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How the learning rate falls after warm-up."
@@ -57,6 +57,7 @@ class TrainerSettings(BaseModel):
     ranks: int = Field(
         default=1,
         ge=1,
+        le=1024,
         description="Processes that share the model's weights, gradients and optimizer (FSDP), and the rows of each"
         " batch (docs/trainer.md).",
     )
@@ -66,7 +67,7 @@ class TrainerSettings(BaseModel):
         description="Seconds within which every rank must take part in an exchange; past it the run ends, and names the"
         " rank.",
     )
-    threads: int = Field(default=1, ge=1, description="CPU threads of each rank's compute.")
+    threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank's compute.")
     native_kernels: bool = Field(
         default=True,
         description="On a CPU with one thread and a C++ compiler: compile passes over activations for this processor,"

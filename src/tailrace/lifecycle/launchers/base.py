@@ -157,6 +157,8 @@ class Launcher(ABC):
         self.epoch, self.logs, self.settings = epoch, logs, settings or ShutdownSettings()
         self.changed = asyncio.Event()
         """Set when a role leaves, or may leave."""
+        self.inherited: tuple[int, ...] = ()
+        """Descriptors that processes of roles inherit on this machine: a lock on one lasts until the last has ended."""
         self._handles: dict[str, RoleHandle] = {}
 
     # --- what a launcher implements ----------------------------------------------------------------------------------

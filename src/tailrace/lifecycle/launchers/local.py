@@ -41,6 +41,7 @@ class LocalHandle(RoleHandle):
                     address=role.address,
                     orphan_grace_s=self._launcher.settings.terminate_s,
                     output=log,
+                    inherited=self._launcher.inherited,
                 )
         except OSError as error:
             self._has_left(1)

@@ -19,6 +19,8 @@ class StopStrings:
         self._strings, self._decode = strings, decode
         self._window = max(len(string.encode()) for string in strings)
         """Tokens that the longest of them can have at most."""
+        self.cut_tokens = 0
+        """Tokens that were sampled after one of them."""
         self._chunks: list[Completion] = []
         self._token_ids: list[int] = []
 
@@ -41,7 +43,9 @@ class StopStrings:
         if not self._holds(token_ids):
             return completion
         ends = range(1, len(token_ids) + 1)
-        return head(completion, next(end for end in ends if self._holds(token_ids[max(0, end - self._window) : end])))
+        end = next(end for end in ends if self._holds(token_ids[max(0, end - self._window) : end]))
+        self.cut_tokens = len(token_ids) - end
+        return head(completion, end)
 
     def before(self, text: str) -> str:
         """The text before the first of the strings."""

@@ -1,0 +1,32 @@
+"""Models made of the bundled one, which speak its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tailrace.models.loading import copy_tokenizer, load_causal_lm
+
+BUNDLED = "bundled:quickstart"
+
+
+def save_with_other_weights(folder: Path) -> str:
+    """The same architecture with other weights."""
+    model = load_causal_lm(BUNDLED, dtype="float32")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    copy_tokenizer(BUNDLED, folder)
+    return str(folder)
+
+
+def save_smaller(folder: Path) -> str:
+    """The same kind of architecture with one layer, and random weights."""
+    config = load_causal_lm(BUNDLED, dtype="float32").config
+    config.num_hidden_layers = 1
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    copy_tokenizer(BUNDLED, folder)
+    return str(folder)
