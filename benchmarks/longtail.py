@@ -1,6 +1,8 @@
 """What the long tail costs under each policy, in simulation: the real scheduler over modelled engines and trainer.
 
     python benchmarks/longtail.py [--json] [--quick] [--case main] [--case medium] [--case short] [--case runaways]
+    python benchmarks/longtail.py --seeds 1 --case medium
+    python benchmarks/longtail.py --sweep [--case short] [--policy over-resume]
 
 8 replicas of 64 slots, a step of 15 ms + 0.3 ms per running request, 20 us to read a token again; batches of 64 groups
 of 8; training takes 30 s and bringing the weights to the engines 2 s, in which both stand still; 80 steps, the first 20
@@ -16,6 +18,10 @@ of all that were begun. `vs_best` is groups per second over that of the fastest 
 `wasted_at_least` is what no scheduler can avoid that trains groups together, never waits for them and drops none: drawn
 from the load alone. A group starts at once, each token takes what it took in that run, and the group is trained on by
 the very next step after its longest rollout ended; what has no token younger than the bound then is lost.
+
+Each policy that others have names whose it is and where that was read (`whose`), and runs with the value of what is its
+user's to choose (`choice`) that gave most loss tokens per second under that load. `--sweep` finds it, with seed 0, and
+tries Tailrace's own `buffer_batches`, which the tables leave at its default.
 """
 
 from __future__ import annotations
@@ -26,9 +32,9 @@ import gc
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,9 +42,8 @@ import numpy as np
 from tailrace.simulation import SimulatedRun, SimulationPlan, simulate
 from tailrace.simulation.settings import LognormalLengths
 
-SEEDS = (0, 1, 2)
-OVER = 1.5
-"""Batches' worth that the over-sampling schemes start in each step."""
+SEEDS = 3
+NO_BOUND = 10_000
 
 
 def lognormal(mean_log: float, sigma: float, task_sigma: float, cap: int = 16_384) -> dict[str, Any]:
@@ -63,23 +68,125 @@ LOADS: dict[str, dict[str, Any]] = {
     },
 }
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "sync": {"schedule": "sync"},
-    "one-step-off": {"schedule": "one-step-off"},
-    "stream": {},
-    "stream-early": {"scheduling": {"group_release": "early"}},
-    "stream-late": {"scheduling": {"group_release": "early", "min_known_siblings": 7}},
-    "stream-wait": {"scheduling": {"on_stale": "wait"}},
-    "stream-restart": {"scheduling": {"on_stale": "restart"}},
-    "stream-drop": {"scheduling": {"on_stale": "drop"}},
-    "unbounded": {"scheduling": {"max_staleness": 10_000}},
-    "over-abort": {"schedule": "sync", "scheduling": {"over_sampling": OVER, "on_straggler": "drop"}},
-    "over-requeue": {"schedule": "sync", "scheduling": {"over_sampling": OVER, "on_straggler": "requeue"}},
-    "over-resume": {"schedule": "stream", "scheduling": {"over_sampling": OVER, "on_straggler": "resume_next_step"}},
-    "over-continue": {"schedule": "stream", "scheduling": {"over_sampling": OVER}},
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting of `scheduling` that is its user's to choose, and what `--sweep` tries."""
+
+    setting: str
+    values: tuple[float, ...]
+
+
+ABORTED = Choice("over_sampling", (1.1, 1.25, 1.5, 2.0, 3.0))
+RESUMED = Choice("over_sampling", (1.25, 1.5, 2.0, 3.0, 4.0))
+MAX_IN_FLIGHT = Choice("max_in_flight", (256, 384, 512))
+BUFFER = Choice("buffer_batches", (0.5, 0.75, 1.0))
+
+
+OWN = "Tailrace"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to schedule: our scheduler under these settings, not the code of those whose policy it is."""
+
+    schedule: str = "stream"
+    scheduling: Mapping[str, Any] = field(default_factory=dict)
+    choice: Choice | None = None
+    whose: str = OWN
+    read_in: str | None = None
+    """Repository and file, or paper."""
+    differs: str | None = None
+    """What is not as theirs."""
+
+
+POLICIES: dict[str, Policy] = {
+    "sync": Policy(
+        schedule="sync",
+        whose="verl, synchronous",
+        read_in="volcengine/verl: docs/advance/one_step_off.md, Background",
+    ),
+    "one-step-off": Policy(schedule="one-step-off"),
+    "one-step-off-wait": Policy(
+        schedule="one-step-off",
+        scheduling={"on_stale": "wait"},
+        whose="verl, one step off",
+        read_in="volcengine/verl: docs/advance/one_step_off.md",
+        differs="groups start as slots come free, theirs all at once",
+    ),
+    "stream": Policy(choice=BUFFER),
+    "stream-early": Policy(scheduling={"group_release": "early"}, choice=BUFFER),
+    "stream-late": Policy(scheduling={"group_release": "early", "min_known_siblings": 7}),
+    "stream-wait": Policy(
+        scheduling={"on_stale": "wait"},
+        choice=MAX_IN_FLIGHT,
+        whose="NeMo-RL, asynchronous GRPO",
+        read_in="NVIDIA-NeMo/RL: docs/guides/async-grpo.md; ReplayBuffer.sample of nemo_rl/algorithms/async_utils.py",
+        differs="theirs fixes a group's step when it starts, and waits for that step's own groups",
+    ),
+    "stream-restart": Policy(
+        scheduling={"on_stale": "restart"},
+        read_in="NovaSky-AI/SkyRL: docs/content/docs/tutorials/fully_async.mdx, as what could be done",
+    ),
+    "stream-drop": Policy(
+        scheduling={"on_stale": "drop"},
+        choice=MAX_IN_FLIGHT,
+        whose="prime-rl, max_off_policy_steps",
+        read_in="PrimeIntellect-ai/prime-rl: docs/async.md; src/prime_rl/orchestrator/scheduler.py",
+    ),
+    "admission": Policy(
+        scheduling={"max_staleness": NO_BOUND, "buffer_batches": 3.0},
+        choice=MAX_IN_FLIGHT,
+        whose="AReaL, SkyRL: bounded at admission",
+        read_in="inclusionAI/AReaL: areal/core/staleness_manager.py; NovaSky-AI/SkyRL:"
+        " docs/content/docs/tutorials/fully_async.mdx",
+        differs="their capacity of 5 batches as one that trains, one that runs and 3 that wait",
+    ),
+    "unbounded": Policy(
+        scheduling={"max_staleness": NO_BOUND},
+        whose="PipelineRL, max_lag unset",
+        read_in="ServiceNow/PipelineRL: conf/base.yaml",
+        differs="theirs drops the oldest groups where the trainer is slower (pop_old_data)",
+    ),
+    "over-abort": Policy(
+        schedule="sync",
+        scheduling={"on_straggler": "drop"},
+        choice=ABORTED,
+        whose="slime, ROLL",
+        read_in="THUDM/slime: abort() of slime/rollout/sglang_rollout.py; alibaba/ROLL: is_use_additional_prompts of"
+        " roll/distributed/scheduler/generate_scheduler.py",
+    ),
+    "over-requeue": Policy(
+        schedule="sync",
+        scheduling={"on_straggler": "requeue"},
+        choice=ABORTED,
+        whose="RollPacker, in part",
+        read_in="arXiv:2509.21009, tail batching",
+        differs="what was aborted starts again in the next step; theirs saves it up for rounds of its own",
+    ),
+    "over-resume": Policy(
+        scheduling={"on_straggler": "resume_next_step"},
+        choice=RESUMED,
+        whose="slime --partial-rollout, APRIL",
+        read_in="THUDM/slime: slime/rollout/sglang_rollout.py; RLsys-Foundation/APRIL: README.md",
+        differs="tokens past the bound are masked; theirs have no bound",
+    ),
+    "over-continue": Policy(
+        choice=RESUMED,
+        whose="verl, fully asynchronous",
+        read_in="volcengine/verl: docs/advance/fully_async.md, partial_rollout; factor: 1 + staleness_threshold",
+        differs="tokens past the bound are masked",
+    ),
 }
-"""Over-sampling is what the known schemes do: abort at the target, start the whole group again from scratch, or go on
-with its partial rollouts in the next step. `stream-late` releases a group in parts only where it would be too old."""
+
+BEST: dict[str, dict[str, float]] = {
+    "main": {"stream-drop": 384, "over-abort": 1.25, "over-requeue": 1.5, "over-resume": 3.0, "over-continue": 3.0},
+    "medium": {"stream-wait": 384, "over-abort": 1.25, "over-requeue": 1.25, "over-resume": 3.0, "over-continue": 3.0},
+    "short": {"stream-wait": 384, "over-abort": 1.1, "over-requeue": 1.1, "over-resume": 3.0, "over-continue": 3.0},
+    "runaways": {"over-abort": 1.1, "over-requeue": 1.5, "over-resume": 1.5, "over-continue": 1.5},
+}
+"""What `--sweep` found for the policies of others, by load; where nothing is said, the plan's default is best. The last
+three of `runaways` were not swept."""
 
 MASKED_AT_MOST = {"main": (0.33, 0.14), "medium": (0.18, 0.06)}
 """With groups released together, and early."""
@@ -95,6 +202,8 @@ class Row:
 
     case: str
     policy: str
+    whose: str
+    choice: str | None
     speedup_vs_sync: float
     loss_speedup: float
     length_ratio: float
@@ -115,12 +224,51 @@ class Row:
     missed: str | None
 
 
-def plan(case: str, policy: str, seed: int, *, quick: bool) -> SimulationPlan:
-    load, chosen = LOADS[case], POLICIES[policy]
-    steps = {"steps": 14, "warmup_steps": 4} if quick else {"steps": 80, "warmup_steps": 20}
-    scheduling = {"batch_size": 512, "row_tokens": 32_768, **chosen.get("scheduling", {})}
+@dataclass(frozen=True)
+class Tried:
+    """One value of what is a policy's user's to choose, with one seed."""
+
+    case: str
+    policy: str
+    choice: str
+    groups_per_s: float
+    loss_tokens_per_s: float
+    length_ratio: float
+    masked: float
+    best: bool
+    """Most loss tokens per second among the values of this policy."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whose policy one is, and where that was read."""
+
+    case: str
+    whose: str
+    read_in: str | None
+    differs: str | None
+
+
+FULL, QUICK = (80, 20), (14, 4)
+"""Steps of a run, and those of them that warm up."""
+
+
+def plan(case: str, policy: str, seed: int, *, steps: tuple[int, int], chosen: float | None = None) -> SimulationPlan:
+    """`chosen` takes the place of what was found best."""
+    one = POLICIES[policy]
+    value = BEST[case].get(policy) if chosen is None else chosen
+    choice = {} if one.choice is None or value is None else {one.choice.setting: value}
+    scheduling = {"batch_size": 512, "row_tokens": 32_768, **one.scheduling, **choice}
     return SimulationPlan.model_validate(
-        {"name": policy, "seed": seed, **steps, **load, **chosen, "scheduling": scheduling}
+        {
+            "name": policy,
+            "seed": seed,
+            "steps": steps[0],
+            "warmup_steps": steps[1],
+            "schedule": one.schedule,
+            **LOADS[case],
+            "scheduling": scheduling,
+        }
     )
 
 
@@ -131,18 +279,75 @@ def run(plan: SimulationPlan) -> SimulatedRun:
 
 
 def main() -> None:
-    options = kit.parse_options(__doc__)
+    parser = kit.common_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each policy")
+    parser.add_argument("--sweep", action="store_true", help="find the best values instead")
+    parser.add_argument("--policy", action="append", default=[], choices=POLICIES, help="of the sweep; may be repeated")
+    arguments = parser.parse_args()
+    options = kit.common_options(arguments)
     cases = options.choose(list(LOADS)) if options.cases else ["main"]
-    seeds = SEEDS[:1] if options.quick else SEEDS
-    jobs = [(case, policy, seed) for case in cases for policy in POLICIES for seed in seeds]
+    if arguments.sweep:
+        kit.report("What is theirs to choose", sweep(cases, arguments.policy or POLICIES, options.quick), options)
+    else:
+        rows = compare(cases, 1 if options.quick else arguments.seeds, quick=options.quick)
+        kit.report("The long tail", [*rows, *sources()], options)
+
+
+def compare(cases: Sequence[str], seeds: int, *, quick: bool) -> list[Row]:
+    jobs = [(case, policy, seed) for case in cases for policy in POLICIES for seed in range(seeds)]
+    plans = [plan(*job, steps=QUICK if quick else FULL) for job in jobs]
     runs: dict[tuple[str, str], list[SimulatedRun]] = {}
+    for (case, policy, seed), result in zip(jobs, run_all(plans), strict=True):
+        runs.setdefault((case, policy), []).append(result)
+        kit.progress(f"{case}, {policy}, seed {seed}: {result.groups_per_s:.2f} groups/s")
+    return [row(case, policy, runs, judged=not quick) for case in cases for policy in POLICIES]
+
+
+def sweep(cases: Iterable[str], policies: Iterable[str], quick: bool) -> list[Tried]:
+    """Every value of every choice."""
+    jobs = [
+        (case, policy, choice.setting, value)
+        for case in cases
+        for policy in policies
+        if (choice := POLICIES[policy].choice) is not None
+        for value in choice.values
+    ]
+    plans = [plan(case, policy, 0, steps=QUICK if quick else FULL, chosen=value) for case, policy, _, value in jobs]
+    runs: list[SimulatedRun] = []
+    for (case, policy, setting, value), result in zip(jobs, run_all(plans), strict=True):
+        runs.append(result)
+        kit.progress(f"{case}, {policy}, {setting} {value:g}: {result.loss_tokens_per_s:,.0f} loss tokens/s")
+    most: dict[tuple[str, str], float] = {}
+    for (case, policy, *_), result in zip(jobs, runs, strict=True):
+        most[case, policy] = max(most.get((case, policy), 0.0), result.loss_tokens_per_s)
+    return [
+        Tried(
+            case=case,
+            policy=policy,
+            choice=f"{setting} {value:g}",
+            groups_per_s=result.groups_per_s,
+            loss_tokens_per_s=result.loss_tokens_per_s,
+            length_ratio=result.length_ratio,
+            masked=result.masked_share,
+            best=result.loss_tokens_per_s == most[case, policy],
+        )
+        for (case, policy, setting, value), result in zip(jobs, runs, strict=True)
+    ]
+
+
+def run_all(plans: Sequence[SimulationPlan]) -> Iterator[SimulatedRun]:
     with ProcessPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        plans = [plan(*job, quick=options.quick) for job in jobs]
-        for (case, policy, seed), result in zip(jobs, pool.map(run, plans), strict=True):
-            runs.setdefault((case, policy), []).append(result)
-            kit.progress(f"{case}, {policy}, seed {seed}: {result.groups_per_s:.2f} groups/s")
-    rows = [row(case, policy, runs, judged=not options.quick) for case in cases for policy in POLICIES]
-    kit.report("The long tail", rows, options)
+        yield from pool.map(run, plans)
+
+
+def sources() -> list[Source]:
+    return [Source(name, one.whose, one.read_in, one.differs) for name, one in POLICIES.items() if one.read_in]
+
+
+def choice_of(case: str, policy: str) -> str | None:
+    """What is its user's to choose, as it ran; None where nothing differs from the plan's default."""
+    choice, value = POLICIES[policy].choice, BEST[case].get(policy)
+    return None if choice is None or value is None else f"{choice.setting} {value:g}"
 
 
 def row(case: str, policy: str, runs: dict[tuple[str, str], list[SimulatedRun]], *, judged: bool) -> Row:
@@ -162,6 +367,8 @@ def row(case: str, policy: str, runs: dict[tuple[str, str], list[SimulatedRun]],
     return Row(
         case=case,
         policy=policy,
+        whose=POLICIES[policy].whose,
+        choice=choice_of(case, policy),
         **figures,
         loss_length_ratio=mean(own, "loss_length_ratio"),
         wasted_at_least=least_wasted(own[0]) if policy == "stream" and case != "runaways" else None,
