@@ -16,6 +16,7 @@ from tailrace.cli import main
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.devices import role_devices
+from tailrace.training.token_export import read_tokens
 from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, TINY, command, environment, records, tiny_settings
 from tests.run.served import TORCHRUN
 
@@ -44,6 +45,18 @@ def test_two_ranks_train_and_go_on_as_one_and_one_as_two(tmp_path: Path) -> None
     assert summary.ledger.balances
 
 
+def test_ranks_that_share_every_row_train_and_export_each_token_once(tmp_path: Path) -> None:
+    together = ("--trainer.sequence_parallel", "2", "--trainer.export_tokens", "jsonl")
+    summary, metrics = run(tmp_path, *TWO, *together, "--max_steps", "2")
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    for line in metrics:
+        files = [*(tmp_path / "runs" / "run" / "tokens").glob(f"step_{line['step']:06d}_rank_*.jsonl")]
+        tokens = [one for path in files for one in read_tokens(path)]
+        places = {(one["rollout_id"], one["branch"], one["position"]) for one in tokens}
+        assert len(files) == 2
+        assert len(places) == len(tokens) == line["batch/loss_tokens"]
+
+
 def test_a_rank_that_is_killed_ends_the_run_which_names_it(tmp_path: Path) -> None:
     with command(tmp_path, *TWO, "--max_steps", "100000") as process:
         process.wait_for_steps(2)
@@ -69,6 +82,8 @@ def test_settings_that_ranks_cannot_have_are_refused_before_anything_starts(
         ("--trainer.ranks", "4", *on_gpus): "trainer.ranks is 4, and this run sees 3 GPUs",
         ("--trainer.tensor_parallel", "2"): "tensor_parallel is not to be had in the trainer",
         ("--trainer.expert_parallel", "2"): "expert_parallel is not to be had in the trainer",
+        ("--trainer.context_parallel", "2"): "write ranks = 2 and sequence_parallel = 2",
+        ("--trainer.ranks", "3", "--trainer.sequence_parallel", "2"): "ranks = 3 cannot be parted into groups",
     }
     for overrides, why in refused.items():
         assert main(["train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", *overrides]) == 2
@@ -88,6 +103,8 @@ def test_each_rank_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_dry_run_tells_of_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", *TINY, *TWO, "--dry-run"]) == 0
     assert "The trainer is 2 processes: each holds 1/2 of weights" in " ".join(capsys.readouterr().out.split())
+    assert main(["train", "quickstart", *TINY, *TWO, "--trainer.sequence_parallel", "2", "--dry-run"]) == 0
+    assert "takes a slice of each row that 2 of them compute together" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.long

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from tailrace.training.losses import LossTokens
+from tailrace.training.losses import LossTokens, PointwiseLoss
 
 
 def overflowing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
@@ -23,3 +24,11 @@ def steep(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor
 def enormous(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Finite, and so is every gradient, but not the norm of all."""
     return logprobs * 1e30, torch.ones_like(logprobs, dtype=torch.bool)
+
+
+class ByToken(PointwiseLoss):
+    """Of each token by itself."""
+
+    @override
+    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+        return -tokens.advantages * logprobs, -tokens.advantages, torch.ones_like(logprobs, dtype=torch.bool)

@@ -21,14 +21,20 @@ Work = Callable[..., Any]
 
 
 def run_ranks(
-    work: Work, size: int, folder: Path, *arguments: object, deadline_s: float = PATIENCE_S, missing: int | None = None
+    work: Work,
+    size: int,
+    folder: Path,
+    *arguments: object,
+    ranks_per_row: int = 1,
+    deadline_s: float = PATIENCE_S,
+    missing: int | None = None,
 ) -> list[Any]:
     """What `work(ranks, *arguments)`, a function of a module, returned on each rank, or raised; None of `missing`."""
     folder.mkdir(parents=True, exist_ok=True)
     pipes, processes = [], []
     for rank in range(size):
         ours, its = _CONTEXT.Pipe(duplex=False)
-        meeting = _Meeting(rank, size, str(folder / "store"), deadline_s)
+        meeting = _Meeting(rank, size, ranks_per_row, str(folder / "store"), deadline_s)
         processes.append(_CONTEXT.Process(target=_run, args=(its, meeting, work, arguments), daemon=True))
         processes[-1].start()
         its.close()
@@ -43,6 +49,7 @@ def run_ranks(
 class _Meeting(NamedTuple):
     rank: int
     size: int
+    ranks_per_row: int
     store: str
     deadline_s: float
 
@@ -61,7 +68,12 @@ def _run(pipe: Connection, meeting: _Meeting, work: Work, arguments: tuple[objec
 
     try:
         store = dist.FileStore(meeting.store, meeting.size)
-        ranks = JoinedRanks(store, meeting.rank, meeting.size, device="cpu", deadline_s=meeting.deadline_s)
+        ranks = JoinedRanks(
+            *(store, meeting.rank, meeting.size),
+            device="cpu",
+            deadline_s=meeting.deadline_s,
+            ranks_per_row=meeting.ranks_per_row,
+        )
         _send(pipe, work(ranks, *arguments))
     except Exception as error:  # noqa: BLE001 - for the test to look at
         traceback.print_exc()

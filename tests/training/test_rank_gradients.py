@@ -1,28 +1,37 @@
-"""Ranks that share a model come to the gradients of one process that has all of it."""
+"""Ranks that share a model, and rows too, come to the gradients of one process that has all of it."""
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
 
+from tailrace.records import Batch
 from tailrace.training.gradients import GradientPasses
-from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings
+from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, LossSettings
 from tailrace.training.losses import Divisor, LossTokens, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.sharding import share_out, whole
-from tests.training.losses.support import as_any_loss
+from tests.support.expert_models import expert_model
+from tests.training.losses.support import as_any_loss, settings_of
 from tests.training.rank_processes import run_ranks
 from tests.training.tiny import VOCABULARY, build_batch, rows_of, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
-LENGTHS, ROWS = (9, 14, 5, 12, 30, 4), (2, 1, 3)
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+LENGTHS, ROWS = {1: (9, 14, 5, 12, 30, 3, 3), 2: (9, 14, 5, 12, 30, 3)}, {1: (2, 3, 2), 2: (2, 3, 1)}
+"""By seed. The first batch's last row is two equal samples, the second's has but three tokens: fewer than ranks."""
+RANKS = [(2, 1), (4, 1), (2, 2), (4, 4), (4, 2)]
+"""How many, and how many of them share each row."""
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Relative, of the norm of each weight's gradient."""
 CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "dtype": torch.float64},
@@ -30,6 +39,11 @@ CASES: list[dict[str, Any]] = [
     {"model": "gpt2", "dtype": torch.float64, "loss": "any"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "gspo"},
+    {"model": "llama", "dtype": torch.float64, "loss": "gspo", "checkpointing": True},
+    {"model": "mistral with a sliding window", "dtype": torch.float64, "loss": "masked sequences"},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "mean of sequences"},
+    {"model": "qwen3-moe", "dtype": torch.float32, "checkpointing": True},
+    {"model": "qwen3", "dtype": torch.bfloat16},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
 ]
@@ -42,24 +56,64 @@ class Rejecting:
 
 
 SHORT = ClippedRatio(ClippedRatioSettings())
-BY_SEQUENCE = GspoSettings(entropy=0.01)
-LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting(), "gspo": load_loss(BY_SEQUENCE)}
+BY_SEQUENCE: dict[str, LossSettings] = {
+    "gspo": GspoSettings(entropy=0.01),
+    "mean of sequences": settings_of("grpo"),
+    "masked sequences": settings_of(
+        "clipped_ratio",
+        masks=[
+            {"name": "geometric_ratio", "low": 0.7, "high": 20.0},
+            {"name": "off_policy_sequence", "threshold": 0.4},
+        ],
+    ),
+}
+LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting()}
+LOSSES |= {name: load_loss(settings) for name, settings in BY_SEQUENCE.items()}
+REJECTING = {"rejecting", "masked sequences"}
+
+
+def batch_of(seed: int) -> Batch:
+    """Samples that begin alike, and some that are alike."""
+    batch = build_batch(lengths=LENGTHS[seed], rows=ROWS[seed], seed=seed, prompt=2)
+    token_ids, offsets = batch.token_ids.copy(), batch.sample_offsets
+    token_ids[offsets[1] : offsets[1] + 6] = token_ids[:6]
+    token_ids[offsets[6] : offsets[6] + 3] = token_ids[offsets[5] : offsets[5] + 3][: offsets[-1] - offsets[6]]
+    return dataclasses.replace(batch, token_ids=token_ids)
+
+
+def in_its_own_dtype(model: PreTrainedModel) -> PreTrainedModel:
+    """The norms too: transformers' round to float32, to other last bits in a slice of one token than in a row."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            shape, epsilon = module.weight.shape, module.variance_epsilon
+            module.forward = partial(_norm, module, tuple(shape), epsilon)
+    return model
+
+
+def _norm(module: nn.Module, shape: tuple[int, ...], epsilon: float, hidden: Tensor) -> Tensor:
+    return functional.rms_norm(hidden, shape, module.weight, epsilon)
 
 
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
     """Of two batches, one after the other, and the metrics of the second."""
+    model = expert_model(case["model"]) if "moe" in case["model"] else tiny_model(case["model"])
+    if case["dtype"] is torch.float64:
+        model = in_its_own_dtype(model.double())
+    rounds = case["dtype"] is torch.bfloat16
     policy = PolicyModel(
-        tiny_model(case["model"]).to(case["dtype"]),
+        model,
+        dtype="bfloat16" if rounds else "float32",
         native_kernels=case.get("native", False),
         gradient_checkpointing=case.get("checkpointing", False),
     )
     if isinstance(ranks, JoinedRanks):
         share_out(policy, ranks)
-    divisor = Divisor.of_loss(BY_SEQUENCE if case.get("loss") == "gspo" else ClippedRatioSettings())
-    passes = GradientPasses(policy, LOSSES[case.get("loss", "short")], divisor, ranks=ranks)
-    for seed in (1, 2):
-        batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed)
-        metrics, kept = passes.add(rows_of(batch, ranks.rank, ranks.size), 0).read(batch.summary)
+    loss = case.get("loss", "short")
+    divisor = Divisor.of_loss(BY_SEQUENCE.get(loss, ClippedRatioSettings()))
+    passes = GradientPasses(policy, LOSSES[loss], divisor, ranks=ranks)
+    for seed in LENGTHS:
+        batch = batch_of(seed)
+        metrics, kept = passes.add(rows_of(batch, ranks.data_rank, ranks.data_size), 0).read(batch.summary)
     found = {name: whole(weight.grad) for name, weight in policy.named_parameters() if weight.grad is not None}
     return found, metrics, kept
 
@@ -68,22 +122,23 @@ def all_gradients(ranks: Ranks) -> list[tuple[dict[str, Tensor], dict[str, float
     return [gradients(ranks, case) for case in CASES]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks[0]} ranks, {ranks[1]} a row")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(all_gradients, request.param, tmp_path_factory.mktemp("ranks"))
+    size, ranks_per_row = request.param
+    return run_ranks(all_gradients, size, tmp_path_factory.mktemp("ranks"), ranks_per_row=ranks_per_row)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case.values())) for case in CASES])
 def test_gradients_and_metrics_are_those_of_one_process(found: list[Any], index: int) -> None:
     case = CASES[index]
     expected, metrics, kept = gradients(ALONE, case)
-    loss_tokens = build_batch(lengths=LENGTHS, rows=ROWS).summary.loss_tokens
+    loss_tokens = batch_of(2).summary.loss_tokens
     for rank in found:
         gradient, rank_metrics, rank_kept = rank[index]
         assert rank_kept == kept
-        assert (kept < loss_tokens) == (case.get("loss") == "rejecting")
+        assert (kept < loss_tokens) == (case.get("loss") in REJECTING)
         assert rank_metrics == found[0][index][1]
-        assert rank_metrics == pytest.approx(metrics, rel=1e-5)
+        assert rank_metrics == pytest.approx(metrics, rel=max(1e-5, TOLERANCE[case["dtype"]]))
         assert gradient.keys() == expected.keys()
         for name in expected:
             difference = float((gradient[name] - expected[name]).norm() / expected[name].norm())

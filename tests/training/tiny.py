@@ -114,6 +114,7 @@ def rows_of(batch: Batch, rank: int, size: int) -> Batch:
         advantage_offsets=np.arange(samples[1] - samples[0] + 1, dtype=np.int32),
         sample_offsets=batch.sample_offsets[samples[0] : samples[1] + 1] - start,
         row_offsets=batch.row_offsets[first : last + 1] - samples[0],
+        origins=batch.origins.between(int(samples[0]), int(samples[1])),
         rank=rank,
         num_ranks=size,
     )

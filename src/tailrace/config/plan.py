@@ -115,9 +115,12 @@ def _ranks(settings: RunSettings) -> list[str]:
     trainer = settings.trainer
     if trainer.ranks == 1:
         return []
+    rows, together = "its own rows of a batch", trainer.sequence_parallel
+    if together > 1:
+        rows = f"a slice of each row that {together} of them compute together"
     return [
         f"The trainer is {trainer.ranks} processes: each holds 1/{trainer.ranks} of weights, gradients and optimizer, "
-        f"and takes its own rows of a batch; one that is silent for {trainer.collective_timeout_s:g} s ends the run."
+        f"and takes {rows}; one that is silent for {trainer.collective_timeout_s:g} s ends the run."
     ]
 
 

@@ -21,7 +21,9 @@ RECIPE_FILE = "recipe.toml"
 OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture", "trainer.export_tokens"})
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
 
-_OF_ONE_PLACE = frozenset({f"trainer.{name}" for name in ("ranks", "devices", "threads", "collective_timeout_s")})
+_OF_ONE_PLACE = frozenset(
+    f"trainer.{name}" for name in ("ranks", "sequence_parallel", "devices", "threads", "collective_timeout_s")
+)
 """Settings that say how a trainer's work is spread, and change nothing of what it learns: a resume may have others."""
 
 _UNSET = "unset"

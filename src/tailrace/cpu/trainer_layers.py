@@ -80,9 +80,11 @@ class _FusedLayer:
             return _add(stream[None], trained_products(gated, parts.down)[None])  # no view: FSDP hooks onto it
 
     def _knows(self, segments: Segments, arguments: dict[str, Any]) -> bool:
-        """Whether this is a packed row of short segments: longer ones are left to torch's blockwise attention."""
+        """Whether this is a packed row of short segments, all of it here: longer ones are left to torch's blockwise
+        attention, slices to ranks that exchange tokens for heads."""
         return (
             arguments.get("attention_mask") is None
+            and arguments.get("cut") is None
             and arguments["position_embeddings"][0].shape[-1] == self.parts.heads.size
             and all(group.max_len <= MATERIALIZE_UP_TO for group in segments.groups)
         )

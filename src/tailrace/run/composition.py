@@ -146,7 +146,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             group_sizes={name: loaded.group_size for name, loaded in environments.items()},
             whole_groups=[name for name, loaded in environments.items() if loaded.spec.needs_whole_group],
             max_steps=settings.max_steps,
-            num_ranks=settings.trainer.ranks,
+            num_ranks=settings.trainer.row_groups,
             save_state=lambda step, state: asyncio.to_thread(states.write, step, state),
             holder=holding,
         )

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
+from typing import TypedDict
 
 import msgspec
 from typing_extensions import override
@@ -50,6 +51,13 @@ class Whereabouts(msgspec.Struct, frozen=True):
     shared_memory: str
     payloads: str
     """Folder for those that shared memory has no room for."""
+
+
+class _TrainerRanks(TypedDict):
+    """How both ends of a batch queue know them."""
+
+    num_ranks: int
+    ranks_per_row: int
 
 
 class HostTransports(Transports):
@@ -97,28 +105,30 @@ class HostTransports(Transports):
 
     @override
     def batch_sender(self) -> ChannelBatchSender:
-        address, num_ranks = self.where.batches, self._settings.trainer.ranks
+        address, ranks = self.where.batches, self._trainer_ranks
         match self._settings.transport.batches:
             case "files":
-                return file_sender(address, self._files, num_ranks=num_ranks, capacity=BATCHES_AHEAD)
+                return file_sender(address, self._files, **ranks, capacity=BATCHES_AHEAD)
             case "zmq":
-                return value_sender(address, num_ranks=num_ranks, capacity=BATCHES_AHEAD)
+                return value_sender(address, **ranks, capacity=BATCHES_AHEAD)
             case _:
-                return shared_memory_sender(
-                    address, self._shared_memory, spill=self._files, num_ranks=num_ranks, capacity=BATCHES_AHEAD
-                )
+                memory = self._shared_memory
+                return shared_memory_sender(address, memory, spill=self._files, **ranks, capacity=BATCHES_AHEAD)
 
     def _batch_receiver(self, rank: int) -> ChannelBatchReceiver:
-        address, num_ranks = self.where.batches, self._settings.trainer.ranks
+        address, ranks = self.where.batches, self._trainer_ranks
         match self._settings.transport.batches:
             case "files":
-                return file_receiver(address, self._files, rank=rank, num_ranks=num_ranks)
+                return file_receiver(address, self._files, rank=rank, **ranks)
             case "zmq":
-                return value_receiver(address, rank=rank, num_ranks=num_ranks)
+                return value_receiver(address, rank=rank, **ranks)
             case _:
-                return shared_memory_receiver(
-                    address, self._shared_memory, spill=self._files, rank=rank, num_ranks=num_ranks
-                )
+                return shared_memory_receiver(address, self._shared_memory, spill=self._files, rank=rank, **ranks)
+
+    @property
+    def _trainer_ranks(self) -> _TrainerRanks:
+        trainer = self._settings.trainer
+        return {"num_ranks": trainer.ranks, "ranks_per_row": trainer.sequence_parallel}
 
     @override
     def payload_accounts(self) -> PayloadAccounts:

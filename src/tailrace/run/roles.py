@@ -126,7 +126,14 @@ def _join_ranks(role_settings: RoleSettings, rank: int) -> JoinedRanks:
     chosen, where = role_settings.run.trainer, role_settings.where
     assert where is not None, "ranks of one process"
     store = trainer_store(where, chosen.ranks)
-    return JoinedRanks(store, rank, chosen.ranks, device=chosen.device, deadline_s=chosen.collective_timeout_s)
+    return JoinedRanks(
+        store,
+        rank,
+        chosen.ranks,
+        device=chosen.device,
+        deadline_s=chosen.collective_timeout_s,
+        ranks_per_row=chosen.sequence_parallel,
+    )
 
 
 def _make_trainer(

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from tailrace.errors import ModelError
+from tailrace.training.row_sharing import RowCut
 from tailrace.training.shared_prefixes import SharedPrefixes
 
 PACKED_ATTENTION = "tailrace_packed"
@@ -123,12 +124,14 @@ def packed_attention(
     sliding_window: int | None = None,
     segments: Segments | None = None,
     group_attention: GroupAttention | None = None,
+    cut: RowCut | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a packed row, as transformers' interface asks for it.
 
     `query` is [1, heads, num_tokens, head_size], `key` and `value` have as many heads or a divisor of it; returns
-    [1, num_tokens, heads, head_size]. Raises `ModelError` for a model whose attention is more than this (soft caps,
+    [1, num_tokens, heads, head_size]. With `cut` these are this rank's tokens of a row that several ranks share, and
+    `segments` are of the whole row. Raises `ModelError` for a model whose attention is more than this (soft caps,
     sinks, position biases, dropout) or that does not hand `segments` down to its layers.
     """
     name = type(module).__name__
@@ -142,7 +145,9 @@ def packed_attention(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     rows = tuple(tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))  # [tokens, heads, head_size]
     with torch.autocast(device, enabled=False):
-        return _attend_row(rows, segments, rule)[None], None
+        if cut is None:
+            return _attend_row(rows, segments, rule)[None], None
+        return cut.gather_heads(_attend_row(cut.gather_tokens(*rows), segments, rule))[None], None
 
 
 def _attend_row(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> Tensor:

@@ -10,8 +10,11 @@ import itertools
 import logging
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
@@ -26,6 +29,14 @@ from tailrace.training.router_replay import RouterReplay
 from tailrace.training.token_export import TokenExport
 
 _log = logging.getLogger(__name__)
+
+
+class RowOutput(NamedTuple):
+    """What became of a row, as far as this rank computed it."""
+
+    positions: NDArray[np.int64]
+    """[num_loss_tokens]: where in the row."""
+    output: LossOutput
 
 
 class GradientPasses:
@@ -50,7 +61,7 @@ class GradientPasses:
         self._open_payload, self._export = open_payload, export
         self._experts: ExpertArray | None = None
 
-    def add(self, batch: Batch, version: int, outputs: list[LossOutput] | None = None) -> LossSums:
+    def add(self, batch: Batch, version: int, outputs: list[RowOutput] | None = None) -> LossSums:
         """Go through this rank's rows with a trainer that holds `version`; the sums are of all ranks.
 
         The loss is divided by the planned figure of the whole batch. `outputs` gets what became of each of `rows`.
@@ -96,15 +107,16 @@ class GradientPasses:
             torch.autograd.backward(output.total / divisor)
         return micro_batch, output._replace(total=output.total.detach())
 
-    def _add_row(self, row: BatchRow, version: int, divisor: float, sums: LossSums) -> LossOutput:
+    def _add_row(self, row: BatchRow, version: int, divisor: float, sums: LossSums) -> RowOutput:
         micro_batch, output = self.pass_over(row, version, divisor)
         sums.add(output, micro_batch)
         if self._export is not None:
-            self._export.add(row, output)
-        return output
+            self._export.add(row, output, micro_batch.positions)
+        return RowOutput(micro_batch.positions, output)
 
     def _micro_batch(self, row: BatchRow, version: int, experts: ExpertArray | None = None) -> MicroBatch:
-        return MicroBatch.of(row, version, self._policy.device, experts, padded=self._policy.pads_segments)
+        padded, group = self._policy.pads_segments, self._ranks.row_group
+        return MicroBatch.of(row, version, self._policy.device, experts, padded=padded, group=group)
 
     def _read_experts(self, row: BatchRow) -> ExpertArray | None:
         """What generation recorded for a row, in memory that the next row reuses."""

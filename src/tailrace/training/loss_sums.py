@@ -64,7 +64,8 @@ class LossSums:
         if self._measured is not None:
             columns |= self._measured.token_metrics(output.logprobs, tokens)
         columns |= self._weight_columns(output, micro_batch)
-        self._names, ratio_max = tuple(columns), ratio.max()
+        self._names = tuple(columns)
+        ratio_max = ratio.max() if len(ratio) else ratio.new_zeros(())  # none in a slice of context alone
         if self._sums is None or self._ratio_max is None:
             shape = max(1, len(self._environments)), len(columns)
             self._sums, self._ratio_max = torch.zeros(shape, dtype=torch.float64, device=ratio.device), ratio_max

@@ -10,20 +10,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.errors import TrainingError
-from tailrace.records import BatchRow, ExpertArray
+from tailrace.records import BatchRow, ExpertArray, unrecorded
 from tailrace.training.attention import Segments
 from tailrace.training.losses import LossTokens
+from tailrace.training.row_sharing import RowCut, RowGroup
 from tailrace.training.shared_prefixes import share_prefixes
 from tailrace.training.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A packed row. The token at a position is predicted by the hidden state before it."""
+    """A packed row, or this rank's slice of one. The token at a position is predicted by the hidden state before it."""
 
     input_ids: Tensor
-    """[1, num_tokens], int64: every token of the row, those that samples share once."""
+    """[1, num_tokens], int64: every token of the row or slice, those that samples share once."""
     segments: Segments
+    """Of the whole row."""
+    positions: NDArray[np.int64]
+    """[num_loss_tokens]: where in the row as it was given, on the host."""
     predictors: Tensor
     """[num_loss_tokens]: places in `input_ids` whose hidden states predict the tokens that bear loss."""
     tokens: LossTokens
@@ -35,6 +39,8 @@ class MicroBatch:
     """[num_loss_tokens], int64: which of the batch's environments the token is of; 0 where nobody knows."""
     routed_experts: Tensor | None = None
     """[num_tokens of `input_ids`, layers, top_k], uint8 or uint16: what generation chose, for `RouterReplay`."""
+    cut: RowCut | None = None
+    """Where several ranks share the row."""
 
     @classmethod
     def of(
@@ -45,33 +51,48 @@ class MicroBatch:
         routed_experts: ExpertArray | None = None,  # [num_tokens, layers, top_k], for every token of the row
         *,
         padded: bool = True,
+        group: RowGroup | None = None,
     ) -> MicroBatch:
         """Prepare a row for a trainer that holds policy `version`; to a GPU it goes in one copy.
 
         `padded` says whether attention needs padded segments (`PolicyModel.pads_segments`). On a CPU samples share
-        equal prefixes, and `routed_experts` are not copied; unknown ones may be filled in, in place. Raises
+        equal prefixes, and `routed_experts` are not copied; unknown ones may be filled in, in place. With `group`, this
+        is the slice of one of the ranks that share the row, and has the loss tokens that it predicts. Raises
         `TrainingError` for a sample whose first token bears loss: nothing predicts it.
         """
-        lengths = row.sample_lengths.tolist()
-        positions = _loss_positions(row)
+        token_ids, lengths = row.token_ids, row.sample_lengths.tolist()
+        positions = loss_positions = _loss_positions(row)
+        if group is not None and (missing := group.size - len(token_ids)) > 0:  # a sample that bears no loss
+            token_ids, lengths = np.append(token_ids, np.zeros(missing, np.int32)), [*lengths, missing]
+            routed_experts = None if routed_experts is None else _lengthened(routed_experts, missing)
         # A GPU's variable-length kernel needs each segment's keys and values side by side. Sharing there would gather
         # them in every layer, and add up their gradients by atomics: not the same bits twice.
         on_cpu = torch.device(device).type == "cpu"
-        shared = share_prefixes(row.token_ids, lengths, routed_experts) if on_cpu else None
+        shared = share_prefixes(token_ids, lengths, routed_experts) if on_cpu else None
+        if shared is not None and group is not None and np.count_nonzero(shared.computed) < group.size:
+            shared = None
         if shared is not None and routed_experts is not None:
             routed_experts = shared.gather_experts(routed_experts)
-        token_ids = row.token_ids if shared is None else row.token_ids[shared.computed]
+        token_ids = token_ids if shared is None else token_ids[shared.computed]
         predictors = positions - 1 if shared is None else shared.place[positions - 1]
+        cut = None if group is None else group.cut(len(token_ids))
+        if cut is not None:
+            here, token_ids = cut.own, token_ids[cut.own]
+            routed_experts = None if routed_experts is None else routed_experts[here]
+            is_own = (predictors >= here.start) & (predictors < here.stop)
+            positions, predictors = positions[is_own], predictors[is_own] - here.start
         own, mixed = row.policy_versions[positions] == version, row.mixed_cache[positions]
         micro_batch = cls(
             input_ids=torch.from_numpy(token_ids.astype(np.int64))[None],
             segments=Segments.of(lengths, shared, padded=padded),
             predictors=torch.from_numpy(predictors),
-            tokens=_select_loss_tokens(row, positions),
+            positions=positions,
+            tokens=_select_loss_tokens(row, positions, np.diff(_sample_edges(row, loss_positions)), group),
             fresh=torch.from_numpy(own & ~mixed),
             mixed=torch.from_numpy(own & mixed),
             environments=torch.from_numpy(_environments(row)[positions]),
             routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts),
+            cut=cut,
         )
         return to_device(micro_batch, device)
 
@@ -90,16 +111,30 @@ def _environments(row: BatchRow) -> NDArray[np.int64]:
     return np.repeat(of_samples, row.sample_lengths)
 
 
-def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
+def _sample_edges(row: BatchRow, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[num_samples + 1]: where the tokens of each sample begin among those at `positions`."""
+    return np.searchsorted(positions, np.concatenate([[0], np.cumsum(row.sample_lengths)]))
+
+
+def _lengthened(routed_experts: ExpertArray, count: int) -> ExpertArray:
+    """With so many tokens more that route themselves."""
+    unknown = np.full((count, *routed_experts.shape[1:]), unrecorded(routed_experts.dtype), routed_experts.dtype)
+    lengthened: ExpertArray = np.concatenate([routed_experts, unknown])
+    return lengthened
+
+
+def _select_loss_tokens(
+    row: BatchRow, positions: NDArray[np.int64], whole_lengths: NDArray[np.int64], group: RowGroup | None
+) -> LossTokens:
     """Copies, since selected by index: batches lie in shared memory that is recycled, and may be read-only."""
-    edges = np.searchsorted(positions, np.concatenate([[0], np.cumsum(row.sample_lengths)]))
     return LossTokens(
         targets=torch.from_numpy(row.token_ids[positions].astype(np.int64)),
         logprobs=torch.from_numpy(row.logprobs[positions]),
         advantages=torch.from_numpy(row.advantages[positions]),
         temperatures=torch.from_numpy(np.repeat(row.temperatures, row.sample_lengths)[positions]),
         policy_versions=torch.from_numpy(row.policy_versions[positions]),
-        sample_offsets=torch.from_numpy(edges),
+        sample_offsets=torch.from_numpy(_sample_edges(row, positions)),
         columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
-        whole_lengths=torch.from_numpy(np.diff(edges)),
+        whole_lengths=torch.from_numpy(whole_lengths),
+        sum_over_ranks=None if group is None else group.sum,
     )

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from tailrace.records import Batch, BatchRow
-from tailrace.training.gradients import GradientPasses
+from tailrace.training.gradients import GradientPasses, RowOutput
 from tailrace.training.head import LossOutput
 from tailrace.training.ranks import Ranks
 from tailrace.training.token_export import on_host, token_places
@@ -46,7 +46,7 @@ class _Culprit:
     index: int
     """Among the rows of its rank that bear loss."""
     row: BatchRow
-    output: LossOutput
+    output: RowOutput
     what: str
     """`loss` or `gradient`."""
 
@@ -57,7 +57,7 @@ class NonFiniteRows:
     def __init__(self, folder: Path | None, passes: GradientPasses, ranks: Ranks) -> None:
         self._folder, self._passes, self._ranks = folder, passes, ranks
 
-    def report(self, batch: Batch, outputs: Sequence[LossOutput], version: int, divisor: float) -> str:
+    def report(self, batch: Batch, outputs: Sequence[RowOutput], version: int, divisor: float) -> str:
         """Keep the rows of a step that was not finite, all ranks together; a sentence that names them and their files.
 
         `outputs` are those of the batch's rows (`GradientPasses.add`). Gradients are overwritten. Raises `RankLost`.
@@ -66,7 +66,7 @@ class NonFiniteRows:
         found = [
             _Culprit(index, row, output, "loss")
             for index, (row, output) in enumerate(zip(rows, outputs, strict=True))
-            if not _is_finite(output)
+            if not _is_finite(output.output)
         ]
         if not any(self._ranks.gather(len(found))):
             wanted = self._with_infinite_gradients(rows, version, divisor)
@@ -82,9 +82,9 @@ class NonFiniteRows:
             row = rows[index] if index < len(rows) else None
             if self._has_finite_gradients(row, version, divisor):
                 continue
-            for rank in range(ranks.size):
-                own = row if rank == ranks.rank else None
-                is_finite = ranks.size > 1 and self._has_finite_gradients(own, version, divisor)
+            for rank in range(ranks.data_size):
+                own = row if rank == ranks.data_rank else None
+                is_finite = ranks.data_size > 1 and self._has_finite_gradients(own, version, divisor)
                 if not is_finite and own is not None:
                     found.append(index)
         return found
@@ -142,12 +142,12 @@ def _columns(found: Sequence[_Culprit]) -> dict[str, NDArray[Any]]:
 
 def _columns_of(one: _Culprit) -> dict[str, NDArray[Any]]:
     """[num_tokens of the row] each; what the trainer says only of tokens that bear loss is NaN, or False, elsewhere."""
-    row, output = one.row, one.output
-    count, bears_loss = len(row.token_ids), np.flatnonzero(row.loss_mask)
+    row, (positions, output) = one.row, one.output
+    count = len(row.token_ids)
 
     def spread(values: NDArray[Any], elsewhere: float | bool) -> NDArray[Any]:
         column = np.full(count, elsewhere, values.dtype)
-        column[bears_loss] = values
+        column[positions] = values
         return column
 
     return {

@@ -25,6 +25,7 @@ from tailrace.training.checkpointed_layers import checkpoint_layers
 from tailrace.training.head import LogprobHead, LossOutput, apply_loss, score_logits
 from tailrace.training.losses import Loss
 from tailrace.training.micro_batch import MicroBatch
+from tailrace.training.row_sharing import RowCut
 from tailrace.training.transfer import to_device
 
 if TYPE_CHECKING:
@@ -60,16 +61,17 @@ class PolicyModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
-        self._autocast = dtype == "bfloat16"
+        self.under_autocast = dtype == "bfloat16"
         self.device: torch.device = next(model.parameters()).device
         """Where it computes."""
-        if self._autocast:
+        if self.under_autocast:
             cast_experts_under_autocast(self.model)
         self.packs, self.pads_segments = False, True
-        self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
+        self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self.under_autocast)
         head = self._probe()
-        rounds_head = self._autocast and head_dtype == "bfloat16"
-        self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else torch.float32)
+        rounds_head = self.under_autocast and head_dtype == "bfloat16"
+        exact = torch.promote_types(torch.float32, next(model.parameters()).dtype)
+        self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else exact)
         if gradient_checkpointing:
             checkpoint_layers(self.model)
 
@@ -80,10 +82,16 @@ class PolicyModel(nn.Module):
 
     @override
     def forward(self, micro_batch: MicroBatch, loss: Loss) -> LossOutput:
-        """Loss of a micro-batch. Raises `ModelError` for several samples in one when `packs` is False."""
+        """Loss of a micro-batch. Raises `ModelError` for several samples in one, or one cut, when `packs` is False."""
+        name = type(self.model).__name__
+        if micro_batch.cut is not None and not self.packs:
+            raise ModelError(
+                f"trainer.sequence_parallel needs a model whose attention can be taken over, and {name} trains one "
+                "sample at a time: leave it out"
+            )
         if len(micro_batch.segments.lengths) > 1 and not self.packs:
-            raise ModelError(f"{type(self.model).__name__} cannot train on packed rows")
-        inputs, tokens = self._inputs(micro_batch.input_ids, micro_batch.segments), micro_batch.tokens
+            raise ModelError(f"{name} cannot train on packed rows")
+        inputs, tokens = self._inputs(micro_batch.input_ids, micro_batch.segments, micro_batch.cut), micro_batch.tokens
         with self._precision():
             if self.head is None:
                 logits = self.model(**inputs, logits_to_keep=micro_batch.predictors).logits[0]
@@ -93,15 +101,17 @@ class PolicyModel(nn.Module):
             return apply_loss(loss, *score_logits(logits, tokens), tokens)
         return self.head(hidden, tokens, loss)
 
-    def _inputs(self, input_ids: Tensor, segments: Segments) -> dict[str, Any]:
-        inputs = {"input_ids": input_ids, "position_ids": segments.position_ids, "use_cache": False}
+    def _inputs(self, input_ids: Tensor, segments: Segments, cut: RowCut | None = None) -> dict[str, Any]:
+        position_ids = segments.position_ids if cut is None else segments.position_ids[:, cut.own]
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if not self.packs:
             return inputs
         attention = None if self._acceleration is None else self._acceleration.attend
-        return inputs | {"segments": segments, "group_attention": attention}
+        inputs |= {"segments": segments, "group_attention": attention}
+        return inputs if cut is None else inputs | {"cut": cut}
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.under_autocast)
 
     @torch.no_grad()
     def _probe(self) -> OutputHead | None:

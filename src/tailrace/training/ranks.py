@@ -4,8 +4,9 @@
     all      gather weights and scatter gradients (FSDP), agree on figures and on errors, write checkpoints
 
 Kinds of exchange have their own groups, so that none waits behind another: FSDP's collectives (NCCL between GPUs, else
-gloo) and words (what ranks agree on), with the deadline `trainer.collective_timeout_s`; checkpoints, with an hour; and
-orders, for which a rank waits for as long as it takes. A rank that dies ends all of them at once.
+gloo), those of ranks that share rows, and words (what ranks agree on), with the deadline
+`trainer.collective_timeout_s`; checkpoints, with an hour; and orders, for which a rank waits for as long as it takes. A
+rank that dies ends all of them at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 from tailrace import errors
 from tailrace.errors import RankLost, TailraceError, TrainingError
+from tailrace.training.row_sharing import RowGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -47,6 +49,11 @@ class Ranks:
 
     rank = 0
     size = 1
+    data_rank = 0
+    """Which rows of a batch are this rank's: those of `data_rank` among `data_size`."""
+    data_size = 1
+    row_group: RowGroup | None = None
+    """Those that share each row; None where every rank has its own."""
 
     def gather(self, own: ValueT) -> list[ValueT]:
         """Every rank's value, in their order. Numbers, texts and lists of them. Raises `RankLost`."""
@@ -71,9 +78,15 @@ ALONE: Final = Ranks()
 class JoinedRanks(Ranks):
     """This process among several. Make it in each of them; that waits for the others."""
 
-    def __init__(self, store: Store, rank: int, size: int, *, device: str, deadline_s: float) -> None:
-        """`store` is where they meet, empty at first. Raises `RankLost` where some do not come in time."""
+    def __init__(
+        self, store: Store, rank: int, size: int, *, device: str, deadline_s: float, ranks_per_row: int = 1
+    ) -> None:
+        """`store` is where they meet, empty at first; so many neighbours share each row, a divisor of `size`.
+
+        Raises `RankLost` where some do not come in time.
+        """
         self.rank, self.size, self.deadline_s = rank, size, deadline_s
+        self.data_rank, self.data_size = rank // ranks_per_row, size // ranks_per_row
         self._store = store
         self._device = torch.device(device)
         deadline = datetime.timedelta(seconds=deadline_s)
@@ -85,7 +98,15 @@ class JoinedRanks(Ranks):
             self._words = dist.new_group(backend="gloo", timeout=deadline)
             self.checkpoints = dist.new_group(backend="gloo", timeout=max(deadline, _WRITING))
             """Over which ranks write checkpoints together, in a thread beside training."""
+            if ranks_per_row > 1:
+                self.row_group = self._make_row_group(ranks_per_row, deadline)
             self.gather(None)
+
+    def _make_row_group(self, count: int, deadline: datetime.timedelta) -> RowGroup:
+        """Of this rank; all ranks make all of them."""
+        firsts = range(0, self.size, count)
+        groups = [dist.new_group(list(range(first, first + count)), timeout=deadline) for first in firsts]
+        return RowGroup(groups[self.data_rank], self.rank % count, count)
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """All ranks in a row, with their devices or their CPUs."""

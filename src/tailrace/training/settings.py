@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -61,6 +61,14 @@ class TrainerSettings(BaseModel):
         description="Processes that share the model's weights, gradients and optimizer (FSDP), and the rows of each"
         " batch (docs/trainer.md).",
     )
+    sequence_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Neighbouring ranks that compute each row together, a slice of its tokens each, and exchange tokens"
+        " for attention heads: for rows whose activations one rank cannot hold. A divisor of ranks and of the model's"
+        " heads (docs/trainer.md).",
+    )
     collective_timeout_s: float = Field(
         default=300.0,
         gt=0,
@@ -106,14 +114,32 @@ class TrainerSettings(BaseModel):
         """Of the roles, rank 0 first."""
         return ["trainer", *(f"trainer-{rank}" for rank in range(1, self.ranks))]
 
+    @property
+    def row_groups(self) -> int:
+        """To how many groups of ranks, or single ones, the rows of a batch are dealt."""
+        return self.ranks // self.sequence_parallel
+
+    @model_validator(mode="after")
+    def _groups_fill_ranks(self) -> Self:
+        ranks, group = self.ranks, self.sequence_parallel
+        if ranks % group:
+            raise ValueError(
+                f"ranks = {ranks} cannot be parted into groups of sequence_parallel = {group}: write ranks = "
+                f"{-(-ranks // group) * group}, for example"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_parallelism(cls, given: Any) -> Any:
-        """By name, where only ranks of data are to be had."""
+        """By name, where only ranks that share the model, or rows too, are to be had."""
         for name in _NOT_TO_BE_HAD if isinstance(given, Mapping) else ():
             if name in given:
+                instead = f"ranks = {given[name]}"
+                if name == "context_parallel":
+                    instead += f" and sequence_parallel = {given[name]}"
                 raise ValueError(
                     f"{name} is not to be had in the trainer, which shares a model out by ranks alone (FSDP): write "
-                    f"ranks = {given[name]}"
+                    f"{instead}"
                 )
         return given

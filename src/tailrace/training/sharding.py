@@ -13,21 +13,27 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tailrace.errors import ModelError
 from tailrace.training.checkpointed_layers import decoder_layers
 from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.no_loss import NO_LOSS, empty_row
+from tailrace.training.no_loss import NO_LOSS, empty_row, probe_row
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import JoinedRanks
+from tailrace.training.row_sharing import RowGroup
 
 _INSTEAD = "train it with trainer.ranks = 1"
+_PROBE_LENGTHS = (5, 3, 7)
+_SLICE_TOLERANCE = {False: 1e-3, True: 3e-2}
+"""Of log-probabilities, without and with autocast: fewer tokens and heads at a time add up in another order."""
 
 
 def share_out(policy: PolicyModel, ranks: JoinedRanks) -> None:
-    """Leave each rank its share of every weight. Raises `ModelError` for a model that cannot be shared out.
+    """Leave each rank its share of every weight. Raises `ModelError` for a model that cannot be shared out, or whose
+    rows cannot where ranks share them.
 
     All ranks hold the same whole weights before. A pass without loss goes through the shards first, forward and
     backward, so that what a model does with its weights outside of their own modules fails here and not in a step.
@@ -38,6 +44,9 @@ def share_out(policy: PolicyModel, ranks: JoinedRanks) -> None:
         raise ModelError(
             f"the trainer's ranks loaded different weights of {type(policy.model).__name__}: give all the same files"
         )
+    if ranks.row_group is not None:
+        with ranks.exchanging():
+            _try_slices(policy, ranks.row_group, ranks)
     units, mesh = _units(policy), ranks.mesh(policy.device.type)
     try:
         for unit in (*units, policy):
@@ -49,7 +58,7 @@ def share_out(policy: PolicyModel, ranks: JoinedRanks) -> None:
                 if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
                     module.set_reduce_scatter_unused_params(True)  # experts that only other ranks' tokens met
         with ranks.exchanging():
-            _try_out(policy)
+            _try_out(policy, ranks.row_group)
     except (ValueError, NotImplementedError, TypeError, AssertionError) as error:
         raise ModelError(
             f"{type(policy.model).__name__} cannot be shared out over ranks: {error}; {_INSTEAD}"
@@ -76,8 +85,28 @@ def _units(policy: PolicyModel) -> list[nn.Module]:
     return [*layers, *(end for end in ends if all(shared[id(weight)] == 1 for weight in end.parameters()))]
 
 
-def _try_out(policy: PolicyModel) -> None:
-    micro_batch = MicroBatch.of(empty_row(), 0, policy.model.device, padded=policy.pads_segments)
+@torch.no_grad()
+def _try_slices(policy: PolicyModel, group: RowGroup, ranks: JoinedRanks) -> None:
+    """Require of every slice of a row what the model, still whole here, makes of it in the whole row."""
+    lengths = _PROBE_LENGTHS * -(-2 * group.size // sum(_PROBE_LENGTHS))
+    row = probe_row(lengths, policy.model.config.get_text_config().vocab_size)
+    whole, own = (MicroBatch.of(row, 0, policy.device, padded=policy.pads_segments, group=one) for one in (None, group))
+    found, expected = policy(own, NO_LOSS).logprobs, policy(whole, NO_LOSS).logprobs
+
+    def compare() -> None:
+        places = torch.from_numpy(np.searchsorted(whole.positions, own.positions)).to(policy.device)
+        bound = _SLICE_TOLERANCE[policy.under_autocast] * float(expected.abs().max())
+        if not bool(((found - expected[places]).abs() <= bound).all()):
+            raise ModelError(
+                f"{type(policy.model).__name__} comes to other log-probabilities where ranks share a row, since more "
+                "than its attention looks at other tokens: leave out trainer.sequence_parallel"
+            )
+
+    ranks.agree(compare)
+
+
+def _try_out(policy: PolicyModel, group: RowGroup | None) -> None:
+    micro_batch = MicroBatch.of(empty_row(), 0, policy.model.device, padded=policy.pads_segments, group=group)
     output = policy(micro_batch, NO_LOSS)
     torch.autograd.backward(output.total)
     untouched = [name for name, weight in policy.named_parameters() if weight.requires_grad and weight.grad is None]

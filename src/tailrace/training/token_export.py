@@ -51,9 +51,8 @@ class TokenExport:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._writing: Future[None] | None = None
 
-    def add(self, row: BatchRow, output: LossOutput) -> None:
-        """Copy what the step made of a row: `output` is of its tokens that bear loss, in order."""
-        positions = np.flatnonzero(row.loss_mask)
+    def add(self, row: BatchRow, output: LossOutput, positions: NDArray[np.int64]) -> None:
+        """Copy what the step made of a row: `output` is of its tokens at `positions`."""
         logprobs, generated = on_host(output.logprobs), row.logprobs[positions]
         with np.errstate(over="ignore"):
             ratios = np.exp(logprobs - generated)

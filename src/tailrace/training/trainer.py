@@ -29,8 +29,7 @@ from tailrace.tracing.phases import phase
 from tailrace.training import checkpoints
 from tailrace.training.acceleration import tune_process
 from tailrace.training.checkpoints import StagedCheckpoint
-from tailrace.training.gradients import GradientPasses
-from tailrace.training.head import LossOutput
+from tailrace.training.gradients import GradientPasses, RowOutput
 from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import Divisor, load_loss
 from tailrace.training.nonfinite_rows import NonFiniteRows
@@ -110,7 +109,7 @@ class Trainer:
             share_out(policy, ranks)
         self._passes = GradientPasses(
             policy,
-            load_loss(settings.loss),
+            load_loss(settings.loss, ranks_per_row=settings.sequence_parallel),
             self._divisor,
             replay=self._replay,
             open_payload=open_payload,
@@ -135,7 +134,7 @@ class Trainer:
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
             self._optimizer.zero_grad(set_to_none=True)
-            outputs = list[LossOutput]()
+            outputs = list[RowOutput]()
             metrics, kept = self._passes.add(batch, self.version, outputs).read(batch.summary)
             metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
             if kept == 0:
@@ -209,9 +208,10 @@ class Trainer:
 
     def _require_trainable(self, batch: Batch) -> None:
         summary, ranks = batch.summary, self._ranks
-        if (batch.rank, batch.num_ranks) != (ranks.rank, ranks.size):
+        if (batch.rank, batch.num_ranks) != (ranks.data_rank, ranks.data_size):
             raise TrainingError(
-                f"rank {ranks.rank} of {ranks.size} was sent the rows of rank {batch.rank} of {batch.num_ranks}"
+                f"data-parallel rank {ranks.data_rank} of {ranks.data_size} was sent the rows of rank {batch.rank} of "
+                f"{batch.num_ranks}"
             )
         if summary.step != self.step + 1:
             raise TrainingError(f"the trainer has done step {self.step} and was sent the batch of step {summary.step}")

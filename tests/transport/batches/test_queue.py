@@ -53,21 +53,22 @@ class Queue:
         await self.sender.close()
 
 
-def open_queue(kind: str, num_ranks: int, address: str, folder: Path) -> Queue:
+def open_queue(kind: str, num_ranks: int, address: str, folder: Path, *, ranks_per_row: int = 1) -> Queue:
     """Two batches at most."""
-    ranks = [{"rank": rank, "num_ranks": num_ranks} for rank in range(num_ranks)]
+    whole = {"num_ranks": num_ranks, "ranks_per_row": ranks_per_row}
+    ranks = [{"rank": rank, **whole} for rank in range(num_ranks)]
     if kind == "memory":
         queue = MemoryBatchQueue(2, num_ranks=num_ranks)
         return Queue(queue, [queue.receiver(rank) for rank in range(num_ranks)])
     if kind == "shared memory":
-        sender = shared_memory_sender(address, folder, num_ranks=num_ranks, checksum_bodies=True)
+        sender = shared_memory_sender(address, folder, **whole, checksum_bodies=True)
         return Queue(sender, [shared_memory_receiver(address, folder, **rank) for rank in ranks])
     if kind == "files":
         return Queue(
-            file_sender(address, folder, num_ranks=num_ranks),
+            file_sender(address, folder, **whole),
             [file_receiver(address, folder, **rank) for rank in ranks],
         )
-    return Queue(value_sender(address, num_ranks=num_ranks), [value_receiver(address, **rank) for rank in ranks])
+    return Queue(value_sender(address, **whole), [value_receiver(address, **rank) for rank in ranks])
 
 
 KINDS = ("memory", "shared memory", "files", "by value")
@@ -100,6 +101,24 @@ async def test_every_rank_receives_its_own_rows_whole_and_in_order(queue: Queue)
             assert_same_batch(part, batch, rank)
         assert sum(len(part.token_ids) for part in parts) == batch.summary.num_tokens
         assert len({part.num_rows for part in parts}) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+async def test_neighbours_that_share_rows_open_the_same_ones(kind: str, sockets: Path, tmp_path: Path) -> None:
+    address = ipc_address(sockets, "batches")
+    queue = open_queue(kind, 4, address, tmp_path / "batches", ranks_per_row=2)
+    (tmp_path / "batches").mkdir(exist_ok=True)
+    batches = [make_batch(step, num_samples=6, num_ranks=2) for step in (1, 2, 3)]
+    for batch in batches[:2]:
+        await queue.send(batch)
+    assert len(list(tmp_path.rglob("*.safetensors"))) in {0, 4}  # written once for each pair
+    third = await assert_waits(queue.send(batches[2]))
+    for rank, receiver in enumerate(queue.receivers):
+        assert_same_batch(await receiver.receive(), batches[0], rank // 2)
+        assert not third.done()
+        await receiver.acknowledge(1)
+    await third
+    await queue.close()
 
 
 async def test_tokens_too_old_bear_no_loss_and_are_context_to_the_receiver(queue: Queue) -> None:

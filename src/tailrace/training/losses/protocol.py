@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +31,9 @@ class LossTokens:
     """More about the tokens by name, [num_loss_tokens] or [num_loss_tokens, k]; empty, since batches carry none yet."""
     whole_lengths: Tensor | None = None
     """[num_samples], int64: tokens of each whole sample, where some of them may be cut off here; None: none are."""
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Where ranks share the row, and have a slice of its tokens each: differentiable sums over them. All of them call
+    it together."""
 
     @property
     def sample_lengths(self) -> Tensor:
@@ -51,9 +54,13 @@ class LossTokens:
         )
 
     def sum_by_sample(self, values: Tensor) -> Tensor:
-        """[num_samples]: differentiable sums of `values` [num_loss_tokens] over each sample's tokens; 0 over none."""
+        """[num_samples]: differentiable sums of `values` [num_loss_tokens] over each sample's tokens; 0 over none.
+
+        Of whole samples, where ranks have parts of them; not in a `part`, which knows its own tokens alone.
+        """
         offsets = self.sample_offsets
-        return torch.segment_reduce(values, "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+        sums = torch.segment_reduce(values, "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+        return sums if self.sum_over_ranks is None else self.sum_over_ranks(sums)
 
     def mean_by_sample(self, values: Tensor) -> Tensor:
         """[num_samples]: differentiable means of `values` [num_loss_tokens] over each sample's tokens; 0 over none."""

@@ -22,7 +22,7 @@ from tailrace.training.losses.grpo import Grpo
 from tailrace.training.losses.gspo import Gspo
 from tailrace.training.losses.ipo import Ipo
 from tailrace.training.losses.masks import load_mask
-from tailrace.training.losses.protocol import Loss
+from tailrace.training.losses.protocol import Loss, PointwiseLoss
 from tailrace.training.losses.sapo import Sapo
 from tailrace.user_code import describe_failure, import_attribute
 
@@ -41,9 +41,20 @@ LOSSES: Mapping[type[settings_of.CommonLossSettings], Callable[..., Loss]] = {
 """By the class of their settings, from which each is made."""
 
 
-def load_loss(settings: LossSettings) -> Loss:
-    """The loss that `settings` mean, with its masks. Raises `SettingsError` for what cannot be imported or called."""
+def load_loss(settings: LossSettings, *, ranks_per_row: int = 1) -> Loss:
+    """The loss that `settings` mean, with its masks. Raises `SettingsError` for what cannot be imported or called.
+
+    With several `ranks_per_row` it will be given slices of samples: built-in losses sum over whole ones all the same
+    (`LossTokens.sum_by_sample`), one's own are refused unless they judge each token by itself.
+    """
     loss = _own_loss(settings) if isinstance(settings, OwnLossSettings) else LOSSES[type(settings)](settings)
+    if ranks_per_row > 1 and isinstance(settings, OwnLossSettings) and not isinstance(loss, PointwiseLoss):
+        raise SettingsError(
+            f"trainer.sequence_parallel = {ranks_per_row} gives each rank a slice of every sample, and "
+            f"trainer.loss.name = {settings.name!r} may look at whole ones: make it a PointwiseLoss, or leave out "
+            "trainer.sequence_parallel",
+            key=("trainer", "sequence_parallel"),
+        )
     masks = {str(mask.name): load_mask(mask) for mask in settings.masks}
     per_sequence = settings.denominator == Denominator.SEQUENCES
     return compose(loss, masks, entropy=settings.entropy, per_sequence=per_sequence)

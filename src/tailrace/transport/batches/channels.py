@@ -54,12 +54,17 @@ class ChannelBatchSender(BatchSender):
         store: BatchStore,
         *,
         num_ranks: int = 1,
+        ranks_per_row: int = 1,
         capacity: int = 2,
         adopted: Sequence[Sequence[BatchRef]] = (),
     ) -> None:
-        """`adopted` are batches that lie in the store already: they are offered first, and count as sent."""
+        """`adopted` are batches that lie in the store already: they are offered first, and count as sent.
+
+        So many neighbours among the ranks open the same rows: what is planned for one data-parallel rank.
+        """
         require_capacity(capacity)
         self._store, self._num_ranks, self._capacity = store, num_ranks, capacity
+        self._ranks_per_row = ranks_per_row
         self._adopted = deque(adopted)
         self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
@@ -85,7 +90,7 @@ class ChannelBatchSender(BatchSender):
 
         Bytes are written in a thread. A send that is cancelled while they are goes out all the same.
         """
-        require_ranks(batch, self._num_ranks)
+        require_ranks(batch, self._num_ranks // self._ranks_per_row)
         async with self._turn:
             await asyncio.shield(self._offering)
             await wait_until(self._changed, lambda: self._failure is not None or self._is_ready)
@@ -142,7 +147,8 @@ class ChannelBatchSender(BatchSender):
             self._send_out(refs[0].sequence, [Piece(ref) for ref in refs])
 
     def _send_out(self, sequence: int, pieces: Sequence[Piece]) -> None:
-        for channel, piece in zip(self._channels, pieces, strict=True):
+        each = (piece for piece in pieces for _ in range(self._ranks_per_row))
+        for channel, piece in zip(self._channels, each, strict=True):
             channel.send(encode(piece.ref), piece.body)
         self._sent[sequence] = set(range(self._num_ranks))
 
@@ -156,10 +162,16 @@ class ChannelBatchSender(BatchSender):
 
 
 class ChannelBatchReceiver(BatchReceiver):
-    """The end of one rank. Make it on a running event loop. Received arrays are read-only views."""
+    """The end of one rank, for what was planned for its data-parallel one. Make it on a running event loop.
 
-    def __init__(self, address: str, source: BatchSource, *, rank: int = 0, num_ranks: int = 1) -> None:
-        self._source, self._rank, self._num_ranks = source, rank, num_ranks
+    Received arrays are read-only views.
+    """
+
+    def __init__(
+        self, address: str, source: BatchSource, *, rank: int = 0, num_ranks: int = 1, ranks_per_row: int = 1
+    ) -> None:
+        self._source = source
+        self._part = (rank // ranks_per_row, num_ranks // ranks_per_row)
         self._waiting: deque[tuple[BatchRef, memoryview | None]] = deque()
         self._body: memoryview | None = None
         self._received: dict[int, BatchRef] = {}
@@ -208,9 +220,10 @@ class ChannelBatchReceiver(BatchReceiver):
     def _open(self, ref: BatchRef, body: memoryview | None) -> Batch:
         with phase("open_batch", num_bytes=ref.num_bytes):
             batch = self._source.open(ref, body)
-        if (batch.rank, batch.num_ranks) != (self._rank, self._num_ranks):
+        if (batch.rank, batch.num_ranks) != self._part:
             raise CorruptData(
-                f"rank {self._rank} of {self._num_ranks} was sent the rows of rank {batch.rank} of {batch.num_ranks}"
+                f"data-parallel rank {self._part[0]} of {self._part[1]} was sent the rows of rank {batch.rank} of "
+                f"{batch.num_ranks}"
             )
         return batch
 
@@ -240,6 +253,7 @@ def shared_memory_sender(
     *,
     spill: Path | None = None,
     num_ranks: int = 1,
+    ranks_per_row: int = 1,
     capacity: int = 2,
     checksum_bodies: bool = False,
 ) -> ChannelBatchSender:
@@ -248,38 +262,56 @@ def shared_memory_sender(
     What does not fit in there goes to files in `spill`, and is refused without.
     """
     store = SharedMemoryStore(folder, spill=spill, checksum_bodies=checksum_bodies)
-    return ChannelBatchSender(address, store, num_ranks=num_ranks, capacity=capacity)
+    return ChannelBatchSender(address, store, num_ranks=num_ranks, ranks_per_row=ranks_per_row, capacity=capacity)
 
 
 def shared_memory_receiver(
-    address: str, folder: Path, *, spill: Path | None = None, rank: int = 0, num_ranks: int = 1
+    address: str,
+    folder: Path,
+    *,
+    spill: Path | None = None,
+    rank: int = 0,
+    num_ranks: int = 1,
+    ranks_per_row: int = 1,
 ) -> ChannelBatchReceiver:
     """The other end of `shared_memory_sender`, with the same folders."""
-    return ChannelBatchReceiver(address, FileSource(folder, recycled=True, spill=spill), rank=rank, num_ranks=num_ranks)
+    source = FileSource(folder, recycled=True, spill=spill)
+    return ChannelBatchReceiver(address, source, rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row)
 
 
 def file_sender(
-    address: str, folder: Path, *, num_ranks: int = 1, capacity: int = 2, keep: bool = False
+    address: str,
+    folder: Path,
+    *,
+    num_ranks: int = 1,
+    ranks_per_row: int = 1,
+    capacity: int = 2,
+    keep: bool = False,
 ) -> ChannelBatchSender:
     """Through durable, checksummed files in a folder that both ends see, on one host or on several.
 
     With `keep` what an earlier sender left there unacknowledged comes first; without, it is removed.
     """
     store = FileStore(folder, keep=keep)
-    return ChannelBatchSender(address, store, num_ranks=num_ranks, capacity=capacity, adopted=store.adopted)
+    return ChannelBatchSender(
+        address, store, num_ranks=num_ranks, ranks_per_row=ranks_per_row, capacity=capacity, adopted=store.adopted
+    )
 
 
-def file_receiver(address: str, folder: Path, *, rank: int = 0, num_ranks: int = 1) -> ChannelBatchReceiver:
+def file_receiver(
+    address: str, folder: Path, *, rank: int = 0, num_ranks: int = 1, ranks_per_row: int = 1
+) -> ChannelBatchReceiver:
     """The other end of `file_sender`."""
     source = FileSource(folder, recycled=False, require_checksums=True)
-    return ChannelBatchReceiver(address, source, rank=rank, num_ranks=num_ranks)
+    return ChannelBatchReceiver(address, source, rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row)
 
 
-def value_sender(address: str, *, num_ranks: int = 1, capacity: int = 2) -> ChannelBatchSender:
+def value_sender(address: str, *, num_ranks: int = 1, ranks_per_row: int = 1, capacity: int = 2) -> ChannelBatchSender:
     """By value, through the socket itself, for hosts that share no folder."""
-    return ChannelBatchSender(address, ValueStore(), num_ranks=num_ranks, capacity=capacity)
+    store = ValueStore()
+    return ChannelBatchSender(address, store, num_ranks=num_ranks, ranks_per_row=ranks_per_row, capacity=capacity)
 
 
-def value_receiver(address: str, *, rank: int = 0, num_ranks: int = 1) -> ChannelBatchReceiver:
+def value_receiver(address: str, *, rank: int = 0, num_ranks: int = 1, ranks_per_row: int = 1) -> ChannelBatchReceiver:
     """The other end of `value_sender`."""
-    return ChannelBatchReceiver(address, ValueSource(), rank=rank, num_ranks=num_ranks)
+    return ChannelBatchReceiver(address, ValueSource(), rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row)
