@@ -68,6 +68,12 @@ class TrainerSettings(BaseModel):
         " rank.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank's compute.")
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Operations per second that one rank's device can do in dtype, for training/mfu; unset: as known of"
+        " the GPU, under bfloat16, and no such metric where nothing is.",
+    )
     native_kernels: bool = Field(
         default=True,
         description="On a CPU with one thread and a C++ compiler: compile passes over activations for this processor,"
