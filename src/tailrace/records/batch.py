@@ -188,3 +188,8 @@ class BatchRow:
     origins: SampleOrigins = field(default_factory=SampleOrigins)
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """More for the loss, by name: [num_tokens] or [num_tokens, k]. No batch fills it yet."""
+
+    @property
+    def support_sizes(self) -> Int32Array:
+        """[num_tokens]: how many tokens each was sampled from; 0 for the whole vocabulary, and for context."""
+        return np.zeros(len(self.token_ids), np.int32) if self.supports is None else self.supports.counts

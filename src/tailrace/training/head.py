@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tailrace.models.heads import OutputHead
 from tailrace.training.losses import Loss, LossTokens, PointwiseLoss
-from tailrace.training.losses.supports import OUTSIDE, TokenSupports
+from tailrace.training.losses.supports import TokenSupports
 
 GPU_CHUNK_BYTES = 256 << 20
 """Logits per chunk: each chunk rewrites the whole gradient of the head, so that few and big ones are cheaper."""
@@ -115,7 +115,7 @@ def score_logits(logits: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies where the head is not known; holds [tokens, vocabulary]."""
     scaled = logits.float() * tokens.temperatures.reciprocal()[:, None]
     if tokens.supports is not None:
-        scaled = scaled.masked_fill(tokens.supports.outside(logits.shape[1]), OUTSIDE)
+        tokens.supports.restrict(scaled)
     scaled = torch.log_softmax(scaled, dim=-1)
     logprobs = scaled.gather(1, tokens.targets[:, None]).squeeze(1)
     return logprobs, -(scaled.exp() * scaled).sum(-1)
@@ -228,7 +228,7 @@ class _Head:
         return self.input.new_empty(len(self.input), dtype=self.wide)
 
     def logits(self, where: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[chunk, vocabulary] at the tokens' temperatures, outside their supports `OUTSIDE`, and the two factors of
+        """[chunk, vocabulary] at the tokens' temperatures, restricted to their supports, and the two factors of
         their derivative by the head's product: [chunk, 1], and where logits are capped [chunk, vocabulary]."""
         logits = self.input[where] @ self.weight.t()
         if self.bias is not None:
@@ -241,7 +241,7 @@ class _Head:
             capped = logits.mul_(rule.scale / rule.softcap).tanh_()
             logits, bend = capped * (scales * rule.softcap), 1 - capped.square()
         if rule.supports is not None:
-            logits.masked_fill_(rule.supports.part(where).outside(logits.shape[1]), OUTSIDE)
+            rule.supports.part(where).restrict(logits)
         return logits, scales * rule.scale, bend
 
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tailrace.errors import SettingsError
-from tailrace.records import BatchRow, Int32Array
+from tailrace.records import BatchRow
 from tailrace.training.head import LossOutput
 from tailrace.training.settings import ExportFormat
 
@@ -69,7 +69,7 @@ class TokenExport:
                 "ratio": ratios,
                 "entropy": on_host(output.entropy),
                 "policy_version": row.policy_versions[positions],
-                "support_size": _support_sizes(row)[positions],
+                "support_size": row.support_sizes[positions],
             }
         )
 
@@ -104,11 +104,6 @@ class TokenExport:
             _log.warning("the tokens of step %d could not be exported to %s: %s", step, path, error.strerror)
             with suppress(OSError):
                 part.unlink()
-
-
-def _support_sizes(row: BatchRow) -> Int32Array:
-    """[num_tokens of the row]: how many tokens top-p and top-k left; 0 for the whole vocabulary."""
-    return np.zeros(len(row.token_ids), np.int32) if row.supports is None else row.supports.counts
 
 
 def read_tokens(path: Path) -> list[dict[str, object]]:

@@ -38,10 +38,13 @@ class TokenSupports:
         ids = self.token_ids[int(offsets[0]) : int(offsets[-1])]
         return TokenSupports(ids, self.counts[where], offsets - offsets[0])
 
-    def outside(self, vocabulary: int) -> Tensor:
-        """[num_loss_tokens, vocabulary], True for what could not be sampled."""
-        counts, num_ids = self.counts, int(self.offsets[-1] - self.offsets[0])
-        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_ids)
-        outside = (counts > 0)[:, None].repeat(1, vocabulary)
-        outside[rows, self.token_ids.long()] = False
-        return outside
+    def restrict(self, logits: Tensor) -> None:
+        """Replace those of `logits` [num_loss_tokens, vocabulary] that could not be sampled. Differentiable."""
+        rows = torch.arange(len(self.counts), device=logits.device)
+        places = rows.repeat_interleave(self.counts, output_size=len(self.token_ids)), self.token_ids.long()
+        kept = logits[places]
+        if np.diff(self.offsets).all():  # all but always, and several times as fast
+            logits.fill_(OUTSIDE)
+        else:
+            logits.masked_fill_((self.counts > 0)[:, None], OUTSIDE)
+        logits[places] = kept
