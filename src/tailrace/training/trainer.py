@@ -31,10 +31,11 @@ from tailrace.training.acceleration import tune_process
 from tailrace.training.checkpoints import StagedCheckpoint
 from tailrace.training.gradients import GradientPasses
 from tailrace.training.loss_settings import ClippedRatioSettings
-from tailrace.training.losses import Divisor, load_loss
+from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.reference import FrozenReference, load_frozen
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.sharding import share_out, whole
@@ -109,6 +110,8 @@ class Trainer:
             policy,
             load_loss(settings.loss),
             self._divisor,
+            components=load_components(settings.loss),
+            reference=self._load_reference(policy),
             replay=self._replay,
             open_payload=open_payload,
             export=export,
@@ -133,10 +136,9 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             metrics, kept = self._passes.add(batch, self.version).read(batch.summary)
             metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
-            if kept == 0:
+            if not self._passes.teaches(batch.summary, kept):
                 return self._skip(NOTHING_TRAINABLE, metrics)
-            factor = self._divisor.planned(batch.summary) / self._divisor.final(batch.summary, kept)
-            metrics["training/grad_norm"] = self._scale_gradients(factor)
+            metrics["training/grad_norm"] = self._scale_gradients(self._passes.rescaling(batch.summary, kept))
         self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
         if not all(math.isfinite(metrics[name]) for name in _DECIDING):
             return self._skip_not_finite(metrics)
@@ -234,6 +236,20 @@ class Trainer:
             gradient_checkpointing=settings.gradient_checkpointing,
         )
         return model, replay, policy
+
+    def _load_reference(self, policy: PolicyModel) -> FrozenReference | None:
+        """The frozen model that the loss asks for, shared out as the policy is."""
+        if (chosen := self.settings.loss.reference_kl) is None:
+            return None
+        if chosen.estimator == "k1" and chosen.coefficient:
+            _log.warning(
+                "trainer.loss.reference_kl.estimator is k1: its gradient is 0 on average, and holds nothing back"
+            )
+        name = chosen.model or self.model_name
+        frozen = self._ranks.agree(lambda: load_frozen(name, policy, self.settings))
+        if isinstance(self._ranks, JoinedRanks):
+            share_out(frozen, self._ranks)
+        return FrozenReference(frozen)
 
     def _make_replay(self, model: PreTrainedModel, *, replays: bool) -> RouterReplay | None:
         if self.settings.router_replay == "on":
