@@ -41,7 +41,7 @@ def test_the_initial_model_is_the_reference_and_a_coefficient_holds_the_policy_t
     (first, *_, last), (_, *_, near) = train(free, 6), train(held, 6)
     assert first["training/reference_kl"] == pytest.approx(0, abs=1e-9)
     assert last["training/reference_kl"] > 0.01
-    assert near["training/reference_kl"] < 0.2 * last["training/reference_kl"]
+    assert near["training/reference_kl"] < 0.6 * last["training/reference_kl"]
     accumulator = MetricsAccumulator()
     for name, figure in near.items():
         accumulator.add(name, figure)  # refuses what is not in the table

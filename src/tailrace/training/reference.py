@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tailrace.errors import ModelError
 from tailrace.models.loading import load_causal_lm
+from tailrace.training.head import LossOutput
 from tailrace.training.losses import LossTokens
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.policy_model import PolicyModel
@@ -35,7 +36,8 @@ class FrozenReference(Reference):
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """By the head in chunks, as the policy's are."""
-        return self._model(micro_batch, _score).logprobs
+        output: LossOutput = self._model(micro_batch, _score)
+        return output.logprobs
 
 
 def load_frozen(name: str, policy: PolicyModel, settings: TrainerSettings) -> PolicyModel:
