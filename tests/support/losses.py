@@ -25,3 +25,15 @@ def of_weighing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[
     assert bool(((numbers % 2 == 1) == (counted == 1)).all())
     assert 0 < int(counted.sum()) < len(counted)
     return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
+
+
+def steep(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Finite, and its gradient is infinite for rows with an advantage above 50."""
+    is_steep = bool((tokens.advantages > 50).any())
+    losses = (logprobs - logprobs.detach()).sqrt() if is_steep else tokens.advantages * logprobs
+    return losses, torch.ones_like(logprobs, dtype=torch.bool)
+
+
+def enormous(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Finite, and so is every gradient, but not the norm of all."""
+    return logprobs * 1e30, torch.ones_like(logprobs, dtype=torch.bool)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from tailrace.records import Batch, BatchRow, BatchSummary, ExpertArray, OpenPayload
 from tailrace.training.head import LossOutput
@@ -58,25 +59,41 @@ class GradientPasses:
         self._replay, self._ranks = replay, ranks
         self._open_payload, self._export = open_payload, export
         self._experts: ExpertArray | None = None
+        self._objective: tuple[Loss, float] = loss, 1.0
+        """What the tokens of the batch that was added last sum up, and what that is divided by."""
 
-    def add(self, batch: Batch, version: int) -> LossSums:
+    def add(self, batch: Batch, version: int, outputs: list[LossOutput] | None = None) -> LossSums:
         """Go through this rank's rows with a trainer that holds `version`; the sums are of all ranks.
 
-        The loss is divided by the planned figure of the whole batch; that of each component by its own.
+        The loss is divided by the planned figure of the whole batch; that of each component by its own. `outputs` gets
+        what became of each of `rows`, components left out.
         """
         sums = LossSums(self._loss, self._divisor, batch.origins.environments, self._components)
-        rows = [*self._rows(batch)]
+        rows = self.rows(batch)
         rounds = max(self._ranks.gather(len(rows)))
-        loss, divisor = self._objective(batch.summary, rows, rounds, version)
+        self._objective = self._objective_of(batch.summary, rows, rounds, version)
         with self._ranks.exchanging():
             for row in rows:
-                self._add_row(row, version, loss, divisor, sums)
+                output = self._add_row(row, version, sums)
+                if outputs is not None:
+                    outputs.append(output)
             for _ in range(rounds - len(rows)):
-                self._pass_without_row(version)
+                self.pass_over(None, version)
         if self._export is not None:
             self._export.end_step(batch.summary.step)
         sums.reduce(self._ranks)
         return sums
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """That gradients are added to."""
+        return [weight for weight in self._policy.parameters() if weight.requires_grad]
+
+    def rows(self, batch: Batch) -> list[BatchRow]:
+        """Those with tokens that bear loss; each sample is a row where the model does not pack."""
+        edges = batch.row_offsets.tolist() if self._policy.packs else range(len(batch.sample_offsets))
+        rows = (batch.samples(first, last) for first, last in itertools.pairwise(edges))
+        return [row for row in rows if row.loss_mask.any()]
 
     def teaches(self, batch: BatchSummary, kept: int) -> bool:
         """Whether anything of a batch bears a gradient, of whose tokens the loss kept so many."""
@@ -86,10 +103,23 @@ class GradientPasses:
         """What gradients are to be multiplied by once it is known how many tokens the loss kept."""
         return 1.0 if self._components else self._divisor.planned(batch) / self._divisor.final(batch, kept)
 
-    def _objective(
+    def pass_over(self, row: BatchRow | None, version: int) -> tuple[MicroBatch, LossOutput]:
+        """Forward and backward of a row of the batch that was added last; without one, of an empty one, since each rank
+        takes part in every pass.
+
+        The output's total has no gradient any more.
+        """
+        micro_batch = self._referred(self._micro_batch_of(row, version))
+        loss, divisor = self._objective
+        # The backward pass too: where activations are computed twice, it asks the routers again.
+        with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
+            output = self._policy(micro_batch, NO_LOSS if row is None else loss)
+            torch.autograd.backward(output.total / divisor)
+        return micro_batch, output._replace(total=output.total.detach())
+
+    def _objective_of(
         self, batch: BatchSummary, rows: Sequence[BatchRow], rounds: int, version: int
     ) -> tuple[Loss, float]:
-        """What each row's tokens add up to, and what that is divided by."""
         if not self._components:
             return self._loss, self._divisor.planned(batch)
         kept = batch.loss_tokens if self._divisor.is_known else self._count_kept(rows, rounds, version)
@@ -100,29 +130,21 @@ class GradientPasses:
         """Of all ranks' rows."""
         kept = 0
         with self._ranks.exchanging():
-            for row in rows:
-                micro_batch = self._micro_batch(row, version, self._read_experts(row))
+            for row in itertools.islice(itertools.chain(rows, itertools.repeat(None)), rounds):
+                micro_batch = self._micro_batch_of(row, version)
                 with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
-                    kept += int(self._policy(micro_batch, self._loss).kept.sum())
-            for _ in range(rounds - len(rows)):
-                self._policy(self._micro_batch(empty_row(), version), NO_LOSS)
+                    output = self._policy(micro_batch, NO_LOSS if row is None else self._loss)
+                kept += int(output.kept.sum())  # none of an empty row
         return sum(self._ranks.gather(kept))
 
-    def _add_row(self, row: BatchRow, version: int, loss: Loss, divisor: float, sums: LossSums) -> None:
-        micro_batch = self._referred(self._micro_batch(row, version, self._read_experts(row)))
-        # The backward pass too: where activations are computed twice, it asks the routers again.
-        with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
-            output = self._policy(micro_batch, loss)
-            torch.autograd.backward(output.total / divisor)
+    def _add_row(self, row: BatchRow, version: int, sums: LossSums) -> LossOutput:
+        micro_batch, output = self.pass_over(row, version)
         if self._components:
             output = self._of_rewards(output, micro_batch.tokens)
         sums.add(output, micro_batch)
         if self._export is not None:
             self._export.add(row, output)
-
-    def _pass_without_row(self, version: int) -> None:
-        micro_batch = self._referred(self._micro_batch(empty_row(), version))
-        torch.autograd.backward(self._policy(micro_batch, NO_LOSS).total)
+        return output
 
     def _referred(self, micro_batch: MicroBatch) -> MicroBatch:
         """With what the reference says of its tokens."""
@@ -136,14 +158,11 @@ class GradientPasses:
         losses, kept = self._loss(output.logprobs, output.entropy, tokens)
         return output._replace(losses=losses.where(kept, 0.0), kept=kept)
 
-    def _micro_batch(self, row: BatchRow, version: int, experts: ExpertArray | None = None) -> MicroBatch:
-        return MicroBatch.of(row, version, self._policy.device, experts, padded=self._policy.pads_segments)
-
-    def _rows(self, batch: Batch) -> Iterator[BatchRow]:
-        """Those with tokens that bear loss; each sample is a row where the model does not pack."""
-        edges = batch.row_offsets.tolist() if self._policy.packs else range(len(batch.sample_offsets))
-        rows = (batch.samples(first, last) for first, last in itertools.pairwise(edges))
-        return (row for row in rows if row.loss_mask.any())
+    def _micro_batch_of(self, row: BatchRow | None, version: int) -> MicroBatch:
+        """Of a row, or of an empty one."""
+        experts = None if row is None else self._read_experts(row)
+        padded = self._policy.pads_segments
+        return MicroBatch.of(row or empty_row(), version, self._policy.device, experts, padded=padded)
 
     def _read_experts(self, row: BatchRow) -> ExpertArray | None:
         """What generation recorded for a row, in memory that the next row reuses."""

@@ -36,7 +36,7 @@ from tailrace.records import BatchSummary
 from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.protocol import LossTokens
-from tailrace.training.losses.ratios import excess, ratios
+from tailrace.training.losses.ratios import excess, ratios, weighted_logprobs
 
 REFERENCE_LOGPROBS = "reference_logprobs"
 """The column of `LossTokens` that the trainer fills with log π_ref, [num_loss_tokens]."""
@@ -72,7 +72,8 @@ class ReferenceKl(Component):
                 loss, derivative = excess(difference) - difference, -excess(difference)
             case "unbiased":
                 ratio = ratios(logprobs, tokens)
-                loss, derivative = ratio * (excess(difference) - difference), -ratio * difference
+                derivative = -weighted_logprobs(ratio, difference)
+                loss = ratio * excess(difference) + derivative
         return loss, derivative, torch.ones_like(logprobs, dtype=torch.bool)
 
     @override
