@@ -108,6 +108,8 @@ class Batch:
     """Their token ids, sample after sample."""
     support_offsets: Int32Array = field(default_factory=_nothing)
     """[num_samples + 1], into the ids."""
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    """Columns of the tokens that have a name of their own: [num_tokens] or [num_tokens, k]."""
     rank: int = 0
     num_ranks: int = 1
 
@@ -132,6 +134,7 @@ class Batch:
             payloads=self.payloads.between(start, end),
             supports=self._supports(first, last, slice(start, end)),
             origins=self.origins.between(first, last),
+            columns={name: column[start:end] for name, column in self.columns.items()},
         )
 
     @property
@@ -142,9 +145,8 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """Of the columns of the tokens."""
-        columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask)
-        supports = (self.support_counts, self.support_ids)
-        return sum(column.nbytes for column in (*columns, *supports))
+        columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask, *self.columns.values())
+        return sum(column.nbytes for column in (*columns, self.support_counts, self.support_ids))
 
     def _advantages(self, first: int, last: int, lengths: Int32Array) -> Float32Array:
         """[tokens of samples `first` to `last`]."""
@@ -187,7 +189,7 @@ class BatchRow:
     """What its tokens were sampled from; None: the whole vocabulary."""
     origins: SampleOrigins = field(default_factory=SampleOrigins)
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
-    """More for the loss, by name: [num_tokens] or [num_tokens, k]. No batch fills it yet."""
+    """More for the loss, by name: [num_tokens] or [num_tokens, k]."""
 
     @property
     def support_sizes(self) -> Int32Array:
