@@ -46,6 +46,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _replicas,
         _ranks,
         _router_replay,
+        _supports,
         _batches,
         _weights,
     )
@@ -224,6 +225,18 @@ def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
             "generator.return_routed_experts = true sends experts for every token and layer to a trainer that "
             "trainer.router_replay = 'off' keeps from using them: leave one of them out",
             *keys,
+        )
+
+
+def _supports(settings: RunSettings) -> Iterator[Contradiction]:
+    rollouts, generator = settings.rollouts, settings.generator
+    knows = generator.engine != "vllm" or generator.connect or generator.vllm.get("return_sampling_mask")
+    if rollouts.restricts and not knows:
+        key = "rollouts.top_p" if rollouts.top_p < 1 else "rollouts.top_k"
+        yield Contradiction(
+            f"{key} restricts what is sampled, and the trainer has to know what was left: add "
+            "generator.vllm.return_sampling_mask = true (vLLM on GPUs), or choose generator.engine = 'torch'",
+            *(key, "generator.engine"),
         )
 
 

@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tailrace.training.losses.supports import TokenSupports
+
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
@@ -28,9 +30,13 @@ class LossTokens:
     sample_offsets: Tensor
     """[num_samples + 1], int64: tokens of sample i are `sample_offsets[i]` to `sample_offsets[i + 1]`, perhaps none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """More about the tokens by name, [num_loss_tokens] or [num_loss_tokens, k]; empty, since batches carry none yet."""
+    """More about the tokens by name, float32 or int32, [num_loss_tokens] or [num_loss_tokens, k]: what scoring or an
+    agent set, and what the trainer adds; 0 where nothing was set."""
     whole_lengths: Tensor | None = None
     """[num_samples], int64: tokens of each whole sample, where some of them may be cut off here; None: none are."""
+
+    supports: TokenSupports | None = None
+    """What top-p and top-k left for each token; log-probabilities and entropies are over it. None: the vocabulary."""
 
     @property
     def sample_lengths(self) -> Tensor:
@@ -48,6 +54,7 @@ class LossTokens:
             (self.sample_offsets - where.start).clamp(0, where.stop - where.start),
             {name: column[where] for name, column in self.columns.items()},
             self.sample_lengths,
+            self.supports and self.supports.part(where),
         )
 
     def sum_by_sample(self, values: Tensor) -> Tensor:
