@@ -32,7 +32,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "gpt2", "dtype": torch.float64, "loss": "any"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "gspo"},
-    {"model": "qwen3", "dtype": torch.float64, "reference": "k3"},
+    {"model": "qwen3", "dtype": torch.float64, "supports": True},
+    {"model": "qwen3", "dtype": torch.float64, "reference": "k3", "supports": True},
     {"model": "llama", "dtype": torch.float64, "loss": "rejecting", "reference": "unbiased"},
     {"model": "qwen3", "dtype": torch.float64, "reference": "k2", "demonstrations": (2, 4)},
     {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting", "demonstrations": (2, 4)},
@@ -92,7 +93,7 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
 
 
 def batch_of(case: dict[str, Any], seed: int) -> Batch:
-    batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed)
+    batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed, supports=case.get("supports", False))
     return demonstrating(batch, case["demonstrations"]) if "demonstrations" in case else batch
 
 

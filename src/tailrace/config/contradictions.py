@@ -36,7 +36,19 @@ class Contradictions(ValueError):
 
 def find_contradictions(settings: RunSettings) -> list[Contradiction]:
     """Between the sections of a run's settings."""
-    checks = (_end, _schedule, _edges, _early_release, _groups, _lengths, _replicas, _ranks, _router_replay, _batches)
+    checks = (
+        _end,
+        _schedule,
+        _edges,
+        _early_release,
+        _groups,
+        _lengths,
+        _replicas,
+        _ranks,
+        _router_replay,
+        _supports,
+        _batches,
+    )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
 
@@ -212,6 +224,18 @@ def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
             "generator.return_routed_experts = true sends experts for every token and layer to a trainer that "
             "trainer.router_replay = 'off' keeps from using them: leave one of them out",
             *keys,
+        )
+
+
+def _supports(settings: RunSettings) -> Iterator[Contradiction]:
+    rollouts, generator = settings.rollouts, settings.generator
+    knows = generator.engine != "vllm" or generator.connect or generator.vllm.get("return_sampling_mask")
+    if rollouts.restricts and not knows:
+        key = "rollouts.top_p" if rollouts.top_p < 1 else "rollouts.top_k"
+        yield Contradiction(
+            f"{key} restricts what is sampled, and the trainer has to know what was left: add "
+            "generator.vllm.return_sampling_mask = true (vLLM on GPUs), or choose generator.engine = 'torch'",
+            *(key, "generator.engine"),
         )
 
 

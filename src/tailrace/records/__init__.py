@@ -27,14 +27,16 @@ from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskI
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
-from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch, Whitening
+from tailrace.records.planned_batch import SUPPORT_COLUMNS, TOKEN_COLUMNS, PlannedBatch, Whitening
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
+from tailrace.records.supports import Supports, ragged_places
 from tailrace.records.task import Task
 
 __all__ = [
     "CROSS_ENTROPY",
     "DEEPEST",
+    "SUPPORT_COLUMNS",
     "TOKEN_COLUMNS",
     "Batch",
     "BatchRow",
@@ -76,6 +78,7 @@ __all__ = [
     "StepSkipped",
     "StepTrained",
     "StopRequested",
+    "Supports",
     "Task",
     "TaskId",
     "TerminalState",
@@ -88,6 +91,7 @@ __all__ = [
     "as_token_ids",
     "chunks_before",
     "is_too_deep",
+    "ragged_places",
     "session_of",
     "unrecorded",
 ]

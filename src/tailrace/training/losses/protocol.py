@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tailrace.training.losses.supports import TokenSupports
+
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
@@ -39,6 +41,8 @@ class LossTokens:
     """[num_rewarded], int64: where those are; None where all are, and in a part."""
     reward_offsets: Tensor | None = None
     """[num_samples + 1], int64: the `sample_offsets` of those alone."""
+    supports: TokenSupports | None = None
+    """What top-p and top-k left for each token; log-probabilities and entropies are over it. None: the vocabulary."""
 
     @property
     def sample_lengths(self) -> Tensor:
@@ -57,10 +61,11 @@ class LossTokens:
             {name: column[where] for name, column in self.columns.items()},
             self.sample_lengths,
             None if self.rewarded is None else self.rewarded[where],
+            supports=self.supports and self.supports.part(where),
         )
 
     def of_rewards(self) -> LossTokens:
-        """The tokens that bear the loss of rewards. Not of a part."""
+        """The tokens that bear the loss of rewards, where others do not, without their supports. Not of a part."""
         if (places := self.reward_places) is None or self.reward_offsets is None:
             return self
         return LossTokens(
