@@ -137,7 +137,7 @@ class Trainer:
         started_s = time.perf_counter()
         self._memory.begin()
         self.step = batch.summary.step
-        if batch.summary.loss_tokens == 0:
+        if not self._passes.teaches(batch.summary, batch.summary.loss_tokens):
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
             self._optimizer.zero_grad(set_to_none=True)
