@@ -14,16 +14,17 @@ from transformers import PreTrainedModel
 
 from tailrace.records import Batch
 from tailrace.training.gradients import GradientPasses
-from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, LossSettings
-from tailrace.training.losses import Divisor, LossTokens, load_loss
+from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, LossSettings, OwnLossSettings
+from tailrace.training.losses import Divisor, LossTokens, load_components, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.reference import FrozenReference
 from tailrace.training.sharding import share_out, whole
 from tests.support.expert_models import expert_model
 from tests.training.losses.support import as_any_loss, settings_of
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import VOCABULARY, build_batch, rows_of, tiny_model
+from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -44,6 +45,13 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "dtype": torch.float64, "loss": "mean of sequences"},
     {"model": "qwen3-moe", "dtype": torch.float32, "checkpointing": True},
     {"model": "qwen3", "dtype": torch.bfloat16},
+    {"model": "qwen3", "dtype": torch.float64, "supports": True},
+    {"model": "qwen3", "dtype": torch.float64, "reference": "k3", "supports": True},
+    {"model": "llama", "dtype": torch.float64, "loss": "rejecting", "reference": "unbiased"},
+    {"model": "qwen3", "dtype": torch.float64, "reference": "k2", "demonstrations": (2, 4)},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting", "demonstrations": (2, 4)},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "gspo", "demonstrations": (0, 1, 2)},
+    {"model": "llama", "dtype": torch.float64, "loss": "masked sequences", "reference": "k3", "demonstrations": (0, 3)},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
 ]
@@ -72,15 +80,6 @@ LOSSES |= {name: load_loss(settings) for name, settings in BY_SEQUENCE.items()}
 REJECTING = {"rejecting", "masked sequences"}
 
 
-def batch_of(seed: int) -> Batch:
-    """Samples that begin alike, and some that are alike."""
-    batch = build_batch(lengths=LENGTHS[seed], rows=ROWS[seed], seed=seed, prompt=2)
-    token_ids, offsets = batch.token_ids.copy(), batch.sample_offsets
-    token_ids[offsets[1] : offsets[1] + 6] = token_ids[:6]
-    token_ids[offsets[6] : offsets[6] + 3] = token_ids[offsets[5] : offsets[5] + 3][: offsets[-1] - offsets[6]]
-    return dataclasses.replace(batch, token_ids=token_ids)
-
-
 def in_its_own_dtype(model: PreTrainedModel) -> PreTrainedModel:
     """The norms too: transformers' round to float32, to other last bits in a slice of one token than in a row."""
     for module in model.modules():
@@ -92,6 +91,23 @@ def in_its_own_dtype(model: PreTrainedModel) -> PreTrainedModel:
 
 def _norm(module: nn.Module, shape: tuple[int, ...], epsilon: float, hidden: Tensor) -> Tensor:
     return functional.rms_norm(hidden, shape, module.weight, epsilon)
+
+
+SETTINGS = {**BY_SEQUENCE, "rejecting": OwnLossSettings(name="losses:rejecting")}
+
+
+def added(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
+    """Components; the divergence is from another model, shared out too."""
+    if "reference" not in case:
+        demonstrations = ClippedRatioSettings.model_validate({"cross_entropy": {"coefficient": 0.7}})
+        return {"components": load_components(demonstrations)} if "demonstrations" in case else {}
+    model = in_its_own_dtype(tiny_model(case["model"], seed=1).to(case["dtype"]))
+    frozen = PolicyModel(model.requires_grad_(False), native_kernels=False)
+    if isinstance(ranks, JoinedRanks):
+        share_out(frozen, ranks)
+    kl = {"estimator": case["reference"], "coefficient": 0.5}
+    settings = ClippedRatioSettings.model_validate({"reference_kl": kl, "cross_entropy": {"coefficient": 0.7}})
+    return {"components": load_components(settings), "reference": FrozenReference(frozen)}
 
 
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
@@ -109,13 +125,26 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
     if isinstance(ranks, JoinedRanks):
         share_out(policy, ranks)
     loss = case.get("loss", "short")
-    divisor = Divisor.of_loss(BY_SEQUENCE.get(loss, ClippedRatioSettings()))
-    passes = GradientPasses(policy, LOSSES[loss], divisor, ranks=ranks)
+    divisor = Divisor.of_loss(SETTINGS.get(loss, ClippedRatioSettings()))
+    passes = GradientPasses(policy, LOSSES[loss], divisor, ranks=ranks, **added(ranks, case))
     for seed in LENGTHS:
-        batch = batch_of(seed)
+        batch = batch_of(case, seed)
         metrics, kept = passes.add(rows_of(batch, ranks.data_rank, ranks.data_size), 0).read(batch.summary)
     found = {name: whole(weight.grad) for name, weight in policy.named_parameters() if weight.grad is not None}
     return found, metrics, kept
+
+
+def batch_of(case: dict[str, Any], seed: int) -> Batch:
+    """Samples that begin alike, and some that are alike, unless their tokens have supports."""
+    batch = build_batch(
+        lengths=LENGTHS[seed], rows=ROWS[seed], seed=seed, prompt=2, supports=case.get("supports", False)
+    )
+    token_ids, offsets = batch.token_ids.copy(), batch.sample_offsets
+    token_ids[offsets[1] : offsets[1] + 6] = token_ids[:6]
+    token_ids[offsets[6] :] = token_ids[offsets[5] : offsets[5] + offsets[-1] - offsets[6]]
+    if not case.get("supports"):
+        batch = dataclasses.replace(batch, token_ids=token_ids)
+    return demonstrating(batch, case["demonstrations"]) if "demonstrations" in case else batch
 
 
 def all_gradients(ranks: Ranks) -> list[tuple[dict[str, Tensor], dict[str, float], int]]:
@@ -132,7 +161,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_gradients_and_metrics_are_those_of_one_process(found: list[Any], index: int) -> None:
     case = CASES[index]
     expected, metrics, kept = gradients(ALONE, case)
-    loss_tokens = batch_of(2).summary.loss_tokens
+    loss_tokens = batch_of(case, 2).summary.loss_tokens
     for rank in found:
         gradient, rank_metrics, rank_kept = rank[index]
         assert rank_kept == kept

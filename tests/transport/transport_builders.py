@@ -12,6 +12,7 @@ from tailrace.records import (
     Batch,
     BatchSummary,
     Branch,
+    ColumnKind,
     Completion,
     FinishReason,
     GroupId,
@@ -19,6 +20,7 @@ from tailrace.records import (
     PayloadRef,
     PlannedBatch,
     RolloutId,
+    Supports,
     TrainingSample,
 )
 
@@ -49,11 +51,16 @@ def plan(
         lengths=np.asarray(lengths, np.int32)[rows.order],
         row_offsets=rows.row_offsets,
         rank_offsets=rows.rank_offsets,
+        columns={name: kind for sample in samples for name, kind in kinds_of(sample).items()},
     )
 
 
+def kinds_of(sample: TrainingSample) -> dict[str, ColumnKind]:
+    return {name: ColumnKind.of(column) for name, column in sample.branch.columns.items()}
+
+
 def make_sample(random: np.random.Generator, number: int, length: int, oldest_version: int = 0) -> TrainingSample:
-    """A third of it is a prompt; every other one has its advantages per token."""
+    """A third of it is a prompt; every other one has its advantages per token, and columns with names of their own."""
     branch = Branch()
     prompt = length // 3
     branch.extend_context(random.integers(0, 1000, prompt, dtype=np.int32))
@@ -67,8 +74,12 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
             finish_reason=FinishReason.STOP,
             routed_experts=(PayloadChunk(0, kept, ref),) if kept else (),
             mixed_spans=((0, 1), (sampled - 1, sampled)) if sampled > 2 else (),
+            supports=None if number == 1 else make_supports(sampled),
         )
     )
+    if number % 2 and length:
+        branch.set_column("teacher", random.standard_normal(length - 1))  # the rest is 0
+        branch.set_column("top_ids", random.integers(0, 1000, (length, 3)))
     return TrainingSample(
         rollout_id=RolloutId(f"g.{number}"),
         group_id=GroupId("g"),
@@ -79,6 +90,12 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
         branch_index=number % 2,
         environment=("names", "sums")[number % 3 == 1],
     )
+
+
+def make_supports(num_tokens: int) -> Supports:
+    """Of 0, 1, 2 and 3 tokens in turn."""
+    counts = np.arange(num_tokens, dtype=np.int32) % 4
+    return Supports(np.arange(counts.sum(), dtype=np.int32), counts)
 
 
 def make_summary(step: int, *, num_samples: int, num_tokens: int, num_rows: int, row_tokens: int) -> BatchSummary:
@@ -104,6 +121,9 @@ COLUMNS = (
     "policy_versions",
     "loss_mask",
     "mixed_spans",
+    "support_counts",
+    "support_ids",
+    "support_offsets",
     "advantages",
     "advantage_offsets",
     "temperatures",
@@ -124,3 +144,7 @@ def assert_same_batch(received: Batch, sent: PlannedBatch, rank: int = 0) -> Non
         one, other = getattr(received, column), getattr(expected, column)
         assert one.dtype == other.dtype, column
         np.testing.assert_array_equal(one, other, err_msg=column)
+    assert received.columns.keys() == expected.columns.keys()
+    for name, values in expected.columns.items():
+        assert received.columns[name].dtype == values.dtype, name
+        np.testing.assert_array_equal(received.columns[name], values, err_msg=name)

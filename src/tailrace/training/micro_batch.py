@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.errors import TrainingError
-from tailrace.records import BatchRow, ExpertArray, unrecorded
+from tailrace.records import BatchRow, BoolArray, ExpertArray, unrecorded
 from tailrace.training.attention import Segments
 from tailrace.training.losses import LossTokens
+from tailrace.training.losses.supports import TokenSupports
 from tailrace.training.row_sharing import RowCut, RowGroup
 from tailrace.training.shared_prefixes import share_prefixes
 from tailrace.training.transfer import to_device
@@ -51,6 +52,7 @@ class MicroBatch:
         routed_experts: ExpertArray | None = None,  # [num_tokens, layers, top_k], for every token of the row
         *,
         padded: bool = True,
+        others: BoolArray | None = None,  # [num_tokens]: those that bear components, too
         group: RowGroup | None = None,
     ) -> MicroBatch:
         """Prepare a row for a trainer that holds policy `version`; to a GPU it goes in one copy.
@@ -58,10 +60,11 @@ class MicroBatch:
         `padded` says whether attention needs padded segments (`PolicyModel.pads_segments`). On a CPU samples share
         equal prefixes, and `routed_experts` are not copied; unknown ones may be filled in, in place. With `group`, this
         is the slice of one of the ranks that share the row, and has the loss tokens that it predicts. Raises
-        `TrainingError` for a sample whose first token bears loss: nothing predicts it.
+        `TrainingError` for a sample whose first token bears loss, since nothing predicts it, and for a token outside
+        its own support.
         """
         token_ids, lengths = row.token_ids, row.sample_lengths.tolist()
-        positions = loss_positions = _loss_positions(row)
+        positions = _loss_positions(row, row.loss_mask if others is None else row.loss_mask | others)
         if group is not None and (missing := group.size - len(token_ids)) > 0:  # a sample that bears no loss
             token_ids, lengths = np.append(token_ids, np.zeros(missing, np.int32)), [*lengths, missing]
             routed_experts = None if routed_experts is None else _lengthened(routed_experts, missing)
@@ -87,7 +90,7 @@ class MicroBatch:
             segments=Segments.of(lengths, shared, padded=padded),
             predictors=torch.from_numpy(predictors),
             positions=positions,
-            tokens=_select_loss_tokens(row, positions, np.diff(_sample_edges(row, loss_positions)), group),
+            tokens=_select_loss_tokens(row, positions, group),
             fresh=torch.from_numpy(own & ~mixed),
             mixed=torch.from_numpy(own & mixed),
             environments=torch.from_numpy(_environments(row)[positions]),
@@ -96,13 +99,32 @@ class MicroBatch:
         )
         return to_device(micro_batch, device)
 
+    def of_rewards(self) -> MicroBatch:
+        """The same with only the tokens that bear the loss of rewards."""
+        if (places := self.tokens.reward_places) is None:
+            return self
+        columns = (self.predictors, self.fresh, self.mixed, self.environments)
+        predictors, fresh, mixed, environments = (column[places] for column in columns)
+        return replace(
+            self,
+            predictors=predictors,
+            tokens=self.tokens.of_rewards(),
+            fresh=fresh,
+            mixed=mixed,
+            environments=environments,
+        )
 
-def _loss_positions(row: BatchRow) -> NDArray[np.int64]:
-    """[num_loss_tokens]: where in the row tokens bear loss."""
+    def with_column(self, name: str, column: Tensor) -> MicroBatch:
+        """The same with one more column of its loss tokens, [num_loss_tokens] or [num_loss_tokens, k]."""
+        return replace(self, tokens=replace(self.tokens, columns={**self.tokens.columns, name: column}))
+
+
+def _loss_positions(row: BatchRow, bears_loss: BoolArray) -> NDArray[np.int64]:
+    """[num_loss_tokens]: where in the row tokens bear any loss."""
     starts = np.cumsum(row.sample_lengths) - row.sample_lengths
-    if row.loss_mask[starts].any():
+    if bears_loss[starts].any():
         raise TrainingError("a sample's first token bears loss, but nothing comes before it to predict it")
-    return np.flatnonzero(row.loss_mask)
+    return np.flatnonzero(bears_loss)
 
 
 def _environments(row: BatchRow) -> NDArray[np.int64]:
@@ -123,18 +145,38 @@ def _lengthened(routed_experts: ExpertArray, count: int) -> ExpertArray:
     return lengthened
 
 
-def _select_loss_tokens(
-    row: BatchRow, positions: NDArray[np.int64], whole_lengths: NDArray[np.int64], group: RowGroup | None
-) -> LossTokens:
+def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64], group: RowGroup | None) -> LossTokens:
     """Copies, since selected by index: batches lie in shared memory that is recycled, and may be read-only."""
+    edges, whole_edges = _sample_edges(row, positions), _sample_edges(row, np.flatnonzero(row.loss_mask))
+    rewarded = row.loss_mask[positions]
+    places = None if rewarded.all() else np.flatnonzero(rewarded)
+    own_edges = edges if places is None else _sample_edges(row, positions[places])
     return LossTokens(
         targets=torch.from_numpy(row.token_ids[positions].astype(np.int64)),
         logprobs=torch.from_numpy(row.logprobs[positions]),
         advantages=torch.from_numpy(row.advantages[positions]),
         temperatures=torch.from_numpy(np.repeat(row.temperatures, row.sample_lengths)[positions]),
         policy_versions=torch.from_numpy(row.policy_versions[positions]),
-        sample_offsets=torch.from_numpy(_sample_edges(row, positions)),
+        sample_offsets=torch.from_numpy(edges),
         columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
-        whole_lengths=torch.from_numpy(whole_lengths),
+        whole_lengths=torch.from_numpy(np.diff(whole_edges)),
+        rewarded=None if places is None else torch.from_numpy(rewarded),
+        reward_places=None if places is None else torch.from_numpy(places),
+        reward_offsets=None if places is None else torch.from_numpy(own_edges),
+        supports=_select_supports(row, positions),
         sum_over_ranks=None if group is None else group.sum,
     )
+
+
+def _select_supports(row: BatchRow, positions: NDArray[np.int64]) -> TokenSupports | None:
+    if row.supports is None:
+        return None
+    chosen = row.supports.at(positions)
+    counts = chosen.counts
+    found = np.repeat(row.token_ids[positions], counts) == chosen.token_ids
+    has_own = np.zeros(len(positions), np.bool_)
+    has_own[np.repeat(np.arange(len(positions)), counts)[found]] = True
+    if not has_own[counts > 0].all():
+        raise TrainingError("a token is not among those that it was sampled from: its batch is damaged")
+    offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    return TokenSupports(torch.from_numpy(chosen.token_ids), torch.from_numpy(counts), offsets)

@@ -68,6 +68,7 @@ class TokenExport:
                 "ratio": ratios,
                 "entropy": on_host(output.entropy),
                 "policy_version": row.policy_versions[positions],
+                "support_size": row.support_sizes[positions],
             }
         )
 

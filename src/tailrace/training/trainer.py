@@ -31,16 +31,18 @@ from tailrace.training.acceleration import tune_process
 from tailrace.training.checkpoints import StagedCheckpoint
 from tailrace.training.gradients import GradientPasses, RowOutput
 from tailrace.training.loss_settings import ClippedRatioSettings
-from tailrace.training.losses import Divisor, load_loss
+from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.nonfinite_rows import NonFiniteRows
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.reference import FrozenReference, load_frozen
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.sharding import share_out, whole
 from tailrace.training.snapshots import HostCopies, Snapshot
 from tailrace.training.token_export import TokenExport
+from tailrace.training.utilisation import MemoryGauge, ModelFlops, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,15 +104,18 @@ class Trainer:
         self._max_staleness = max_staleness
         self._skipped_in_a_row = 0
         self._ranks = ranks
-        self._divisor = Divisor.of_loss(settings.loss)
         open_payload = None if settings.router_replay == "off" else open_payload
         self._model, self._replay, policy = ranks.agree(lambda: self._load(replays=open_payload is not None))
+        self._flops, self._memory = ModelFlops.of(self._model), MemoryGauge(policy.device)
+        self._peak_flops = peak_flops(policy.device, settings.dtype, settings.peak_flops)
         if isinstance(ranks, JoinedRanks):
             share_out(policy, ranks)
         self._passes = GradientPasses(
             policy,
             load_loss(settings.loss, ranks_per_row=settings.sequence_parallel),
-            self._divisor,
+            Divisor.of_loss(settings.loss),
+            components=load_components(settings.loss),
+            reference=self._load_reference(policy),
             replay=self._replay,
             open_payload=open_payload,
             export=export,
@@ -129,26 +134,24 @@ class Trainer:
         """
         self._ranks.agree(lambda: self._require_trainable(batch))
         started_s = time.perf_counter()
+        self._memory.begin()
         self.step = batch.summary.step
-        if batch.summary.loss_tokens == 0:
+        if not self._passes.teaches(batch.summary, batch.summary.loss_tokens):
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
             self._optimizer.zero_grad(set_to_none=True)
             outputs = list[RowOutput]()
             metrics, kept = self._passes.add(batch, self.version, outputs).read(batch.summary)
             metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
-            if kept == 0:
+            if not self._passes.teaches(batch.summary, kept):
                 return self._skip(NOTHING_TRAINABLE, metrics)
-            divisor = self._divisor.planned(batch.summary)
-            metrics["training/grad_norm"] = self._scale_gradients(divisor / self._divisor.final(batch.summary, kept))
+            metrics["training/grad_norm"] = self._scale_gradients(self._passes.rescaling(batch.summary, kept))
         self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
         if not all(math.isfinite(metrics[name]) for name in _DECIDING):
-            return self._skip_not_finite(metrics, self._nonfinite.report(batch, outputs, self.version, divisor))
+            return self._skip_not_finite(metrics, self._nonfinite.report(batch, outputs, self.version))
         with phase("optimizer"):
             metrics["training/learning_rate"] = self._update()
-        step_s = time.perf_counter() - started_s
-        metrics["training/step_s"] = step_s
-        metrics["training/tokens_per_s"] = batch.summary.num_tokens / step_s
+        metrics |= self._performance(batch, time.perf_counter() - started_s)
         return StepResult(self.step, self.version, metrics)
 
     def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
@@ -240,6 +243,20 @@ class Trainer:
         )
         return model, replay, policy
 
+    def _load_reference(self, policy: PolicyModel) -> FrozenReference | None:
+        """The frozen model that the loss asks for, shared out as the policy is."""
+        if (chosen := self.settings.loss.reference_kl) is None:
+            return None
+        if chosen.estimator == "k1" and chosen.coefficient:
+            _log.warning(
+                "trainer.loss.reference_kl.estimator is k1: its gradient is 0 on average, and holds nothing back"
+            )
+        name = chosen.model or self.model_name
+        frozen = self._ranks.agree(lambda: load_frozen(name, policy, self.settings))
+        if isinstance(self._ranks, JoinedRanks):
+            share_out(frozen, self._ranks)
+        return FrozenReference(frozen)
+
     def _make_replay(self, model: PreTrainedModel, *, replays: bool) -> RouterReplay | None:
         if self.settings.router_replay == "on":
             return RouterReplay(model)
@@ -250,6 +267,20 @@ class Trainer:
         except ModelError as error:
             _log.warning("trainer.router_replay: generation returns routed experts that are of no use, since %s", error)
             return None
+
+    def _performance(self, batch: Batch, step_s: float) -> dict[str, float]:
+        """Speed, of all ranks, and the memory of the one that took the most."""
+        own = [self._flops.of_samples(np.diff(batch.sample_offsets)), self._memory.read()]
+        flops, memory = zip(*self._ranks.gather(own), strict=True)
+        metrics = {
+            "training/step_s": step_s,
+            "training/tokens_per_s": batch.summary.num_tokens / step_s,
+            "training/memory_bytes": max(memory),
+        }
+        if self._peak_flops is not None:
+            trained = sum(flops) * self._ranks.data_size / self._ranks.size  # those that share rows have the same ones
+            metrics["training/mfu"] = trained / (step_s * len(flops) * self._peak_flops)
+        return metrics
 
     def _scale_gradients(self, factor: float) -> float:
         """By `factor`, the planned divisor over the final one, then down to `max_grad_norm`.

@@ -14,8 +14,11 @@ from tailrace.training.loss_settings import Denominator, LossSettings, OwnLossSe
 from tailrace.training.losses.aipo import Aipo
 from tailrace.training.losses.cispo import Cispo
 from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.losses.components import Component
 from tailrace.training.losses.composition import compose
+from tailrace.training.losses.cross_entropy import SelectedCrossEntropy
 from tailrace.training.losses.dapo import Dapo
+from tailrace.training.losses.demonstrations import CrossEntropy
 from tailrace.training.losses.dppo import Dppo
 from tailrace.training.losses.dr_grpo import DrGrpo
 from tailrace.training.losses.grpo import Grpo
@@ -23,6 +26,7 @@ from tailrace.training.losses.gspo import Gspo
 from tailrace.training.losses.ipo import Ipo
 from tailrace.training.losses.masks import load_mask
 from tailrace.training.losses.protocol import Loss, PointwiseLoss
+from tailrace.training.losses.reference_kl import ReferenceKl
 from tailrace.training.losses.sapo import Sapo
 from tailrace.user_code import describe_failure, import_attribute
 
@@ -37,6 +41,7 @@ LOSSES: Mapping[type[settings_of.CommonLossSettings], Callable[..., Loss]] = {
     settings_of.DppoSettings: Dppo,
     settings_of.GspoSettings: Gspo,
     settings_of.SapoSettings: Sapo,
+    settings_of.CrossEntropyLossSettings: SelectedCrossEntropy,
 }
 """By the class of their settings, from which each is made."""
 
@@ -58,6 +63,16 @@ def load_loss(settings: LossSettings, *, ranks_per_row: int = 1) -> Loss:
     masks = {str(mask.name): load_mask(mask) for mask in settings.masks}
     per_sequence = settings.denominator == Denominator.SEQUENCES
     return compose(loss, masks, entropy=settings.entropy, per_sequence=per_sequence)
+
+
+def load_components(settings: LossSettings) -> tuple[Component, ...]:
+    """What `settings` add to the loss of rewards."""
+    components = list[Component]()
+    if settings.reference_kl is not None:
+        components.append(ReferenceKl(settings.reference_kl))
+    if settings.cross_entropy is not None:
+        components.append(CrossEntropy(settings.cross_entropy))
+    return tuple(components)
 
 
 def _own_loss(settings: OwnLossSettings) -> Loss:
