@@ -138,7 +138,8 @@ def main() -> None:
     if options.quick and not options.cases:
         chosen = ["small-float32-natural", "small-bfloat16-natural", "ranks-small", "logits"]
     with tempfile.TemporaryDirectory(prefix="tailrace-trainer-") as folder:
-        rows = [row for name in chosen for row in case_rows(name, Bench(Path(folder), options, arguments.sweep))]
+        bench = Bench(Path(folder), options, arguments.sweep)
+        rows = [row for name in chosen for row in case_rows(name, bench)]
     report("The trainer's step, one thread; TRL's on the same tokens, padded as it pads", rows, options)
 
 
