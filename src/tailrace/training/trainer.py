@@ -30,11 +30,14 @@ from tailrace.training import checkpoints
 from tailrace.training.acceleration import tune_process
 from tailrace.training.checkpoints import StagedCheckpoint
 from tailrace.training.gradients import GradientPasses
+from tailrace.training.head import LossOutput
 from tailrace.training.loss_settings import ClippedRatioSettings
-from tailrace.training.losses import Divisor, load_loss
+from tailrace.training.losses import Divisor, load_components, load_loss
+from tailrace.training.nonfinite_rows import NonFiniteRows
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.reference import FrozenReference, load_frozen
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.sharding import share_out, whole
@@ -69,8 +72,8 @@ class Trainer:
 
     Build it in the thread that will call it: torch's number of CPU threads is the calling thread's. `open_payload`
     opens the routed experts that batches refer to; without it none are replayed. `export` takes what is trained on,
-    token by token. Raises `ModelError` when the model cannot be loaded, or cannot replay routed experts and must
-    (`router_replay = "on"`).
+    token by token; `nonfinite_folder` the rows of steps that were not finite. Raises `ModelError` when the model cannot
+    be loaded, or cannot replay routed experts and must (`router_replay = "on"`).
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Trainer:
         seed: int = 0,
         open_payload: OpenPayload | None = None,
         export: TokenExport | None = None,
+        nonfinite_folder: Path | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         torch.set_num_threads(settings.threads)
@@ -100,7 +104,6 @@ class Trainer:
         self._max_staleness = max_staleness
         self._skipped_in_a_row = 0
         self._ranks = ranks
-        self._divisor = Divisor.of_loss(settings.loss)
         open_payload = None if settings.router_replay == "off" else open_payload
         self._model, self._replay, policy = ranks.agree(lambda: self._load(replays=open_payload is not None))
         if isinstance(ranks, JoinedRanks):
@@ -108,12 +111,15 @@ class Trainer:
         self._passes = GradientPasses(
             policy,
             load_loss(settings.loss),
-            self._divisor,
+            Divisor.of_loss(settings.loss),
+            components=load_components(settings.loss),
+            reference=self._load_reference(policy),
             replay=self._replay,
             open_payload=open_payload,
             export=export,
             ranks=ranks,
         )
+        self._nonfinite = NonFiniteRows(nonfinite_folder, self._passes, ranks)
         self._optimizer = make_optimizer(self._model, settings)
         self._host_copies: HostCopies | None = None
 
@@ -131,15 +137,15 @@ class Trainer:
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
             self._optimizer.zero_grad(set_to_none=True)
-            metrics, kept = self._passes.add(batch, self.version).read(batch.summary)
+            outputs = list[LossOutput]()
+            metrics, kept = self._passes.add(batch, self.version, outputs).read(batch.summary)
             metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
-            if kept == 0:
+            if not self._passes.teaches(batch.summary, kept):
                 return self._skip(NOTHING_TRAINABLE, metrics)
-            factor = self._divisor.planned(batch.summary) / self._divisor.final(batch.summary, kept)
-            metrics["training/grad_norm"] = self._scale_gradients(factor)
+            metrics["training/grad_norm"] = self._scale_gradients(self._passes.rescaling(batch.summary, kept))
         self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
         if not all(math.isfinite(metrics[name]) for name in _DECIDING):
-            return self._skip_not_finite(metrics)
+            return self._skip_not_finite(metrics, self._nonfinite.report(batch, outputs, self.version))
         with phase("optimizer"):
             metrics["training/learning_rate"] = self._update()
         step_s = time.perf_counter() - started_s
@@ -235,6 +241,20 @@ class Trainer:
         )
         return model, replay, policy
 
+    def _load_reference(self, policy: PolicyModel) -> FrozenReference | None:
+        """The frozen model that the loss asks for, shared out as the policy is."""
+        if (chosen := self.settings.loss.reference_kl) is None:
+            return None
+        if chosen.estimator == "k1" and chosen.coefficient:
+            _log.warning(
+                "trainer.loss.reference_kl.estimator is k1: its gradient is 0 on average, and holds nothing back"
+            )
+        name = chosen.model or self.model_name
+        frozen = self._ranks.agree(lambda: load_frozen(name, policy, self.settings))
+        if isinstance(self._ranks, JoinedRanks):
+            share_out(frozen, self._ranks)
+        return FrozenReference(frozen)
+
     def _make_replay(self, model: PreTrainedModel, *, replays: bool) -> RouterReplay | None:
         if self.settings.router_replay == "on":
             return RouterReplay(model)
@@ -273,13 +293,17 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(self.step, self.version, metrics, skipped=reason)
 
-    def _skip_not_finite(self, metrics: dict[str, float]) -> StepResult:
+    def _skip_not_finite(self, metrics: dict[str, float], rows: str) -> StepResult:
+        """`rows` says which were not finite."""
+        if self._replay is not None:
+            self._replay.take_metrics(self._ranks)  # rows that went through once more count for no step
         self._skipped_in_a_row += 1
         loss, norm = metrics["training/loss"], metrics["training/grad_norm"]
-        _log.warning("step %d skipped: loss %s, gradient norm %s", self.step, loss, norm)
+        _log.warning("step %d skipped: loss %s, gradient norm %s; %s", self.step, loss, norm, rows)
         if self._skipped_in_a_row >= self.settings.max_nonfinite_steps:
             raise Diverged(
                 f"loss or gradient was not finite in {self._skipped_in_a_row} steps in a row (at step {self.step}: "
-                f"loss {loss}, gradient norm {norm}); lower trainer.learning_rate, or resume from an earlier checkpoint"
+                f"loss {loss}, gradient norm {norm}; {rows}); lower trainer.learning_rate, or resume from an earlier "
+                "checkpoint"
             )
         return self._skip(NOT_FINITE, metrics)
