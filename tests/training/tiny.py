@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from transformers import (
@@ -18,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tailrace.records import Batch, BatchRow, BatchSummary
+from tailrace.records import CROSS_ENTROPY, Batch, BatchRow, BatchSummary
 
 VOCABULARY = 64
 
@@ -65,10 +66,11 @@ def build_batch(
     prompt: int = 3,
     advantages: Sequence[float] | None = None,
     mixed: Sequence[int] = (),
+    supports: bool = False,
 ) -> Batch:
     """Samples of these lengths, `rows[i]` of them in row i, random tokens after a prompt of `prompt` tokens.
 
-    Those at `mixed` were sampled over older caches.
+    Those at `mixed` were sampled over older caches, all of them with `supports` from a few tokens each.
     """
     generator = np.random.default_rng(seed)
     num_tokens = sum(lengths)
@@ -79,13 +81,22 @@ def build_batch(
     per_sample = generator.normal(size=len(lengths)) if advantages is None else np.asarray(advantages)
     logprobs = np.where(loss_mask, -np.log(VOCABULARY) + generator.normal(size=num_tokens), 0)
     loss_tokens = int(loss_mask.sum())
+    token_ids = generator.integers(0, VOCABULARY, num_tokens).astype(np.int32)
+    kept: dict[str, np.ndarray] = {}
+    if supports:
+        counts = np.where(loss_mask, generator.integers(1, 9, num_tokens), 0).astype(np.int32)
+        ids = generator.integers(0, VOCABULARY, counts.sum()).astype(np.int32)
+        ends = np.cumsum(counts)
+        ids[ends[loss_mask] - 1] = token_ids[loss_mask]
+        support_offsets = np.concatenate([[0], ends])[offsets].astype(np.int32)
+        kept = {"support_counts": counts, "support_ids": ids, "support_offsets": support_offsets}
     return Batch(
         summary=BatchSummary(
             step=step, trainer_version=version, num_samples=len(lengths), num_rollouts=len(lengths),
             num_tokens=num_tokens, loss_tokens=loss_tokens, masked_tokens=0, num_rows=len(rows),
             row_tokens=max(64, num_tokens), staleness_mean=0.0, staleness_max=0, padding=0.0,
         ),
-        token_ids=generator.integers(0, VOCABULARY, num_tokens).astype(np.int32),
+        token_ids=token_ids,
         logprobs=logprobs.astype(np.float32),
         policy_versions=np.where(loss_mask, version, -1).astype(np.int32),
         loss_mask=loss_mask,
@@ -95,7 +106,33 @@ def build_batch(
         temperatures=np.full(len(lengths), temperature, np.float32),
         sample_offsets=offsets,
         row_offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
+        **kept,
     )  # fmt: skip
+
+
+def demonstrating(batch: Batch, samples: Sequence[int], *, weight: float = 1.0, prompt: int = 3) -> Batch:
+    """The batch with these samples as demonstrations: tokens after the prompt bear cross-entropy and nothing else."""
+    loss_mask, versions = batch.loss_mask.copy(), batch.policy_versions.copy()
+    weights = np.zeros(len(batch.token_ids), np.float32)
+    for sample in samples:
+        start, end = batch.sample_offsets[sample : sample + 2]
+        loss_mask[start:end] = False
+        versions[start:end] = -1
+        weights[start + prompt : end] = weight * np.linspace(0.5, 1.5, end - start - prompt)
+    summary = msgspec.structs.replace(
+        batch.summary,
+        loss_tokens=int(loss_mask.sum()),
+        num_demonstrations=len(samples),
+        cross_entropy_tokens=int(np.count_nonzero(weights)),
+    )
+    return dataclasses.replace(
+        batch,
+        summary=summary,
+        loss_mask=loss_mask,
+        policy_versions=versions,
+        logprobs=np.where(loss_mask, batch.logprobs, np.float32(0)),
+        columns={CROSS_ENTROPY: weights},
+    )
 
 
 def rows_of(batch: Batch, rank: int, size: int) -> Batch:
@@ -109,14 +146,27 @@ def rows_of(batch: Batch, rank: int, size: int) -> Batch:
     return dataclasses.replace(
         batch,
         **{name: getattr(batch, name)[start:end] for name in ("token_ids", "logprobs", "policy_versions", "loss_mask")},
+        columns={name: column[start:end] for name, column in batch.columns.items()},
         advantages=batch.advantages[own],
         temperatures=batch.temperatures[own],
         advantage_offsets=np.arange(samples[1] - samples[0] + 1, dtype=np.int32),
         sample_offsets=batch.sample_offsets[samples[0] : samples[1] + 1] - start,
         row_offsets=batch.row_offsets[first : last + 1] - samples[0],
+        **_supports_of(batch, slice(samples[0], samples[1] + 1), slice(start, end)),
         rank=rank,
         num_ranks=size,
     )
+
+
+def _supports_of(batch: Batch, samples: slice, tokens: slice) -> dict[str, np.ndarray]:
+    if not len(batch.support_counts):
+        return {}
+    offsets = batch.support_offsets[samples]
+    return {
+        "support_counts": batch.support_counts[tokens],
+        "support_ids": batch.support_ids[offsets[0] : offsets[-1]],
+        "support_offsets": offsets - offsets[0],
+    }
 
 
 def samples_of(batch: Batch) -> list[BatchRow]:

@@ -36,7 +36,20 @@ class Contradictions(ValueError):
 
 def find_contradictions(settings: RunSettings) -> list[Contradiction]:
     """Between the sections of a run's settings."""
-    checks = (_end, _schedule, _edges, _early_release, _groups, _lengths, _replicas, _ranks, _router_replay, _batches)
+    checks = (
+        _end,
+        _schedule,
+        _edges,
+        _early_release,
+        _groups,
+        _lengths,
+        _replicas,
+        _ranks,
+        _router_replay,
+        _supports,
+        _batches,
+        _weights,
+    )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
 
@@ -215,6 +228,18 @@ def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
         )
 
 
+def _supports(settings: RunSettings) -> Iterator[Contradiction]:
+    rollouts, generator = settings.rollouts, settings.generator
+    knows = generator.engine != "vllm" or generator.connect or generator.vllm.get("return_sampling_mask")
+    if rollouts.restricts and not knows:
+        key = "rollouts.top_p" if rollouts.top_p < 1 else "rollouts.top_k"
+        yield Contradiction(
+            f"{key} restricts what is sampled, and the trainer has to know what was left: add "
+            "generator.vllm.return_sampling_mask = true (vLLM on GPUs), or choose generator.engine = 'torch'",
+            *(key, "generator.engine"),
+        )
+
+
 def _batches(settings: RunSettings) -> Iterator[Contradiction]:
     placement, batches = settings.placement, settings.transport.batches
     if batches is not None and (batches == "memory") != (placement == "inline"):
@@ -222,6 +247,16 @@ def _batches(settings: RunSettings) -> Iterator[Contradiction]:
             f"transport.batches = {batches!r} does not go with placement = {placement!r}: batches stay in memory where"
             " all is one process, and only there; leave it out, or choose the other placement",
             *("transport.batches", "placement"),
+        )
+
+
+def _weights(settings: RunSettings) -> Iterator[Contradiction]:
+    chosen = settings.transport.weights
+    if chosen is not None and not settings.generator.connect:
+        yield Contradiction(
+            f"transport.weights = {chosen!r} is about weights that are sent to generators of other hosts, and there are"
+            " none: generators of this run read them in shared memory; leave it out, or set generator.connect",
+            *("transport.weights", "generator.connect"),
         )
 
 

@@ -4,10 +4,10 @@ Plain values and arrays. Per-token data is always a NumPy array, written once. N
 or imports another room of the house (but for `errors`).
 """
 
-from tailrace.records.arrays import Float32Array, Int32Array, as_token_ids
+from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
-from tailrace.records.columns import ColumnKind
+from tailrace.records.columns import CROSS_ENTROPY, ColumnKind
 from tailrace.records.completion import Completion, FinishReason
 from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
 from tailrace.records.events import (
@@ -27,17 +27,21 @@ from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskI
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
-from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch, Whitening
+from tailrace.records.planned_batch import SUPPORT_COLUMNS, TOKEN_COLUMNS, PlannedBatch, Whitening
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
+from tailrace.records.supports import Supports, ragged_places
 from tailrace.records.task import Task
 
 __all__ = [
+    "CROSS_ENTROPY",
     "DEEPEST",
+    "SUPPORT_COLUMNS",
     "TOKEN_COLUMNS",
     "Batch",
     "BatchRow",
     "BatchSummary",
+    "BoolArray",
     "Branch",
     "CheckpointWritten",
     "ColumnKind",
@@ -74,6 +78,7 @@ __all__ = [
     "StepSkipped",
     "StepTrained",
     "StopRequested",
+    "Supports",
     "Task",
     "TaskId",
     "TerminalState",
@@ -86,6 +91,7 @@ __all__ = [
     "as_token_ids",
     "chunks_before",
     "is_too_deep",
+    "ragged_places",
     "session_of",
     "unrecorded",
 ]

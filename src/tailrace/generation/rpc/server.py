@@ -217,9 +217,12 @@ class GeneratorServer:
             await self._begin_run(call, self._stand_alone)
         await self._generator.ready()
         self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
-        statistics = self._generator.statistics()
         return messages.WelcomeReply(
-            call_id=call.call_id, protocol=messages.PROTOCOL, model=self._model, statistics=statistics
+            call_id=call.call_id,
+            protocol=messages.PROTOCOL,
+            model=self._model,
+            limits=self._generator.limits,
+            statistics=self._generator.statistics(),
         )
 
     async def _begin_run(self, call: messages.HelloCall, stand_alone: StandAlone) -> None:
@@ -275,9 +278,7 @@ class GeneratorServer:
         if self._stand_alone is None:
             raise SettingsError("this generator shares memory with its trainer and takes no weights over its socket")
         async with self._uploading:  # in the order in which the pieces came
-            uri = await asyncio.to_thread(
-                self._stand_alone.uploads.write, call.num_bytes, call.offset, bytes(frames[0])
-            )
+            uri = await asyncio.to_thread(self._stand_alone.uploads.write, call.upload, call.offset, bytes(frames[0]))
         return messages.UploadedReply(call_id=call.call_id, uri=uri)
 
     async def _watch(self, generator: Generator) -> None:
