@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 _FIRST_WIDE_FAMILY = 26
 _BLOCK_ROWS = (2048, 512, 128)
+_BLOCK_VALUES = 4 << 20
 
 
 @cache
@@ -75,28 +76,38 @@ def outer_product(grads: Tensor, inputs: Tensor) -> Tensor:
     """[outputs, inputs]: the transpose of `grads` [num_rows, outputs] times `inputs` [num_rows, inputs]."""
     if _is_onednns(inputs):
         return _filled(grads).t() @ _filled(inputs)
-    if inputs.dtype is torch.float32 and inputs.device.type == "cpu" and gains_in_outer_products():
-        return _blockwise_outer_product(grads, inputs)
-    return grads.t() @ inputs
-
-
-def _blockwise_outer_product(grads: Tensor, inputs: Tensor) -> Tensor:
-    """In blocks of few sizes, each of which has its program; what is left over is torch's own.
-
-    oneDNN wants one side transposed in memory: the narrower one, which is fewer bytes.
-    """
+    if not _gains_by_blocks(inputs):
+        return grads.t() @ inputs
     total = grads.new_zeros(grads.shape[1], inputs.shape[1])
-    start = 0
-    for size in _BLOCK_ROWS:
+    add_outer_product(total, grads, inputs)
+    return total
+
+
+def add_outer_product(total: Tensor, grads: Tensor, inputs: Tensor) -> None:
+    """Add it to `total`, all of one dtype. No second matrix of that size is ever whole in memory.
+
+    In blocks of few sizes, each of which has its program; what is left over is torch's own.
+    """
+    start, width = 0, max(1, _BLOCK_VALUES // inputs.shape[1])
+    for size in _BLOCK_ROWS if _gains_by_blocks(inputs) else ():
         while len(grads) - start >= size:
-            block = slice(start, start + size)
-            total += _transposed_product(grads[block], inputs[block])
+            rows = slice(start, start + size)
+            for first in range(0, len(total), width):
+                columns = slice(first, first + width)
+                total[columns] += _transposed_product(grads[rows, columns], inputs[rows])
             start += size
-    return total.addmm_(grads[start:].t(), inputs[start:])
+    total.addmm_(grads[start:].t(), inputs[start:])
+
+
+def _gains_by_blocks(inputs: Tensor) -> bool:
+    return inputs.dtype is torch.float32 and inputs.device.type == "cpu" and gains_in_outer_products()
 
 
 def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
-    """The transpose of `left` [rows, outputs] times `right` [rows, inputs]."""
+    """The transpose of `left` [rows, outputs] times `right` [rows, inputs].
+
+    oneDNN wants one side transposed in memory: the narrower one, which is fewer bytes.
+    """
     if left.shape[1] > right.shape[1]:
         return _transposed_product(right, left).t()
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
