@@ -70,8 +70,12 @@ class PolicyModel(nn.Module):
         self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self.under_autocast)
         head = self._probe()
         rounds_head = self.under_autocast and head_dtype == "bfloat16"
-        exact = torch.promote_types(torch.float32, next(model.parameters()).dtype)
-        self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else exact)
+        self.head = None
+        if head is not None and rounds_head:
+            self.head = LogprobHead(head, torch.bfloat16)
+        elif head is not None:
+            exact = torch.promote_types(torch.float32, next(model.parameters()).dtype)
+            self.head = LogprobHead(head, exact, products=self._acceleration)
         if gradient_checkpointing:
             checkpoint_layers(self.model)
 
