@@ -73,6 +73,18 @@ def test_new_weights_go_from_trainer_to_engine(dtype: str, monkeypatch: pytest.M
         assert engine.statistics().policy_version == 1
 
 
+def test_activations_leave_the_device_without_a_wait() -> None:
+    loss, row = load_loss(settings_of("clipped_ratio")), build_batch(lengths=(300, 500), rows=(2,)).row(0)
+    with stand_in_gpu() as gpu:
+        model = build("qwen3", "float32", device="cuda")
+        policy = PolicyModel(model, dtype="bfloat16", gradient_checkpointing=True, offload_activations=True)
+        micro_batch = MicroBatch.of(row, 0, "cuda", padded=policy.pads_segments)
+        before = gpu.reads
+        policy(micro_batch, loss).total.backward()
+        assert gpu.reads == before
+        assert all(weight.grad is not None and weight.grad.is_cuda for weight in policy.parameters())
+
+
 @pytest.mark.parametrize(("dtype", "pads"), [("float32", True), ("bfloat16", False)], ids=["float32", "bfloat16"])
 def test_a_row_is_padded_only_where_no_kernel_takes_it_as_it_is(dtype: str, pads: bool) -> None:
     with stand_in_gpu():

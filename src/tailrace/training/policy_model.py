@@ -47,7 +47,8 @@ class PolicyModel(nn.Module):
     Every weight is used inside its own module's forward, so that hooks on modules (FSDP's, which gather and free
     weights) see every use. `packs` says whether a row may hold several samples, `pads_segments` whether attention needs
     padded groups of them; `head` is None where logits are more than hidden states times one matrix. Raises `ModelError`
-    for `gradient_checkpointing` of a model without layers that can be checkpointed.
+    for `gradient_checkpointing` of a model without layers that can be checkpointed; only with it, and on a GPU, are
+    there activations to offload.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class PolicyModel(nn.Module):
         head_dtype: Literal["float32", "bfloat16"] = "float32",
         native_kernels: bool = True,
         gradient_checkpointing: bool = False,
+        offload_activations: bool = False,
     ) -> None:
         super().__init__()
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
@@ -77,7 +79,7 @@ class PolicyModel(nn.Module):
             exact = torch.promote_types(torch.float32, next(model.parameters()).dtype)
             self.head = LogprobHead(head, exact, products=self._acceleration)
         if gradient_checkpointing:
-            checkpoint_layers(self.model)
+            checkpoint_layers(self.model, offload_from=self.device if offload_activations else None)
 
     @property
     def num_fused_layers(self) -> int:

@@ -96,6 +96,11 @@ class TrainerSettings(BaseModel):
         default=False,
         description="Compute activations twice instead of keeping them: less memory, about a third more time.",
     )
+    offload_activations: bool = Field(
+        default=False,
+        description="On a GPU, with gradient_checkpointing: keep the inputs of layers, all that is left then, in the"
+        " host's pinned memory until the backward pass.",
+    )
     router_replay: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Train mixture-of-experts models with the experts that generation chose, which needs"
@@ -130,6 +135,20 @@ class TrainerSettings(BaseModel):
     def row_groups(self) -> int:
         """To how many groups of ranks, or single ones, the rows of a batch are dealt."""
         return self.ranks // self.sequence_parallel
+
+    @model_validator(mode="after")
+    def _has_activations_to_offload(self) -> Self:
+        if self.offload_activations and self.device == "cpu":
+            raise ValueError(
+                "offload_activations moves activations from a GPU to the host, and device = 'cpu' has them there: leave"
+                " it out"
+            )
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise ValueError(
+                "offload_activations keeps the inputs of layers that are computed twice on the host: write "
+                "gradient_checkpointing = true, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_fill_ranks(self) -> Self:

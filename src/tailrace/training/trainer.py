@@ -240,6 +240,7 @@ class Trainer:
             head_dtype=settings.head_dtype,
             native_kernels=settings.native_kernels,
             gradient_checkpointing=settings.gradient_checkpointing,
+            offload_activations=settings.offload_activations,
         )
         return model, replay, policy
 
