@@ -47,7 +47,7 @@ class OffloadedActivations(torch.autograd.graph.saved_tensors_hooks):
         with torch.cuda.stream(self._stream):
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             host.copy_(tensor, non_blocking=True)
-            copied.record(self._stream)  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
         self._leaving = tensor, copied
         return _OnHost(host, tensor.device, copied)
 
