@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tailrace.training.adapter import add_adapter
 from tailrace.training.gradients import GradientPasses
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings
 from tailrace.training.losses import Divisor, LossTokens, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
@@ -17,7 +19,7 @@ from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.sharding import share_out, whole
 from tests.training.losses.support import as_any_loss
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import VOCABULARY, build_batch, rows_of, tiny_model
+from tests.training.tiny import VOCABULARY, build_batch, rows_of, stir, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -32,6 +34,9 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "dtype": torch.float64, "loss": "gspo"},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
+    {"model": "qwen3", "dtype": torch.float64, "lora": 4},
+    {"model": "llama", "dtype": torch.float64, "lora": 3, "checkpointing": True},
+    {"model": "llama", "dtype": torch.float32, "lora": 4, "native": True},
 ]
 
 
@@ -48,8 +53,12 @@ LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting(), "
 
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
     """Of two batches, one after the other, and the metrics of the second."""
+    model = tiny_model(case["model"]).to(case["dtype"])
+    if "lora" in case:
+        add_adapter(model, LoraSettings(rank=case["lora"]), case["model"])
+        stir(model)
     policy = PolicyModel(
-        tiny_model(case["model"]).to(case["dtype"]),
+        model,
         native_kernels=case.get("native", False),
         gradient_checkpointing=case.get("checkpointing", False),
     )

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.models.devices import DeviceIds
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
@@ -83,6 +84,7 @@ class TrainerSettings(BaseModel):
         " generator.return_routed_experts; auto: wherever they are returned.",
     )
     loss: LossSettings = Field(default=ClippedRatioSettings(), description="The loss, by its `name`.")
+    lora: LoraSettings = Field(default_factory=LoraSettings)
     max_nonfinite_steps: int = Field(
         default=3,
         ge=1,
