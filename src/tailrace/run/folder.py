@@ -45,6 +45,8 @@ class RunPaths:
         """What entered the pipeline in the first steps, where asked for."""
         self.tokens = root / "tokens"
         """Every token that was trained on, where asked for."""
+        self.nonfinite = root / "nonfinite"
+        """The rows of steps that were skipped since their loss or gradient was not finite."""
         self.tokenizer = root / "tokenizer"
         """The tokenizer's files, where the model has no local folder."""
 

@@ -146,6 +146,7 @@ def _make_trainer(
         seed=settings.seed,
         open_payload=ends.payloads.open if settings.generator.return_routed_experts else None,
         export=export,
+        nonfinite_folder=role_settings.paths.nonfinite,
         ranks=ranks,
     )
 

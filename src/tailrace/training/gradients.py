@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from tailrace.records import Batch, BatchRow, ExpertArray, OpenPayload
+from tailrace.training.head import LossOutput
 from tailrace.training.loss_sums import LossSums
 from tailrace.training.losses import Divisor, Loss
 from tailrace.training.micro_batch import MicroBatch
@@ -49,42 +50,61 @@ class GradientPasses:
         self._open_payload, self._export = open_payload, export
         self._experts: ExpertArray | None = None
 
-    def add(self, batch: Batch, version: int) -> LossSums:
+    def add(self, batch: Batch, version: int, outputs: list[LossOutput] | None = None) -> LossSums:
         """Go through this rank's rows with a trainer that holds `version`; the sums are of all ranks.
 
-        The loss is divided by the planned figure of the whole batch.
+        The loss is divided by the planned figure of the whole batch. `outputs` gets what became of each of `rows`.
         """
         sums = LossSums(self._loss, self._divisor, batch.origins.environments)
-        rows, divisor = [*self._rows(batch)], self._divisor.planned(batch.summary)
+        rows, divisor = self.rows(batch), self._divisor.planned(batch.summary)
         rounds = max(self._ranks.gather(len(rows)))
         with self._ranks.exchanging():
             for row in rows:
-                self._add_row(row, version, divisor, sums)
+                output = self._add_row(row, version, divisor, sums)
+                if outputs is not None:
+                    outputs.append(output)
             for _ in range(rounds - len(rows)):
-                torch.autograd.backward(self._policy(self._micro_batch(empty_row(), version), NO_LOSS).total)
+                self.pass_over(None, version, divisor)
         if self._export is not None:
             self._export.end_step(batch.summary.step)
         sums.reduce(self._ranks)
         return sums
 
-    def _add_row(self, row: BatchRow, version: int, divisor: float, sums: LossSums) -> None:
-        micro_batch = self._micro_batch(row, version, self._read_experts(row))
-        # The backward pass too: where activations are computed twice, it asks the routers again.
-        with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
-            output = self._policy(micro_batch, self._loss)
-            torch.autograd.backward(output.total / divisor)
-        sums.add(output, micro_batch)
-        if self._export is not None:
-            self._export.add(row, output)
+    @property
+    def weights(self) -> list[Tensor]:
+        """That gradients are added to."""
+        return [weight for weight in self._policy.parameters() if weight.requires_grad]
 
-    def _micro_batch(self, row: BatchRow, version: int, experts: ExpertArray | None = None) -> MicroBatch:
-        return MicroBatch.of(row, version, self._policy.device, experts, padded=self._policy.pads_segments)
-
-    def _rows(self, batch: Batch) -> Iterator[BatchRow]:
+    def rows(self, batch: Batch) -> list[BatchRow]:
         """Those with tokens that bear loss; each sample is a row where the model does not pack."""
         edges = batch.row_offsets.tolist() if self._policy.packs else range(len(batch.sample_offsets))
         rows = (batch.samples(first, last) for first, last in itertools.pairwise(edges))
-        return (row for row in rows if row.loss_mask.any())
+        return [row for row in rows if row.loss_mask.any()]
+
+    def pass_over(self, row: BatchRow | None, version: int, divisor: float) -> tuple[MicroBatch, LossOutput]:
+        """Forward and backward of a row; without one, of an empty one, since each rank takes part in every pass.
+
+        The output's total has no gradient any more.
+        """
+        if row is None:
+            micro_batch = self._micro_batch(empty_row(), version)
+        else:
+            micro_batch = self._micro_batch(row, version, self._read_experts(row))
+        # The backward pass too: where activations are computed twice, it asks the routers again.
+        with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
+            output = self._policy(micro_batch, NO_LOSS if row is None else self._loss)
+            torch.autograd.backward(output.total / divisor)
+        return micro_batch, output._replace(total=output.total.detach())
+
+    def _add_row(self, row: BatchRow, version: int, divisor: float, sums: LossSums) -> LossOutput:
+        micro_batch, output = self.pass_over(row, version, divisor)
+        sums.add(output, micro_batch)
+        if self._export is not None:
+            self._export.add(row, output)
+        return output
+
+    def _micro_batch(self, row: BatchRow, version: int, experts: ExpertArray | None = None) -> MicroBatch:
+        return MicroBatch.of(row, version, self._policy.device, experts, padded=self._policy.pads_segments)
 
     def _read_experts(self, row: BatchRow) -> ExpertArray | None:
         """What generation recorded for a row, in memory that the next row reuses."""

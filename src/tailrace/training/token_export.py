@@ -54,26 +54,20 @@ class TokenExport:
     def add(self, row: BatchRow, output: LossOutput) -> None:
         """Copy what the step made of a row: `output` is of its tokens that bear loss, in order."""
         positions = np.flatnonzero(row.loss_mask)
-        edges = np.concatenate([[0], np.cumsum(row.sample_lengths)])
-        samples = np.searchsorted(edges, positions, side="right") - 1
-        logprobs, generated = _on_host(output.logprobs), row.logprobs[positions]
-        origins = row.origins
+        logprobs, generated = on_host(output.logprobs), row.logprobs[positions]
         with np.errstate(over="ignore"):
             ratios = np.exp(logprobs - generated)
         self._rows.append(
             {
-                "rollout_id": [origins.rollout_ids[sample] for sample in samples.tolist()],
-                "branch": np.array(origins.branches, np.int32)[samples],
-                "position": (positions - edges[samples]).astype(np.int32),
-                "environment": [origins.environments[origins.environment_ids[sample]] for sample in samples.tolist()],
+                **token_places(row, positions),
                 "token_id": row.token_ids[positions],
-                "kept": _on_host(output.kept),
+                "kept": on_host(output.kept),
                 "advantage": row.advantages[positions],
-                "loss": _on_host(output.losses),
+                "loss": on_host(output.losses),
                 "trainer_logprob": logprobs,
                 "generator_logprob": generated,
                 "ratio": ratios,
-                "entropy": _on_host(output.entropy),
+                "entropy": on_host(output.entropy),
                 "policy_version": row.policy_versions[positions],
             }
         )
@@ -143,7 +137,22 @@ def _lines(columns: Columns) -> Iterator[bytes]:
         yield msgspec.json.encode(dict(zip(names, row, strict=True))) + b"\n"
 
 
-def _on_host(column: Tensor) -> NDArray[Any]:
+def token_places(row: BatchRow, positions: NDArray[np.int64]) -> Columns:
+    """Where the tokens at these positions of a row come from: what joins them to their rollouts; "" where unknown."""
+    edges = np.concatenate([[0], np.cumsum(row.sample_lengths)])
+    samples, origins = np.searchsorted(edges, positions, side="right") - 1, row.origins
+    known = bool(origins.rollout_ids)
+    return {
+        "rollout_id": [origins.rollout_ids[sample] if known else "" for sample in samples.tolist()],
+        "branch": np.array(origins.branches if known else [0] * len(row.sample_lengths), np.int32)[samples],
+        "position": (positions - edges[samples]).astype(np.int32),
+        "environment": [
+            origins.environments[origins.environment_ids[sample]] if known else "" for sample in samples.tolist()
+        ],
+    }
+
+
+def on_host(column: Tensor) -> NDArray[Any]:
     """[num_loss_tokens]: the tensor's own memory where that is the host's, since nobody writes to it again."""
     array: NDArray[Any] = (column if column.dtype is torch.bool else column.float()).cpu().numpy()
     return array

@@ -31,8 +31,10 @@ from tailrace.training.acceleration import tune_process
 from tailrace.training.adapter import Adapter, add_adapter, plain_weights
 from tailrace.training.checkpoints import StagedCheckpoint
 from tailrace.training.gradients import GradientPasses
+from tailrace.training.head import LossOutput
 from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import Divisor, load_loss
+from tailrace.training.nonfinite_rows import NonFiniteRows
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
@@ -70,8 +72,8 @@ class Trainer:
 
     Build it in the thread that will call it: torch's number of CPU threads is the calling thread's. `open_payload`
     opens the routed experts that batches refer to; without it none are replayed. `export` takes what is trained on,
-    token by token. Raises `ModelError` when the model cannot be loaded, or cannot replay routed experts and must
-    (`router_replay = "on"`).
+    token by token; `nonfinite_folder` the rows of steps that were not finite. Raises `ModelError` when the model cannot
+    be loaded, or cannot replay routed experts and must (`router_replay = "on"`).
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Trainer:
         seed: int = 0,
         open_payload: OpenPayload | None = None,
         export: TokenExport | None = None,
+        nonfinite_folder: Path | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         torch.set_num_threads(settings.threads)
@@ -116,6 +119,7 @@ class Trainer:
             export=export,
             ranks=ranks,
         )
+        self._nonfinite = NonFiniteRows(nonfinite_folder, self._passes, ranks)
         self._optimizer = make_optimizer(self._model, settings)
         self._host_copies: HostCopies | None = None
 
@@ -133,15 +137,16 @@ class Trainer:
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
             self._optimizer.zero_grad(set_to_none=True)
-            metrics, kept = self._passes.add(batch, self.version).read(batch.summary)
+            outputs = list[LossOutput]()
+            metrics, kept = self._passes.add(batch, self.version, outputs).read(batch.summary)
             metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
             if kept == 0:
                 return self._skip(NOTHING_TRAINABLE, metrics)
-            factor = self._divisor.planned(batch.summary) / self._divisor.final(batch.summary, kept)
-            metrics["training/grad_norm"] = self._scale_gradients(factor)
+            divisor = self._divisor.planned(batch.summary)
+            metrics["training/grad_norm"] = self._scale_gradients(divisor / self._divisor.final(batch.summary, kept))
         self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
         if not all(math.isfinite(metrics[name]) for name in _DECIDING):
-            return self._skip_not_finite(metrics)
+            return self._skip_not_finite(metrics, self._nonfinite.report(batch, outputs, self.version, divisor))
         with phase("optimizer"):
             metrics["training/learning_rate"] = self._update()
         step_s = time.perf_counter() - started_s
@@ -286,13 +291,17 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(self.step, self.version, metrics, skipped=reason)
 
-    def _skip_not_finite(self, metrics: dict[str, float]) -> StepResult:
+    def _skip_not_finite(self, metrics: dict[str, float], rows: str) -> StepResult:
+        """`rows` says which were not finite."""
+        if self._replay is not None:
+            self._replay.take_metrics(self._ranks)  # rows that went through once more count for no step
         self._skipped_in_a_row += 1
         loss, norm = metrics["training/loss"], metrics["training/grad_norm"]
-        _log.warning("step %d skipped: loss %s, gradient norm %s", self.step, loss, norm)
+        _log.warning("step %d skipped: loss %s, gradient norm %s; %s", self.step, loss, norm, rows)
         if self._skipped_in_a_row >= self.settings.max_nonfinite_steps:
             raise Diverged(
                 f"loss or gradient was not finite in {self._skipped_in_a_row} steps in a row (at step {self.step}: "
-                f"loss {loss}, gradient norm {norm}); lower trainer.learning_rate, or resume from an earlier checkpoint"
+                f"loss {loss}, gradient norm {norm}; {rows}); lower trainer.learning_rate, or resume from an earlier "
+                "checkpoint"
             )
         return self._skip(NOT_FINITE, metrics)

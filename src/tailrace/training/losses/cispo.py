@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tailrace.training.loss_settings import CispoSettings
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
-from tailrace.training.losses.ratios import ratios
+from tailrace.training.losses.ratios import ratios, weighted_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Cispo(PointwiseLoss):
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
         """See the module."""
         slope = -self.importance_weights(logprobs, tokens) * tokens.advantages
-        return slope * logprobs, slope, torch.ones_like(logprobs, dtype=torch.bool)
+        return weighted_logprobs(slope, logprobs), slope, torch.ones_like(logprobs, dtype=torch.bool)
 
     def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
         """clip(r)."""

@@ -88,7 +88,8 @@ class PointwiseLoss(ABC):
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
         """Loss and kept, as of any other loss."""
         loss, derivative, kept = self.with_derivative(logprobs.detach(), tokens)
-        return loss + derivative * (logprobs - logprobs.detach()), kept
+        moved = (logprobs - logprobs.detach()).nan_to_num()  # 0, too, where a token has become impossible
+        return loss + derivative * moved, kept
 
 
 @runtime_checkable

@@ -26,3 +26,8 @@ def ratios(logprobs: Tensor, tokens: LossTokens) -> Tensor:
 def as_ratios(logarithms: Tensor) -> Tensor:
     """Their exponentials. What would overflow becomes about the largest number: 0 times it is 0, not NaN."""
     return logarithms.clamp(max=_LARGEST_LOGARITHM[logarithms.dtype]).exp()
+
+
+def weighted_logprobs(weights: Tensor, logprobs: Tensor) -> Tensor:
+    """w log π, [num_loss_tokens]; 0 where w is, also where π is: the limit of r log π."""
+    return torch.where(weights == 0, 0.0, weights * logprobs)
