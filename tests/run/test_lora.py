@@ -36,7 +36,7 @@ async def test_a_run_leaves_a_model_that_is_measured_and_goes_on_with_its_own_ad
     [
         (
             ("--trainer.lora.targets", "q_porj,v_proj"),
-            "'q_porj' matches no linear layer of Qwen3ForCausalLM; there",
+            "'q_porj' matches no linear layer of LlamaForCausalLM; there",
         ),
         (("--trainer.lora.rank", "4096"), "trainer.lora.rank = 4096 is larger than model.layers.0."),
     ],

@@ -13,6 +13,7 @@ from tailrace.errors import EngineFailed, ModelError
 from tailrace.generation.engines.prefetch import StagingBuffers
 from tailrace.generation.engines.vllm.adapters import AdapterInstaller, is_adapter
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
+from tailrace.models.loading import model_without_memory
 from tailrace.models.state_dicts import StateDictLayout
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class WeightInstaller:
         self._core = core
         self._in_process = in_process
         """Whether the only worker lives in this process, and can be handed tensors."""
-        self._layout = _layout(config)
+        self._layout = StateDictLayout(model_without_memory(config))
         engine_config = core.engine_core.vllm_config
         has_adapter = engine_config.lora_config is not None
         self.adapters = AdapterInstaller(core, self._layout, engine_config) if has_adapter else None
@@ -119,16 +120,6 @@ def _device_of_worker(core: InprocClient) -> torch.device:
     worker = core.engine_core.model_executor.driver_worker.worker
     device: torch.device = next(worker.model_runner.get_model().parameters()).device
     return device
-
-
-def _layout(config: PretrainedConfig) -> StateDictLayout:
-    """As transformers lays the model out, without memory for a single weight."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    return StateDictLayout(model)
 
 
 def _forget_derived(worker: Worker) -> None:
