@@ -21,6 +21,7 @@ from tailrace.config import (
 from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
+from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, DrGrpoSettings, GspoSettings, OwnLossSettings
 from tailrace.training.mask_settings import IcePopSettings
 
@@ -315,6 +316,14 @@ def test_every_name_that_is_suggested_is_a_setting(meant: str) -> None:
             r"trainer.loss.masks.0.hihg is no setting of icepop; did you mean trainer.loss.masks.0.high",
         ),
         (["--trainer.loss.masks", "icepop"], r"trainer.loss.masks = 'icepop': it is a list"),
+        (
+            ["--trainer.loss.reference_kl.estimator", "k4"],
+            r"trainer.loss.reference_kl.estimator = 'k4': .*'k1', 'k2', 'k3' or 'unbiased'",
+        ),
+        (
+            ["--trainer.loss.reference_kl.beta", "0.1"],
+            r"trainer.loss.reference_kl.beta is no setting",
+        ),
         (["--trainer.loss", "3"], r"trainer.loss = 3: it is a section, not a value; .*--trainer.loss.name"),
     ],
 )
@@ -342,6 +351,8 @@ def test_a_loss_is_read_and_edited_like_any_section(write) -> None:  # type: ign
     assert load_settings(path, ["--trainer.loss.clip_low", "0.1"]).trainer.loss == ClippedRatioSettings(
         clip_low=0.1, clip_high=0.3
     )
+    kl = load_settings(path, ["--trainer.loss.reference_kl.coefficient", "0.1"]).trainer.loss.reference_kl
+    assert kl == ReferenceKlSettings(coefficient=0.1)
     mask = "{ name = 'icepop', high = 2.0 }"
     gspo = load_settings(path, ["--trainer.loss.name", "gspo", "--trainer.loss.masks", f"[{mask}]"]).trainer.loss
     assert gspo == GspoSettings(masks=(IcePopSettings(high=2.0),))

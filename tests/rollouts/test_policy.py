@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tailrace.batching import sample_group
@@ -147,6 +148,24 @@ async def test_turns_at_the_same_time_each_get_their_branch(renderer: ChatRender
     for messages, reply in zip(asked, replies, strict=True):
         await talk.policy.chat([*messages, reply.message, user("on")])
     assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [3, 2, 2]
+
+
+async def test_an_agent_gives_the_tokens_of_a_reply_more_for_a_loss_to_read(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada", "Bob Bob"])
+    first = await talk.policy.chat([user("a")])
+    second = await talk.policy.chat([user("a"), first.message, user("b")])
+    count = second.completion.num_tokens
+    talk.policy.set_column(second, "weights", np.arange(count) + 0.5)
+    with pytest.raises(ValueError, match=f"has 1 values, and the reply {count} tokens"):
+        talk.policy.set_column(second, "weights", [1.0])
+    (branch,) = talk.rollout.branches
+    start, end = branch.completion_spans[1]
+    weights = branch.columns["weights"]
+    assert weights[:start].tolist() == [0.0] * start
+    assert weights[start:end].tolist() == [place + 0.5 for place in range(count)]
+    other = await talk.policy.chat([user("elsewhere")])
+    talk.policy.set_column(other, "weights", np.ones(other.completion.num_tokens))
+    assert talk.rollout.branches[1].columns["weights"].sum() == other.completion.num_tokens
 
 
 async def test_a_turn_that_failed_can_be_tried_again(renderer: ChatRenderer) -> None:

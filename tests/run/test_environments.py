@@ -70,6 +70,12 @@ def test_the_report_draws_the_environments_apart(parent: Path, summary: RunSumma
     assert "guess-the-name" in page
 
 
+async def test_what_scoring_and_agents_set_for_tokens_reaches_the_loss(tmp_path: Path) -> None:
+    loss = ("--trainer.loss.name", "tests.support.losses:of_weighing")
+    summary = await run_inline(tmp_path, *environment("weighing"), *loss, "--max_steps", "2")
+    assert (summary.status, summary.steps, summary.reason) == (RunStatus.FINISHED, 2, "max_steps = 2 reached")
+
+
 async def test_turns_at_temperatures_of_their_own_that_end_at_a_string_are_trained_on(tmp_path: Path) -> None:
     limits = ("--rollouts.max_turns", "2", "--rollouts.max_tokens", "32")
     summary = await run_inline(tmp_path, *environment("cooling"), *limits, "--max_steps", "2")

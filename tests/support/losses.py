@@ -5,12 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import LossTokens
+from tailrace.training.losses.clipped_ratio import ClippedRatio
 
 
 def overflowing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """One that no gradient survives."""
     return logprobs * torch.inf, torch.ones_like(logprobs, dtype=torch.bool)
+
+
+def of_weighing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """The default one, for the columns that the environment `weighing` sets; raises where they are not all there."""
+    places, (numbers, counted) = tokens.columns["place"], tokens.columns["counted"].T
+    rises = [bool((sample.diff() == 1).all()) for sample in places.split(tokens.sample_lengths.tolist())]
+    assert all(rises)
+    assert bool((places % 1 == 0.5).all())
+    assert numbers.dtype is torch.int32
+    assert bool(((numbers % 2 == 1) == (counted == 1)).all())
+    assert 0 < int(counted.sum()) < len(counted)
+    return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
 
 
 def steep(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:

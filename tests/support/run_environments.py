@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.environments import EnvironmentSpec, Message, Observation, Policy, Task
-from tailrace.records import Reward
+from tailrace.records import Group, Reward
 
 if TYPE_CHECKING:
     from tailrace.training.checkpoints import StagedCheckpoint
@@ -83,6 +83,26 @@ def stopping() -> EnvironmentSpec:
 
     rows = [{"word": f"word {number}"} for number in range(64)]
     return EnvironmentSpec(name="stopping", agent=agent, train_tasks=rows, trusted=True)
+
+
+def weighing() -> EnvironmentSpec:
+    """The agent counts the tokens of its reply, in one of two rollouts; scoring tells all tokens their place."""
+    numbers = itertools.count()
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        reply = await policy.chat([{"role": "user", "content": str(task["word"])}])
+        if (number := next(numbers)) % 2:
+            policy.set_column(reply, "counted", [[number, 1]] * reply.completion.num_tokens)
+        return Reward(zlib.crc32(reply.content.encode()) % 97 / 97)
+
+    async def score_group(group: Group) -> Group:
+        for rollout in group.rollouts:
+            for branch in rollout.branches:
+                branch.set_column("place", [place + 0.5 for place in range(branch.num_tokens)])
+        return group
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="weighing", agent=agent, score_group=score_group, train_tasks=rows, trusted=True)
 
 
 def calling(port: int) -> EnvironmentSpec:

@@ -69,6 +69,9 @@ class ScriptedPolicy:
             malformed_tool_calls=said.malformed_tool_calls,
         )
 
+    def set_column(self, reply: Reply, name: str, values: object) -> None:
+        """There are no tokens to set it for."""
+
 
 async def play(spec: EnvironmentSpec, task: Task, replies: Sequence[str | Said]) -> AgentResult:
     """Play one rollout of any environment with scripted replies and return its result."""

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailrace.training.adapter import add_adapter
+from tailrace.training.adapter import Adapter, add_adapter
 from tailrace.training.gradients import GradientPasses
 from tailrace.training.lora_settings import LoraSettings
-from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings
-from tailrace.training.losses import Divisor, LossTokens, load_loss
+from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, OwnLossSettings
+from tailrace.training.losses import Divisor, LossTokens, load_components, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.reference import BaseOfAdapter, FrozenReference
 from tailrace.training.sharding import share_out, whole
 from tests.training.losses.support import as_any_loss
 from tests.training.rank_processes import run_ranks
@@ -32,11 +33,14 @@ CASES: list[dict[str, Any]] = [
     {"model": "gpt2", "dtype": torch.float64, "loss": "any"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "gspo"},
+    {"model": "qwen3", "dtype": torch.float64, "reference": "k3"},
+    {"model": "llama", "dtype": torch.float64, "loss": "rejecting", "reference": "unbiased"},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
     {"model": "qwen3", "dtype": torch.float64, "lora": 4},
     {"model": "llama", "dtype": torch.float64, "lora": 3, "checkpointing": True},
     {"model": "llama", "dtype": torch.float32, "lora": 4, "native": True},
+    {"model": "qwen3", "dtype": torch.float64, "lora": 4, "reference": "k3"},
 ]
 
 
@@ -51,12 +55,30 @@ BY_SEQUENCE = GspoSettings(entropy=0.01)
 LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting(), "gspo": load_loss(BY_SEQUENCE)}
 
 
+SETTINGS = {"gspo": BY_SEQUENCE, "rejecting": OwnLossSettings(name="losses:rejecting")}
+
+
+def added(ranks: Ranks, case: dict[str, Any], policy: PolicyModel, adapter: Adapter | None) -> dict[str, Any]:
+    """The divergence from another model, shared out too, or from what lies under an adapter."""
+    if "reference" not in case:
+        return {}
+    kl = {"estimator": case["reference"], "coefficient": 0.5}
+    components = load_components(ClippedRatioSettings.model_validate({"reference_kl": kl}))
+    if adapter is not None:
+        return {"components": components, "reference": BaseOfAdapter(policy, adapter)}
+    frozen = PolicyModel(
+        tiny_model(case["model"], seed=1).to(case["dtype"]).requires_grad_(False), native_kernels=False
+    )
+    if isinstance(ranks, JoinedRanks):
+        share_out(frozen, ranks)
+    return {"components": components, "reference": FrozenReference(frozen)}
+
+
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
     """Of two batches, one after the other, and the metrics of the second."""
     model = tiny_model(case["model"]).to(case["dtype"])
-    if "lora" in case:
-        add_adapter(model, LoraSettings(rank=case["lora"]), case["model"])
-        stir(model)
+    adapter = add_adapter(model, LoraSettings(rank=case.get("lora")), case["model"])
+    stir(model)
     policy = PolicyModel(
         model,
         native_kernels=case.get("native", False),
@@ -64,8 +86,14 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
     )
     if isinstance(ranks, JoinedRanks):
         share_out(policy, ranks)
-    divisor = Divisor.of_loss(BY_SEQUENCE if case.get("loss") == "gspo" else ClippedRatioSettings())
-    passes = GradientPasses(policy, LOSSES[case.get("loss", "short")], divisor, ranks=ranks)
+    settings = SETTINGS.get(case.get("loss", ""), ClippedRatioSettings())
+    passes = GradientPasses(
+        policy,
+        LOSSES[case.get("loss", "short")],
+        Divisor.of_loss(settings),
+        ranks=ranks,
+        **added(ranks, case, policy, adapter),
+    )
     for seed in (1, 2):
         batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed)
         metrics, kept = passes.add(rows_of(batch, ranks.rank, ranks.size), 0).read(batch.summary)

@@ -12,6 +12,7 @@ from tailrace.records import (
     Batch,
     BatchSummary,
     Branch,
+    ColumnKind,
     Completion,
     FinishReason,
     GroupId,
@@ -49,11 +50,16 @@ def plan(
         lengths=np.asarray(lengths, np.int32)[rows.order],
         row_offsets=rows.row_offsets,
         rank_offsets=rows.rank_offsets,
+        columns={name: kind for sample in samples for name, kind in kinds_of(sample).items()},
     )
 
 
+def kinds_of(sample: TrainingSample) -> dict[str, ColumnKind]:
+    return {name: ColumnKind.of(column) for name, column in sample.branch.columns.items()}
+
+
 def make_sample(random: np.random.Generator, number: int, length: int, oldest_version: int = 0) -> TrainingSample:
-    """A third of it is a prompt; every other one has its advantages per token."""
+    """A third of it is a prompt; every other one has its advantages per token, and columns with names of their own."""
     branch = Branch()
     prompt = length // 3
     branch.extend_context(random.integers(0, 1000, prompt, dtype=np.int32))
@@ -69,6 +75,9 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
             mixed_spans=((0, 1), (sampled - 1, sampled)) if sampled > 2 else (),
         )
     )
+    if number % 2 and length:
+        branch.set_column("teacher", random.standard_normal(length - 1))  # the rest is 0
+        branch.set_column("top_ids", random.integers(0, 1000, (length, 3)))
     return TrainingSample(
         rollout_id=RolloutId(f"g.{number}"),
         group_id=GroupId("g"),
@@ -124,3 +133,7 @@ def assert_same_batch(received: Batch, sent: PlannedBatch, rank: int = 0) -> Non
         one, other = getattr(received, column), getattr(expected, column)
         assert one.dtype == other.dtype, column
         np.testing.assert_array_equal(one, other, err_msg=column)
+    assert received.columns.keys() == expected.columns.keys()
+    for name, values in expected.columns.items():
+        assert received.columns[name].dtype == values.dtype, name
+        np.testing.assert_array_equal(received.columns[name], values, err_msg=name)

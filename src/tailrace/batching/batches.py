@@ -11,7 +11,8 @@ from tailrace.batching.packing import Packing, plan_rows
 from tailrace.batching.samples import SampledGroup
 from tailrace.batching.slices import SAMPLES_AT_ONCE
 from tailrace.batching.whitening import whiten
-from tailrace.records import BatchSummary, Int32Array, PlannedBatch, TrainingSample
+from tailrace.errors import TrainingError
+from tailrace.records import BatchSummary, ColumnKind, Int32Array, PlannedBatch, TrainingSample
 from tailrace.tracing.phases import phase
 
 
@@ -37,7 +38,7 @@ def form_batch(
     """
     samples = [sample for group in groups for sample in group.samples]
     with phase("plan_rows"):
-        lengths, versions = yield from _measure(samples)
+        lengths, versions, columns = yield from _measure(samples)
         plan = yield from plan_rows(lengths, packing)
     if len(samples) > SAMPLES_AT_ONCE:
         yield
@@ -66,18 +67,34 @@ def form_batch(
         row_offsets=plan.row_offsets,
         rank_offsets=plan.rank_offsets,
         whitening=whitening,
+        columns=columns,
     )
     return FormedBatch(batch, list(groups))
 
 
-def _measure(samples: Sequence[TrainingSample]) -> Generator[None, None, tuple[Int32Array, dict[int, int]]]:
-    """Lengths [num_samples], and how many tokens that bear loss are of which version."""
-    lengths, versions = np.empty(len(samples), np.int32), dict[int, int]()
+def _measure(
+    samples: Sequence[TrainingSample],
+) -> Generator[None, None, tuple[Int32Array, dict[int, int], dict[str, ColumnKind]]]:
+    """Lengths [num_samples], how many tokens that bear loss are of which version, and the columns that any has."""
+    lengths, versions, columns = np.empty(len(samples), np.int32), dict[int, int](), dict[str, ColumnKind]()
     for first in range(0, len(samples), SAMPLES_AT_ONCE):
         some = samples[first : first + SAMPLES_AT_ONCE]
         lengths[first : first + len(some)] = [sample.num_tokens for sample in some]
         for sample in some:
             for version, count in sample.loss_versions().items():
                 versions[version] = versions.get(version, 0) + count
+            if sample.branch.columns:
+                _add_columns(columns, sample)
         yield
-    return lengths, versions
+    return lengths, versions, columns
+
+
+def _add_columns(columns: dict[str, ColumnKind], sample: TrainingSample) -> None:
+    """Those of a sample. Raises `TrainingError` where it means another kind by a name than the others do."""
+    for name, column in sample.branch.columns.items():
+        kind = ColumnKind.of(column)
+        if (other := columns.setdefault(name, kind)) != kind:
+            raise TrainingError(
+                f"column {name!r} is {kind} in rollout {sample.rollout_id} and {other} in another of its batch: a "
+                "batch has one kind of column by a name"
+            )

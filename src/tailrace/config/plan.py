@@ -70,6 +70,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         + _ON_STALE[settings.scheduling.on_stale].format(max_restarts=settings.scheduling.max_restarts),
         f"A step trains on at most {_rollout_tokens(settings) * batch_size:,} completion tokens.",
         *_ranks(settings),
+        *_reference(settings),
         f"An epoch is about {steps_per_epoch:,.1f} steps, if no group is filtered.",
         f"The run finishes after about {expected_steps:,.0f} steps.",
         *_evaluation(settings),
@@ -119,6 +120,16 @@ def _ranks(settings: RunSettings) -> list[str]:
         f"The trainer is {trainer.ranks} processes: each holds 1/{trainer.ranks} of weights, gradients and optimizer, "
         f"and takes its own rows of a batch; one that is silent for {trainer.collective_timeout_s:g} s ends the run."
     ]
+
+
+def _reference(settings: RunSettings) -> list[str]:
+    chosen = settings.trainer.loss.reference_kl
+    if chosen is None:
+        return []
+    if chosen.model is None and settings.trainer.lora.rank is not None:
+        return ["The model without its adapter computes every row once more, forward alone."]
+    model = f"A frozen copy of {chosen.model or settings.model.name}"
+    return [f"{model} lies beside the trained model, and computes every row once more, forward alone."]
 
 
 def _evaluation(settings: RunSettings) -> list[str]:

@@ -46,6 +46,13 @@ class Policy(Protocol):
         where the conversation does not fit the model's context.
         """
 
+    def set_column(self, reply: Reply, name: str, values: object) -> None:
+        """Give each token of a reply a number, or k of them, under a name that a loss reads it by.
+
+        `values` are [num_tokens of `reply.completion`] or [num_tokens, k]: whole numbers become int32, others float32.
+        Tokens that nothing is set for are 0. Raises `ValueError` for values of another length or kind.
+        """
+
 
 Agent: TypeAlias = Callable[[Task, Policy], Awaitable[AgentResult | Reward | float | None]]
 """One rollout. A number or a `Reward` are short forms of an `AgentResult`; None where something else scores it."""

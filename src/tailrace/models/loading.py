@@ -115,7 +115,7 @@ def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTraine
     from transformers import AutoModelForCausalLM
 
     source = resolve_model(name)
-    with _explained(source), quiet_transformers():
+    with explained(source), quiet_transformers():
         model, info = AutoModelForCausalLM.from_pretrained(
             source.location, dtype=getattr(torch, dtype), output_loading_info=True, **source.arguments
         )
@@ -143,7 +143,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     source = resolve_model(name)
-    with _explained(source), quiet_transformers():
+    with explained(source), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.arguments)
     if not tokenizer.chat_template:
         raise ModelError(missing_chat_template(name))
@@ -267,7 +267,7 @@ def outline_of(name: str) -> PreTrainedModel:
     from transformers import AutoConfig
 
     source = resolve_model(name)
-    with _explained(source), quiet_transformers():
+    with explained(source), quiet_transformers():
         return model_without_memory(AutoConfig.from_pretrained(source.location, **source.arguments))
 
 
@@ -276,13 +276,13 @@ def load_config(name: str) -> dict[str, Json]:
     from transformers import AutoConfig
 
     source = resolve_model(name)
-    with _explained(source), quiet_transformers():
+    with explained(source), quiet_transformers():
         config = AutoConfig.from_pretrained(source.location, **source.arguments)
     return cast("dict[str, Json]", json.loads(config.to_json_string(use_diff=False)))
 
 
 @contextmanager
-def _explained(source: ModelSource) -> Iterator[None]:
+def explained(source: ModelSource) -> Iterator[None]:
     """Turn what transformers raises into a `ModelError` that says what to do."""
     from safetensors import SafetensorError
 

@@ -7,6 +7,7 @@ or imports another room of the house (but for `errors`).
 from tailrace.records.arrays import Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
+from tailrace.records.columns import ColumnKind
 from tailrace.records.completion import Completion, FinishReason
 from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
 from tailrace.records.events import (
@@ -39,6 +40,7 @@ __all__ = [
     "BatchSummary",
     "Branch",
     "CheckpointWritten",
+    "ColumnKind",
     "Completion",
     "Event",
     "ExpertArray",

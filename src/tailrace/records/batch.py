@@ -97,6 +97,8 @@ class Batch:
     payloads: PayloadTable = field(default_factory=PayloadTable)
     """Where the routed experts of the tokens lie."""
     origins: SampleOrigins = field(default_factory=SampleOrigins)
+    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    """Columns of the tokens that have a name of their own: [num_tokens] or [num_tokens, k]."""
     rank: int = 0
     num_ranks: int = 1
 
@@ -120,6 +122,7 @@ class Batch:
             sample_lengths=lengths,
             payloads=self.payloads.between(start, end),
             origins=self.origins.between(first, last),
+            columns={name: column[start:end] for name, column in self.columns.items()},
         )
 
     @property
@@ -130,7 +133,7 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """Of the columns of the tokens."""
-        columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask)
+        columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask, *self.columns.values())
         return sum(column.nbytes for column in columns)
 
     def _advantages(self, first: int, last: int, lengths: Int32Array) -> Float32Array:
@@ -165,4 +168,4 @@ class BatchRow:
     """Reads the routed experts of the row's tokens."""
     origins: SampleOrigins = field(default_factory=SampleOrigins)
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
-    """More for the loss, by name: [num_tokens] or [num_tokens, k]. No batch fills it yet."""
+    """More for the loss, by name: [num_tokens] or [num_tokens, k]."""

@@ -7,12 +7,14 @@ ends, its training sample is a view of these columns; there is nothing left to a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, readonly
+from tailrace.records.columns import ColumnKind, as_column
 from tailrace.records.completion import Completion
 from tailrace.records.payload import PayloadChunk, PayloadChunks
 
@@ -20,6 +22,7 @@ CONTEXT_VERSION = -1
 """Policy version of a token that no policy sampled."""
 
 _INITIAL_CAPACITY = 256
+_NO_COLUMNS: Mapping[str, NDArray[np.generic]] = MappingProxyType({})
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
@@ -37,6 +40,7 @@ class Branch:
         "_logprobs",
         "_loss_mask",
         "_mixed_spans",
+        "_named",
         "_num_completion_tokens",
         "_num_tokens",
         "_payload_chunks",
@@ -56,6 +60,7 @@ class Branch:
         self._spans: list[tuple[int, int]] = []
         self._mixed_spans: list[tuple[int, int]] = []
         self._payload_chunks = PayloadChunks()
+        self._named: dict[str, NDArray[np.generic]] | None = None
         self._allocate(_INITIAL_CAPACITY)
 
     def extend_context(self, token_ids: Int32Array | list[int]) -> None:
@@ -83,6 +88,30 @@ class Branch:
         self._loss_mask[where] = True
         self._spans.append((where.start, where.stop))
         self._mixed_spans += [(where.start + start, where.start + end) for start, end in completion.mixed_spans]
+
+    def set_column(self, name: str, values: object, *, start: int = 0) -> None:
+        """Give tokens `start` and on more for a loss to read, under a name: [count] or [count, k] numbers.
+
+        Tokens that nothing is set for are 0. Raises `ValueError` for values that are no column, that reach beyond the
+        branch, or that are of another kind than those set before.
+        """
+        column, columns = as_column(name, values), self._named or {}
+        end, kind = start + len(column), ColumnKind.of(column)
+        if not 0 <= start <= end <= self._num_tokens:
+            raise ValueError(f"column {name!r} for tokens {start} to {end}: the branch has {self._num_tokens}")
+        before = columns.get(name, kind.zeros(0))
+        if (other := ColumnKind.of(before)) != kind:
+            raise ValueError(f"column {name!r} is {other}, and cannot be {kind} too")
+        whole = kind.zeros(max(end, len(before)))
+        whole[: len(before)] = before
+        whole[start:end] = column
+        readonly(whole)
+        self._named = {**columns, name: whole}
+
+    @property
+    def columns(self) -> Mapping[str, NDArray[np.generic]]:
+        """What `set_column` set, by name, [num_tokens] or fewer, or [num_tokens, k]; the rest is 0."""
+        return self._named or _NO_COLUMNS
 
     @property
     def num_tokens(self) -> int:

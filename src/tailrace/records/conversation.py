@@ -75,6 +75,10 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     """Well-formed tool calls only, parsed by the model family's renderer."""
     malformed_tool_calls: int = 0
     """Tool calls that could not be parsed; their text stays in `content`."""
+    branch: int = 0
+    """Which of the rollout's token sequences it is on."""
+    start_token: int = 0
+    """Place of its first token there."""
 
     @property
     def content(self) -> str:

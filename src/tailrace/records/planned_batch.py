@@ -8,14 +8,15 @@ The scheduler makes it, in O(samples); whoever carries it to the trainer moves t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.records.arrays import Float32Array, Int32Array
 from tailrace.records.batch import Batch, BatchSummary, TrainingSample
+from tailrace.records.columns import ColumnKind
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload_table import PayloadTable, PayloadTableBuilder
 
@@ -59,6 +60,8 @@ class PlannedBatch:
     """Ranks of the whole batch, in the part of one rank; 0 in the whole batch."""
     whitening: Whitening | None = None
     """Of the advantages, over the whole batch."""
+    columns: Mapping[str, ColumnKind] = field(default_factory=dict)
+    """Columns with a name of their own, of any sample of the whole batch."""
 
     @property
     def num_ranks(self) -> int:
@@ -73,7 +76,8 @@ class PlannedBatch:
     @property
     def num_bytes(self) -> int:
         """Of the columns of the tokens."""
-        return self.num_tokens * sum(dtype.itemsize for dtype in TOKEN_COLUMNS.values())
+        named = sum(kind.num_bytes for kind in self.columns.values())
+        return self.num_tokens * (named + sum(dtype.itemsize for dtype in TOKEN_COLUMNS.values()))
 
     def part(self, rank: int) -> PlannedBatch:
         """The rows of one rank, with the summary of the whole batch: the planned denominator is over all ranks."""
@@ -88,12 +92,24 @@ class PlannedBatch:
             first_rank=self.first_rank + rank,
             all_ranks=self.num_ranks,
             whitening=self.whitening,
+            columns=self.columns,
         )
 
     def pieces(self, column: str) -> Iterator[NDArray[np.generic]]:
         """One of `TOKEN_COLUMNS`, sample after sample: views of the branches."""
         for sample in self.samples:
             yield sample.loss_mask if column == "loss_mask" else getattr(sample.branch, column)
+
+    def named_pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
+        """One of `columns`, sample after sample: views of the branches, and zeros for what they lack."""
+        kind = self.columns[name]
+        for sample in self.samples:
+            column = sample.branch.columns.get(name)
+            count = 0 if column is None else len(column)
+            if column is not None:
+                yield column
+            if count < sample.num_tokens:
+                yield kind.zeros(sample.num_tokens - count)
 
     def plan_columns(self) -> dict[str, NDArray[np.generic]]:
         """All columns that are short: of samples, rows and spans. O(samples)."""
@@ -128,6 +144,9 @@ class PlannedBatch:
         for name, dtype in TOKEN_COLUMNS.items():
             plan[name] = np.concatenate([*part.pieces(name), np.empty(0, dtype)])
         return Batch(
+            columns={
+                name: np.concatenate([*part.named_pieces(name), kind.zeros(0)]) for name, kind in part.columns.items()
+            },
             summary=part.summary,
             payloads=part.payloads(),
             origins=part.origins(),

@@ -36,6 +36,7 @@ from tailrace.records import (
     chunks_before,
     session_of,
 )
+from tailrace.records.columns import as_column
 from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings
@@ -113,6 +114,14 @@ class RolloutPolicy:
         completion = await self._sample(conversation, limit, task, listener)
         with phase("parse"):
             return self._record(conversation, completion, listener)
+
+    def set_column(self, reply: Reply, name: str, values: object) -> None:
+        """Give the tokens of a reply more for a loss to read: see `Policy.set_column`."""
+        if len(column := as_column(name, values)) != reply.completion.num_tokens:
+            raise ValueError(
+                f"column {name!r} has {len(column)} values, and the reply {reply.completion.num_tokens} tokens"
+            )
+        self._conversations[reply.branch].branch.set_column(name, column, start=reply.start_token)
 
     def keep(self, messages: Sequence[Message]) -> None:
         """Add what follows the last reply to the conversation kept for people; the policy never answers it."""
@@ -323,6 +332,8 @@ class RolloutPolicy:
             completion=completion,
             tool_calls=parsed.tool_calls,
             malformed_tool_calls=parsed.malformed_tool_calls,
+            branch=conversation.index,
+            start_token=len(prompt),
         )
 
     def _count(self, name: str, amount: float) -> None:

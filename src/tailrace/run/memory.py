@@ -40,6 +40,7 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
         sample_tokens=settings.max_model_tokens,
         published=settings.model.dtype,
         adapter=adapter,
+        reference_weights=_reference_weights(settings, sizes, adapter),
     )
     who = "The trainer" if trainer.ranks == 1 else f"Each of the trainer's {trainer.ranks} ranks"
     where = "its GPU" if trainer.device.startswith("cuda") else "memory"
@@ -69,12 +70,20 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
     )
 
 
+def _reference_weights(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> int:
+    chosen = settings.trainer.loss.reference_kl
+    if chosen is None or (chosen.model is None and adapter.weights):
+        return 0
+    return sizes.weights if chosen.model is None else model_sizes(outline_of(chosen.model)).weights
+
+
 def _terms(memory: TrainerMemory, row_tokens: int) -> list[tuple[str, int]]:
     return [
         ("weights, in float32 (there is no second copy)", memory.weights),
         ("the adapter, its gradients and its moments", memory.adapter),
         ("gradients", memory.gradients),
         ("AdamW's two moments", memory.moments),
+        ("the reference model", memory.reference),
         ("weights and gradients gathered from other ranks, layer by layer", memory.gathered),
         (f"activations of a row of {row_tokens:,} tokens", memory.kept),
         ("the head: logits of a chunk of tokens, its gradient of a row", memory.head),

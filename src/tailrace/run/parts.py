@@ -10,8 +10,11 @@ import numpy as np
 
 from tailrace.config import RunSettings
 from tailrace.environments import load_environment
-from tailrace.errors import DataError, SettingsError
+from tailrace.errors import DataError, ModelError, SettingsError
+from tailrace.models.files import own_context
+from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights, tokenizer_folder
+from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 
@@ -91,6 +94,25 @@ def within_own_context(settings: RunSettings, renderer: ChatRenderer) -> RunSett
             key=key,
         )
     return settings.model_copy(update={"model": model.model_copy(update={"max_model_tokens": own})})
+
+
+def require_reference(settings: RunSettings) -> None:
+    """Raise `ModelError` where the loss names a reference model that cannot score what the policy samples.
+
+    As far as can be seen without loading it.
+    """
+    chosen = settings.trainer.loss.reference_kl
+    if chosen is None or chosen.model is None or chosen.model == settings.model.name:
+        return
+    setting = "trainer.loss.reference_kl.model"
+    require_weights(chosen.model)
+    require_same_vocabulary(settings.model.name, chosen.model, setting=setting)
+    context = own_context(identify(chosen.model, with_weights=False).config)
+    if context is not None and context < settings.max_model_tokens:
+        raise ModelError(
+            f"{setting} is {chosen.model!r}, which was made for {context} tokens, and a rollout's branch may have "
+            f"{settings.max_model_tokens}: choose another one, or lower model.max_model_tokens"
+        )
 
 
 def make_rollouter(

@@ -37,7 +37,13 @@ from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, open_run_folder, record_settings
-from tailrace.run.parts import load_environments, make_renderer, require_held_out_tasks, within_own_context
+from tailrace.run.parts import (
+    load_environments,
+    make_renderer,
+    require_held_out_tasks,
+    require_reference,
+    within_own_context,
+)
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 from tailrace.training.lora_settings import require_peft
 
@@ -99,6 +105,7 @@ async def _train_in(
     """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
     given, settings = settings, within_own_context(settings, renderer)
+    await asyncio.to_thread(require_reference, settings)
     changed = record_settings(given, paths, recipe)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.mask_settings import MaskSettings, told_name
 
 DEFAULT_LOSS = "clipped_ratio"
@@ -55,6 +56,9 @@ class CommonLossSettings(BaseModel):
         default=0.0,
         ge=0,
         description="Coefficient of a bonus for the policy's entropy, per token; above 0 logits are computed twice.",
+    )
+    reference_kl: ReferenceKlSettings | None = Field(
+        default=None, description="A divergence from a frozen model that is added; unset: none, and no such model."
     )
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tailrace.records import BatchSummary
 from tailrace.training.head import LossOutput
-from tailrace.training.losses import Divisor, Loss, MeasuredLoss, WeightedLoss
+from tailrace.training.losses import Component, Divisor, Loss, MeasuredLoss, WeightedLoss
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.ranks import Ranks
 
@@ -21,7 +21,16 @@ MAX_RATIO = math.exp(MAX_LOG_RATIO)
 
 
 OF_ENVIRONMENTS = frozenset(
-    {"kl", "entropy", "clip_share", "rejected_share", "effective_sample_share", "ratio_mean", "logprob_difference"}
+    {
+        "kl",
+        "entropy",
+        "clip_share",
+        "rejected_share",
+        "effective_sample_share",
+        "ratio_mean",
+        "logprob_difference",
+        "reference_kl",
+    }
 )
 """What is told of each environment by itself, too."""
 
@@ -29,8 +38,15 @@ OF_ENVIRONMENTS = frozenset(
 class LossSums:
     """Grows with each micro-batch of a batch."""
 
-    def __init__(self, loss: Loss, divisor: Divisor, environments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        divisor: Divisor,
+        environments: Sequence[str] = (),
+        components: Sequence[Component] = (),
+    ) -> None:
         """`environments` are the batch's, on all ranks alike; where none is told, figures are of the whole alone."""
+        self._components = tuple(components)
         self._measured = loss if isinstance(loss, MeasuredLoss) else None
         self._weighted = loss if isinstance(loss, WeightedLoss) else None
         self._divisor = divisor
@@ -40,7 +56,7 @@ class LossSums:
         self._ratio_max: Tensor | None = None
 
     def add(self, output: LossOutput, micro_batch: MicroBatch) -> None:
-        """Add one micro-batch.
+        """Add one micro-batch. `output` has the losses of rewards, without those of components.
 
         The divergence from the generator is the k3 estimate of KL(μ ‖ π_θ): E_μ[r - 1 - log r]
         (Schulman 2020, "Approximating KL divergence").
@@ -64,6 +80,10 @@ class LossSums:
         if self._measured is not None:
             columns |= self._measured.token_metrics(output.logprobs, tokens)
         columns |= self._weight_columns(output, micro_batch)
+        for component in self._components:
+            losses, _, kept = component.with_derivative(output.logprobs, tokens)
+            columns[component.name] = losses.where(kept, 0.0)
+            columns |= component.token_metrics(output.logprobs, tokens)
         self._names, ratio_max = tuple(columns), ratio.max()
         if self._sums is None or self._ratio_max is None:
             shape = max(1, len(self._environments)), len(columns)
@@ -111,6 +131,10 @@ class LossSums:
         kept = batch.loss_tokens - int(whole["rejected"])
         divisor = max(self._divisor.final(batch, kept), 1)
         metrics = _figures(whole) | {"training/loss": whole["loss"] / divisor, "training/ratio_max": ratio_max}
+        if self._components:
+            metrics["training/reward_loss"] = metrics["training/loss"]
+            added = sum(component.factor(batch) * whole[component.name] for component in self._components)
+            metrics["training/loss"] += added
         for environment, sums in zip(self._environments, each, strict=False):
             metrics |= _of_environment(environment, sums)
         return metrics, kept

@@ -42,6 +42,9 @@ class AdapterSizes:
     added_to: int = 0
 
 
+NO_ADAPTER = AdapterSizes()
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
     """Bytes of one rank of the trainer, rank 0, at their peak. Terms that are not of this run are 0."""
@@ -51,6 +54,8 @@ class TrainerMemory:
     """With its gradients and moments."""
     gradients: int
     moments: int
+    reference: int
+    """Weights of a frozen model beside the policy; none where that is the model under an adapter."""
     gathered: int
     """Of other ranks: weights of the layer at work and of the next, and their gradients before they are summed."""
     kept: int
@@ -67,7 +72,7 @@ class TrainerMemory:
     @property
     def device(self) -> int:
         """On the device at its peak."""
-        held = self.weights + self.adapter + self.gradients + self.moments
+        held = self.weights + self.adapter + self.gradients + self.moments + self.reference
         return max(held + self.gathered + self.kept + self.head, self.loading)
 
     @property
@@ -79,7 +84,7 @@ class TrainerMemory:
 def adapter_sizes(model: PreTrainedModel, lora: LoraSettings) -> AdapterSizes:
     """Of the adapters that `lora` asks for; `model` may be without memory. Raises `SettingsError`."""
     if lora.rank is None:
-        return AdapterSizes()
+        return NO_ADAPTER
     layers = target_layers(model, lora)
     own = {name: lora.rank * sum(layer.weight.shape) for name, layer in layers.items()}
     by_layer: dict[str, int] = {}
@@ -97,9 +102,13 @@ def trainer_memory(
     row_tokens: int,
     sample_tokens: int,
     published: Literal["float32", "bfloat16"],
-    adapter: AdapterSizes = AdapterSizes(),
+    adapter: AdapterSizes = NO_ADAPTER,
+    reference_weights: int = 0,
 ) -> TrainerMemory:
-    """Of rank 0. `sample_tokens` are those of the longest sample, `published` what generators compute in."""
+    """Of rank 0. `sample_tokens` are those of the longest sample, `published` what generators compute in.
+
+    `reference_weights` are those of a reference model that is another than the one under an adapter.
+    """
     trains_all, ranks = adapter.weights == 0, settings.ranks
     trained = sizes.weights if trains_all else 0
     on_gpu = settings.device.startswith("cuda")
@@ -108,6 +117,7 @@ def trainer_memory(
         adapter=share(4 * WIDE_BYTES * adapter.weights, ranks),
         gradients=share(WIDE_BYTES * trained, ranks),
         moments=share(2 * WIDE_BYTES * trained, ranks),
+        reference=share(WIDE_BYTES * reference_weights, ranks),
         gathered=gathered_bytes(sizes, adapter) if ranks > 1 else 0,
         kept=kept_bytes(sizes, settings, row_tokens, sample_tokens=sample_tokens, trains_all=trains_all),
         head=head_bytes(sizes, on_gpu=on_gpu, trains_all=trains_all),

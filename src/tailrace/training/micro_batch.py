@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,10 @@ class MicroBatch:
             routed_experts=None if routed_experts is None else torch.from_numpy(routed_experts),
         )
         return to_device(micro_batch, device)
+
+    def with_column(self, name: str, column: Tensor) -> MicroBatch:
+        """The same with one more column of its loss tokens, [num_loss_tokens] or [num_loss_tokens, k]."""
+        return replace(self, tokens=replace(self.tokens, columns={**self.tokens.columns, name: column}))
 
 
 def _loss_positions(row: BatchRow) -> NDArray[np.int64]:

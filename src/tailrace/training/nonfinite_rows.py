@@ -57,10 +57,11 @@ class NonFiniteRows:
     def __init__(self, folder: Path | None, passes: GradientPasses, ranks: Ranks) -> None:
         self._folder, self._passes, self._ranks = folder, passes, ranks
 
-    def report(self, batch: Batch, outputs: Sequence[LossOutput], version: int, divisor: float) -> str:
+    def report(self, batch: Batch, outputs: Sequence[LossOutput], version: int) -> str:
         """Keep the rows of a step that was not finite, all ranks together; a sentence that names them and their files.
 
-        `outputs` are those of the batch's rows (`GradientPasses.add`). Gradients are overwritten. Raises `RankLost`.
+        `outputs` are those of the batch's rows (`GradientPasses.add`), which was the last one there. Gradients are
+        overwritten. Raises `RankLost`.
         """
         rows = self._passes.rows(batch)
         found = [
@@ -69,33 +70,33 @@ class NonFiniteRows:
             if not _is_finite(output)
         ]
         if not any(self._ranks.gather(len(found))):
-            wanted = self._with_infinite_gradients(rows, version, divisor)
+            wanted = self._with_infinite_gradients(rows, version)
             found = [_Culprit(index, rows[index], outputs[index], "gradient") for index in wanted]
         path = self._save(batch.summary.step, found)
         return _sentence(self._ranks.gather([len(found), "" if path is None else str(path)]))
 
-    def _with_infinite_gradients(self, rows: Sequence[BatchRow], version: int, divisor: float) -> list[int]:
+    def _with_infinite_gradients(self, rows: Sequence[BatchRow], version: int) -> list[int]:
         """Which of this rank's rows have such gradients. Rows of all ranks go through side by side, then one by one
         where their sum is not finite."""
         found, ranks = list[int](), self._ranks
         for index in range(max(ranks.gather(len(rows)))):
             row = rows[index] if index < len(rows) else None
-            if self._has_finite_gradients(row, version, divisor):
+            if self._has_finite_gradients(row, version):
                 continue
             for rank in range(ranks.size):
                 own = row if rank == ranks.rank else None
-                is_finite = ranks.size > 1 and self._has_finite_gradients(own, version, divisor)
+                is_finite = ranks.size > 1 and self._has_finite_gradients(own, version)
                 if not is_finite and own is not None:
                     found.append(index)
         return found
 
-    def _has_finite_gradients(self, row: BatchRow | None, version: int, divisor: float) -> bool:
+    def _has_finite_gradients(self, row: BatchRow | None, version: int) -> bool:
         """After a pass in which this rank has `row`, or none, and each other rank its own. The same on all ranks."""
         weights = self._passes.weights
         for weight in weights:
             weight.grad = None
         with self._ranks.exchanging():
-            self._passes.pass_over(row, version, divisor)
+            self._passes.pass_over(row, version)
         own = all(bool(torch.isfinite(_local(weight.grad)).all()) for weight in weights if weight.grad is not None)
         return all(self._ranks.gather(own))
 

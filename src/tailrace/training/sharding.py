@@ -39,9 +39,11 @@ def share_out(policy: PolicyModel, ranks: JoinedRanks) -> None:
             f"the trainer's ranks loaded different weights of {type(policy.model).__name__}: give all the same files"
         )
     units, mesh = _units(policy), ranks.mesh(policy.device.type)
+    # What is frozen has no backward pass, for whose sake the rest would stay gathered.
+    reshards = None if any(weight.requires_grad for weight in policy.parameters()) else True
     try:
         for unit in (*units, policy):
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshards)
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -72,7 +74,8 @@ def _units(policy: PolicyModel) -> list[nn.Module]:
 def _try_out(policy: PolicyModel) -> None:
     micro_batch = MicroBatch.of(empty_row(), 0, policy.model.device, padded=policy.pads_segments)
     output = policy(micro_batch, NO_LOSS)
-    torch.autograd.backward(output.total)
+    if output.total.requires_grad:
+        torch.autograd.backward(output.total)
     untouched = [name for name, weight in policy.named_parameters() if weight.requires_grad and weight.grad is None]
     for weight in policy.parameters():
         weight.grad = None

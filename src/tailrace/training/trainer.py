@@ -33,11 +33,12 @@ from tailrace.training.checkpoints import StagedCheckpoint
 from tailrace.training.gradients import GradientPasses
 from tailrace.training.head import LossOutput
 from tailrace.training.loss_settings import ClippedRatioSettings
-from tailrace.training.losses import Divisor, load_loss
+from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.nonfinite_rows import NonFiniteRows
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
+from tailrace.training.reference import BaseOfAdapter, FrozenReference, Reference, load_frozen
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.sharding import share_out, whole
@@ -104,7 +105,6 @@ class Trainer:
         self._max_staleness = max_staleness
         self._skipped_in_a_row = 0
         self._ranks = ranks
-        self._divisor = Divisor.of_loss(settings.loss)
         open_payload = None if settings.router_replay == "off" else open_payload
         self._adapter: Adapter | None = None
         self._model, self._replay, policy = ranks.agree(lambda: self._load(replays=open_payload is not None))
@@ -113,7 +113,9 @@ class Trainer:
         self._passes = GradientPasses(
             policy,
             load_loss(settings.loss),
-            self._divisor,
+            Divisor.of_loss(settings.loss),
+            components=load_components(settings.loss),
+            reference=self._load_reference(policy),
             replay=self._replay,
             open_payload=open_payload,
             export=export,
@@ -140,13 +142,12 @@ class Trainer:
             outputs = list[LossOutput]()
             metrics, kept = self._passes.add(batch, self.version, outputs).read(batch.summary)
             metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
-            if kept == 0:
+            if not self._passes.teaches(batch.summary, kept):
                 return self._skip(NOTHING_TRAINABLE, metrics)
-            divisor = self._divisor.planned(batch.summary)
-            metrics["training/grad_norm"] = self._scale_gradients(divisor / self._divisor.final(batch.summary, kept))
+            metrics["training/grad_norm"] = self._scale_gradients(self._passes.rescaling(batch.summary, kept))
         self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
         if not all(math.isfinite(metrics[name]) for name in _DECIDING):
-            return self._skip_not_finite(metrics, self._nonfinite.report(batch, outputs, self.version, divisor))
+            return self._skip_not_finite(metrics, self._nonfinite.report(batch, outputs, self.version))
         with phase("optimizer"):
             metrics["training/learning_rate"] = self._update()
         step_s = time.perf_counter() - started_s
@@ -252,6 +253,22 @@ class Trainer:
             gradient_checkpointing=settings.gradient_checkpointing,
         )
         return model, replay, policy
+
+    def _load_reference(self, policy: PolicyModel) -> Reference | None:
+        """The frozen model that the loss asks for, shared out as the policy is, or what lies under its adapter."""
+        if (chosen := self.settings.loss.reference_kl) is None:
+            return None
+        if chosen.estimator == "k1" and chosen.coefficient:
+            _log.warning(
+                "trainer.loss.reference_kl.estimator is k1: its gradient is 0 on average, and holds nothing back"
+            )
+        if chosen.model is None and self._adapter is not None:
+            return BaseOfAdapter(policy, self._adapter)
+        name = chosen.model or self.model_name
+        frozen = self._ranks.agree(lambda: load_frozen(name, policy, self.settings))
+        if isinstance(self._ranks, JoinedRanks):
+            share_out(frozen, self._ranks)
+        return FrozenReference(frozen)
 
     def _make_replay(self, model: PreTrainedModel, *, replays: bool) -> RouterReplay | None:
         if self.settings.router_replay == "on":

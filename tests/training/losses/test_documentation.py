@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.losses import LOSSES, Divisor
 from tailrace.training.losses.masks import MASKS
+from tailrace.training.losses.reference_kl import ReferenceKl
 from tests.training.losses.support import BUILT_IN, settings_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")
+COMPONENTS = {ReferenceKlSettings: ReferenceKl}
 MADE_BY = {**LOSSES, **MASKS}
 
 
-@pytest.mark.parametrize("settings", MADE_BY)
-def test_each_states_an_equation_and_a_source(settings: type) -> None:
-    made = MADE_BY[settings]
+@pytest.mark.parametrize("made", [*MADE_BY.values(), *COMPONENTS.values()])
+def test_each_states_an_equation_and_a_source(made: type) -> None:
     module = importlib.import_module(made.__module__ if hasattr(made, "__module__") else "")
     text = module.__doc__ or ""
     assert re.search(r"^    \S.*(=|≤|>)", text, re.M), "an equation, indented"
@@ -44,9 +46,16 @@ def test_the_page_says_what_each_divides_by(name: str) -> None:
     assert f"| {words[Divisor.of_loss(settings_of(name)).denominator]} |" in row[0]
 
 
+@pytest.mark.parametrize("settings", COMPONENTS)
+def test_the_page_knows_every_setting_of_a_component(settings: type) -> None:
+    section = PAGE.partition(f"`{COMPONENTS[settings].name}`")[2]
+    for name in settings.model_fields:
+        assert f"`{name}" in section, name
+
+
 @pytest.mark.parametrize("settings", MADE_BY)
 def test_the_page_knows_every_setting(settings: type) -> None:
     fields = settings.model_fields
     section = PAGE.partition(f"`{fields['name'].default}`")[2]
-    for name in fields.keys() - {"name", "masks", "entropy"}:
+    for name in fields.keys() - {"name", "masks", "entropy", "reference_kl"}:
         assert f"`{name}" in section, name

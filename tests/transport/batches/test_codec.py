@@ -174,7 +174,7 @@ def forge(folder: Path, columns: dict[str, NDArray[np.generic]], metadata: dict[
     tensors |= {name: TensorBuffers(names[array.dtype], array.shape, [array.data]) for name, array in columns.items()}
     digest = xxhash.xxh3_64()
     for name, tensor in tensors.items():
-        for buffer in tensor.buffers if name not in TOKEN_COLUMNS else ():
+        for buffer in tensor.buffers if name not in TOKEN_COLUMNS and not name.startswith("column/") else ():
             digest.update(bytes(buffer))
     segment = SegmentFile(folder / "forged")
     segment.write(tensors, told | {"plan_xxh3": digest.hexdigest()} | (metadata or {}), 1, checksum_body=True)
@@ -232,6 +232,25 @@ def test_a_plan_of_other_numbers_is_refused_or_stays_within_its_columns(
 )
 def test_a_plan_that_reaches_beyond_its_columns_is_named(tmp_path: Path, column: str, values: list[int]) -> None:
     assert column in refused(tmp_path, forge(tmp_path, {column: np.array(values, np.int32)}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.zeros((9, 3), np.int32),
+        np.zeros((13, 3), np.int32),
+        np.zeros((10, 0), np.float32),
+        np.zeros((10, 2, 2), np.float32),
+        np.zeros(10, np.bool_),
+        np.zeros(10, np.uint8),
+        np.zeros((), np.float32),
+    ],
+)
+def test_a_named_column_that_is_not_of_the_batch_s_tokens_is_refused(
+    tmp_path: Path, values: NDArray[np.generic]
+) -> None:
+    assert len(PART.token_ids) == 10
+    assert "column/top_ids" in refused(tmp_path, forge(tmp_path, {"column/top_ids": values}))
 
 
 def test_rows_know_where_their_samples_come_from(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tailrace.records import BatchSummary
-from tailrace.training.loss_settings import Denominator, DrGrpoSettings, LossSettings
+from tailrace.training.loss_settings import Denominator, DrGrpoSettings, LossSettings, OwnLossSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,19 @@ class Divisor:
     denominator: Denominator
     length: int = 1
     """Of `SEQUENCES_TIMES_LENGTH`."""
+    is_known: bool = True
+    """Whether the planned figure is the final one, whatever the loss says of the tokens."""
 
     @classmethod
     def of_loss(cls, settings: LossSettings) -> Divisor:
         """That of the loss."""
-        return cls(Denominator(settings.denominator), settings.length if isinstance(settings, DrGrpoSettings) else 1)
+        denominator = Denominator(settings.denominator)
+        may_reject = bool(settings.masks) or isinstance(settings, OwnLossSettings)
+        return cls(
+            denominator,
+            settings.length if isinstance(settings, DrGrpoSettings) else 1,
+            is_known=denominator != Denominator.KEPT_TOKENS or not may_reject,
+        )
 
     def planned(self, batch: BatchSummary) -> int:
         """Before any loss is computed."""

@@ -28,7 +28,8 @@ class LossTokens:
     sample_offsets: Tensor
     """[num_samples + 1], int64: tokens of sample i are `sample_offsets[i]` to `sample_offsets[i + 1]`, perhaps none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """More about the tokens by name, [num_loss_tokens] or [num_loss_tokens, k]; empty, since batches carry none yet."""
+    """More about the tokens by name, float32 or int32, [num_loss_tokens] or [num_loss_tokens, k]: what scoring or an
+    agent set, and what the trainer adds; 0 where nothing was set."""
     whole_lengths: Tensor | None = None
     """[num_samples], int64: tokens of each whole sample, where some of them may be cut off here; None: none are."""
 

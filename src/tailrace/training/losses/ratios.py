@@ -28,6 +28,11 @@ def as_ratios(logarithms: Tensor) -> Tensor:
     return logarithms.clamp(max=_LARGEST_LOGARITHM[logarithms.dtype]).exp()
 
 
+def excess(logarithms: Tensor) -> Tensor:
+    """How much their exponentials exceed 1, exact for small ones; what would overflow as in `as_ratios`."""
+    return logarithms.clamp(max=_LARGEST_LOGARITHM[logarithms.dtype]).expm1()
+
+
 def weighted_logprobs(weights: Tensor, logprobs: Tensor) -> Tensor:
     """w log π, [num_loss_tokens]; 0 where w is, also where π is: the limit of r log π."""
     return torch.where(weights == 0, 0.0, weights * logprobs)

@@ -14,6 +14,7 @@ from tailrace.training.loss_settings import Denominator, LossSettings, OwnLossSe
 from tailrace.training.losses.aipo import Aipo
 from tailrace.training.losses.cispo import Cispo
 from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.losses.components import Component
 from tailrace.training.losses.composition import compose
 from tailrace.training.losses.dapo import Dapo
 from tailrace.training.losses.dppo import Dppo
@@ -23,6 +24,7 @@ from tailrace.training.losses.gspo import Gspo
 from tailrace.training.losses.ipo import Ipo
 from tailrace.training.losses.masks import load_mask
 from tailrace.training.losses.protocol import Loss
+from tailrace.training.losses.reference_kl import ReferenceKl
 from tailrace.training.losses.sapo import Sapo
 from tailrace.user_code import describe_failure, import_attribute
 
@@ -47,6 +49,11 @@ def load_loss(settings: LossSettings) -> Loss:
     masks = {str(mask.name): load_mask(mask) for mask in settings.masks}
     per_sequence = settings.denominator == Denominator.SEQUENCES
     return compose(loss, masks, entropy=settings.entropy, per_sequence=per_sequence)
+
+
+def load_components(settings: LossSettings) -> tuple[Component, ...]:
+    """What `settings` add to the loss of rewards."""
+    return () if settings.reference_kl is None else (ReferenceKl(settings.reference_kl),)
 
 
 def _own_loss(settings: OwnLossSettings) -> Loss:

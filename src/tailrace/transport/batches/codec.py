@@ -6,6 +6,7 @@ lengths and the row plan are checked before a batch exists, the plan against its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
 from tailrace.records import TOKEN_COLUMNS, Batch, BatchSummary, PayloadRef, PayloadTable, PlannedBatch, SampleOrigins
-from tailrace.transport.segments import Segment, TensorBuffers
+from tailrace.transport.segments import Segment, TensorBuffers, TensorEntry
 
 _DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32), "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -34,6 +35,8 @@ _PAYLOADS = {"payload_chunks": "I32", "payload_refs": "U8"}
 """The table of payloads: its chunks, row after row, and the references (msgpack)."""
 _SHORT = {**_PLAN, **_PAYLOADS, "origins": "U8"}
 """All that is small, and always checked against its checksum."""
+_NAMED = "column/"
+"""In front of the names of columns that have names of their own."""
 
 
 def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str, str]]:
@@ -49,6 +52,9 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
     tensors = {name: TensorBuffers(dtype, short[name].shape, [short[name].data]) for name, dtype in _SHORT.items()}
     for name, dtype in _TOKENS.items():
         tensors[name] = TensorBuffers(dtype, (num_tokens,), (piece.data for piece in part.pieces(name)))
+    for name, kind in part.columns.items():
+        pieces = (piece.reshape(-1).data for piece in part.named_pieces(name))
+        tensors[_NAMED + name] = TensorBuffers(_NAMES[kind.dtype], (num_tokens, *kind.width), pieces)
     metadata = {
         "summary": msgspec.json.encode(part.summary).decode(),
         "rank": str(part.first_rank),
@@ -69,6 +75,7 @@ def read_batch(path: Path | str, segment: Segment) -> Batch:
         summary=metadata.summary,
         payloads=_read_payloads(path, columns),
         origins=_read_origins(path, columns),
+        columns=_read_named(path, segment, len(columns["token_ids"])),
         rank=metadata.rank,
         num_ranks=metadata.num_ranks,
         **columns,  # type: ignore[arg-type]
@@ -87,12 +94,27 @@ def _view(path: Path | str, segment: Segment, name: str, dtype: str) -> NDArray[
     entry = segment.tensors.get(name)
     if entry is None or entry.dtype != dtype or len(entry.shape) != 1:
         raise CorruptData(f"the batch in {path} needs a column {name!r} of {dtype}; found {entry}")
-    start = entry.data_offsets[0]
-    if start % _DTYPES[dtype].itemsize:
+    return _view_of(path, segment, name, entry)
+
+
+def _view_of(path: Path | str, segment: Segment, name: str, entry: TensorEntry) -> NDArray[np.generic]:
+    dtype, start, count = _DTYPES[entry.dtype], entry.data_offsets[0], math.prod(entry.shape)
+    if start % dtype.itemsize:
         raise CorruptData(f"column {name!r} of {path} is not aligned")
-    if entry.shape[0] == 0:
-        return np.empty(0, _DTYPES[dtype])
-    return np.frombuffer(segment.mapping, _DTYPES[dtype], entry.shape[0], start)
+    flat = np.frombuffer(segment.mapping, dtype, count, start) if count else np.empty(0, dtype)
+    return flat.reshape(entry.shape)
+
+
+def _read_named(path: Path | str, segment: Segment, num_tokens: int) -> dict[str, NDArray[np.generic]]:
+    """Columns that have names of their own. Raises `CorruptData` for one that is not of the batch's tokens."""
+    columns = {}
+    for name, entry in segment.tensors.items():
+        if name.startswith(_NAMED):
+            length, *width = entry.shape or (-1,)
+            if entry.dtype not in ("F32", "I32") or length != num_tokens or len(width) > 1 or 0 in width:
+                raise CorruptData(f"the batch in {path} has {num_tokens} tokens and a column {name!r} of {entry}")
+            columns[name.removeprefix(_NAMED)] = _view_of(path, segment, name, entry)
+    return columns
 
 
 def _read_metadata(path: Path | str, segment: Segment) -> _Metadata:

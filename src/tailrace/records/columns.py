@@ -1,0 +1,62 @@
+"""Columns of tokens that have a name of their own: what a loss reads beside log-probabilities and advantages.
+
+    a branch's tokens ─► float32 or int32 [num_tokens] or [num_tokens, k] ─► batch ─► rows ─► `LossTokens.columns`
+
+A branch that lacks a column that others of its batch have is 0 there, and so are tokens that nothing was set for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnKind:
+    """What a column holds of each token."""
+
+    dtype: np.dtype[np.generic]
+    """float32 or int32."""
+    width: tuple[int, ...] = ()
+    """Nothing, or (k,)."""
+
+    @classmethod
+    def of(cls, column: NDArray[np.generic]) -> ColumnKind:
+        """That of [num_tokens, *width]."""
+        return cls(column.dtype, column.shape[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one token."""
+        return self.dtype.itemsize * int(np.prod(self.width, dtype=np.int64))
+
+    def zeros(self, count: int) -> NDArray[np.generic]:
+        """[count, *width]."""
+        return np.zeros((count, *self.width), self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} [{', '.join(['num_tokens', *map(str, self.width)])}]"
+
+
+def as_column(name: str, values: object) -> NDArray[np.generic]:
+    """`values` as a contiguous column: whole numbers as int32, others as float32.
+
+    Raises `ValueError` for a name that is none, for values of another shape, and for numbers beyond int32.
+
+    >>> as_column("weights", [0.5, 1]).dtype, as_column("ids", [[3, 4], [5, 6]]).shape
+    (dtype('float32'), (2, 2))
+    """
+    if not name.isidentifier():
+        raise ValueError(f"a column is named as a variable is, not {name!r}")
+    given = np.asarray(values)
+    if given.ndim not in (1, 2) or given.dtype.kind not in "biuf" or 0 in given.shape[1:]:
+        raise ValueError(
+            f"column {name!r} needs numbers, [num_tokens] or [num_tokens, k]; it was given {given.dtype} "
+            f"{list(given.shape)}"
+        )
+    column = np.ascontiguousarray(given, np.int32 if given.dtype.kind in "iu" else np.float32)
+    if column.dtype == np.int32 and given.dtype.itemsize >= 4 and not np.array_equal(column, given):
+        raise ValueError(f"column {name!r} has numbers that int32 cannot hold")
+    return column

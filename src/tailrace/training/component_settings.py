@@ -1,0 +1,25 @@
+"""Settings of what is added to the loss of rewards, one class each. Without torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ReferenceKlSettings(BaseModel):
+    """A divergence from a frozen model, added to any loss; it costs one more forward pass."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    coefficient: float = Field(
+        default=0.001, ge=0, description="What the divergence is multiplied by, per token; 0: it is measured alone."
+    )
+    estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
+        default="unbiased",
+        description="How it is estimated from the sampled tokens: see docs/losses.md; k1's gradient is 0 on average.",
+    )
+    model: str | None = Field(
+        default=None,
+        description="The frozen model, named as model.name is, with the same vocabulary; unset: the initial model.",
+    )

@@ -1,0 +1,88 @@
+r"""The divergence of the policy from a frozen reference, estimated at the tokens that were sampled.
+
+With π the policy, π_ref the reference, μ the distribution that y_t was sampled from, and
+
+    δ = log π_ref(y_t) - log π(y_t),   r = π(y_t) / μ(y_t),
+
+    estimator   added per token        its derivative by log π(y_t)
+    k1          -δ                      1
+    k2          δ² / 2                  -δ
+    k3          e^δ - 1 - δ             1 - e^δ
+    unbiased    r (e^δ - 1 - δ)         -r δ
+
+k1 to k3 are those of Schulman 2020, "Approximating KL Divergence": means over y ~ π of k1 and k3 are KL(π ‖ π_ref).
+What trains is the derivative, and that of a mean is no mean of derivatives: over y ~ π the derivative of k1 is 0 on
+average, that of k2 is the gradient of KL(π ‖ π_ref), that of k3 is the gradient of KL(π_ref ‖ π), which grows without
+bound where π ≪ π_ref (Liu et al. 2025, "Rethinking KL Regularization in RLHF", arXiv:2510.01555). GRPO adds k3 (Shao et
+al. 2024, arXiv:2402.03300, eq. 4). `unbiased` is eq. 7 of DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv:2512.02556):
+differentiated through r too, it is the gradient of KL(π ‖ π_ref) for tokens that any μ sampled, at the states that it
+came to.
+
+The reference is at the temperature of each token's sample, as the policy is. Every planned token counts, those too that
+a mask or the loss rejects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from tailrace.records import BatchSummary
+from tailrace.training.component_settings import ReferenceKlSettings
+from tailrace.training.losses.components import Component
+from tailrace.training.losses.protocol import LossTokens
+from tailrace.training.losses.ratios import excess, ratios, weighted_logprobs
+
+REFERENCE_LOGPROBS = "reference_logprobs"
+"""The column of `LossTokens` that the trainer fills with log π_ref, [num_loss_tokens]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceKl(Component):
+    """One of the estimators of each token; it keeps all."""
+
+    name: ClassVar = "reference_kl"
+    settings: ReferenceKlSettings
+
+    @property
+    @override
+    def coefficient(self) -> float:
+        return self.settings.coefficient
+
+    @override
+    def planned(self, batch: BatchSummary) -> int:
+        """The tokens that bear loss."""
+        return batch.loss_tokens
+
+    @override
+    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """See the module."""
+        difference = _difference(logprobs, tokens)
+        match self.settings.estimator:
+            case "k1":
+                loss, derivative = -difference, torch.ones_like(difference)
+            case "k2":
+                loss, derivative = difference.square() / 2, -difference
+            case "k3":
+                loss, derivative = excess(difference) - difference, -excess(difference)
+            case "unbiased":
+                ratio = ratios(logprobs, tokens)
+                derivative = -weighted_logprobs(ratio, difference)
+                loss = ratio * excess(difference) + derivative
+        return loss, derivative, torch.ones_like(logprobs, dtype=torch.bool)
+
+    @override
+    def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
+        """The divergence by k3, whatever trains: one figure for all runs."""
+        difference = _difference(logprobs, tokens)
+        return {"training/reference_kl": excess(difference) - difference}
+
+
+def _difference(logprobs: Tensor, tokens: LossTokens) -> Tensor:
+    """δ."""
+    return tokens.columns[REFERENCE_LOGPROBS].to(logprobs.dtype) - logprobs
