@@ -156,7 +156,7 @@ def kept_bytes(
     """
     inside = row_tokens * layer_token_bytes(sizes, settings, sample_tokens, trains_all=trains_all)
     inside += cast_bytes(sizes, settings)
-    ends = row_tokens * sizes.hidden * WIDE_BYTES * 3  # the last norm's input and output, and what predicts tokens
+    ends = row_tokens * sizes.hidden * WIDE_BYTES * 2  # the last norm, and the gradient of what predicts tokens
     if settings.gradient_checkpointing:
         return sizes.layers * row_tokens * sizes.hidden * WIDE_BYTES + inside + ends
     return sizes.layers * inside + ends
