@@ -117,6 +117,11 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
             ["--scheduling.on_stale", "wait", "--scheduling.on_straggler", "drop", "--scheduling.over_sampling", "2"],
             "leave one of them out",
         ),
+        (
+            ["--rollouts.top_p", "0.9", "--generator.engine", "vllm"],
+            "add generator.vllm.return_sampling_mask = true",
+        ),
+        (["--rollouts.top_k", "20", "--generator.engine", "vllm"], "^.*rollouts.top_k restricts"),
         (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
         (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),
     ],

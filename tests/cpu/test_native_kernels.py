@@ -209,7 +209,7 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_others_alone(kernels: Kerne
     logits = torch.zeros(3, 4)
     logits[1, 2] = wrong
     ones, none = np.ones(3, np.float32), np.zeros(3, np.int32)
-    token_ids, logprobs = sample(
+    token_ids, logprobs, _ = sample(
         logits, temperatures=ones, top_ps=ones, top_ks=none, draws=np.full(3, 0.5), sample_all=kernels.sample
     )
     assert np.isfinite(logprobs).tolist() == [True, False, True]

@@ -23,7 +23,7 @@ from transformers import (
 
 from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.generation.engines.torch import TorchEngine
-from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams
+from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams, Supports
 
 VOCAB = 97
 SHAPE = {
@@ -131,6 +131,9 @@ def request(
 
 def assert_told(chunks: list[Completion], completion: Completion) -> None:
     """The chunks are the completion: every token once, in order, with its log-probability and version."""
+    supports = [chunk.supports for chunk in chunks if chunk.supports is not None]
+    if completion.supports is not None:
+        assert Supports.concatenated(supports).token_ids.tolist() == completion.supports.token_ids.tolist()
     for column in ("token_ids", "logprobs", "policy_versions"):
         told = [value for chunk in chunks for value in getattr(chunk, column).tolist()]
         assert told == getattr(completion, column).tolist()
@@ -155,6 +158,7 @@ class Driver:
                     logprobs=np.concatenate([c.logprobs for c in chunks]),
                     policy_versions=np.concatenate([c.policy_versions for c in chunks]),
                     finish_reason=FinishReason(chunk.finish_reason),
+                    supports=Supports.concatenated([c.supports for c in chunks]) if chunk.supports else None,
                     metrics=chunk.metrics | {"mixed_cache_tokens": sum(c.mixed_cache_tokens for c in chunks)},
                 )
 
@@ -190,6 +194,23 @@ def forward_logprobs(
     logits = model(torch.tensor([[*context, *token_ids.tolist()]])).logits[0].float() / temperature
     predicted = logits.log_softmax(-1)[len(context) - 1 : -1]
     return predicted[torch.arange(len(token_ids)), torch.tensor(token_ids.tolist())].numpy()
+
+
+@torch.no_grad()
+def restricted_logprobs(
+    model: PreTrainedModel, context: list[int], done: Completion, temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probabilities of a completion by one plain pass, token by token over the support that came with it."""
+    logits = model(torch.tensor([[*context, *done.token_ids.tolist()]])).logits[0].double() / temperature
+    assert done.supports is not None
+    ends = np.cumsum(done.supports.counts)
+    found = []
+    for place, (token_id, end, count) in enumerate(zip(done.token_ids, ends, done.supports.counts, strict=True)):
+        support = done.supports.token_ids[end - count : end].tolist()
+        assert token_id in support
+        scores = logits[len(context) - 1 + place]
+        found.append(float(scores[token_id] - scores[support].logsumexp(0)))
+    return np.array(found)
 
 
 @torch.no_grad()

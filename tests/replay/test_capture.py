@@ -19,6 +19,7 @@ from tailrace.records import (
     Rollout,
     RolloutId,
     SamplingParams,
+    Supports,
     Task,
     TaskId,
 )
@@ -27,7 +28,9 @@ from tailrace.replay.command import captured
 from tailrace.tracing.background import BackgroundWriter
 
 
-def completion(size: int, version: int, *, chunks: tuple[PayloadChunk, ...] = ()) -> Completion:
+def completion(
+    size: int, version: int, *, chunks: tuple[PayloadChunk, ...] = (), supports: Supports | None = None
+) -> Completion:
     return Completion(
         token_ids=np.arange(size, dtype=np.int32),
         logprobs=-np.arange(size, dtype=np.float32),
@@ -35,6 +38,7 @@ def completion(size: int, version: int, *, chunks: tuple[PayloadChunk, ...] = ()
         finish_reason=FinishReason.STOP,
         mixed_spans=((1, 3),),
         routed_experts=chunks,
+        supports=supports,
     )
 
 
@@ -42,7 +46,8 @@ def branch(*, ends_with_context: bool = False) -> Branch:
     grown = Branch()
     grown.extend_context([7, 8, 9])
     grown.extend_completion(completion(4, 2, chunks=(PayloadChunk(0, 6, PayloadRef("memory:1", "uint8", (6, 2, 2))),)))
-    grown.extend_completion(completion(3, 3))
+    supports = Supports(np.array([8, 0, 1, 5], np.int32), np.array([2, 1, 1], np.int32))
+    grown.extend_completion(completion(3, 3, supports=supports if ends_with_context else None))
     if ends_with_context:
         grown.extend_context([5])
     return grown
@@ -97,6 +102,10 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     for one, other in branches:
         for column in ("token_ids", "logprobs", "policy_versions", "loss_mask"):
             assert getattr(one, column).tolist() == getattr(other, column).tolist(), column
+        assert [ids.tolist() for ids in one.support_ids if len(ids)] == [ids.tolist() for ids in other.support_ids]
+        if other.support_counts is not None:
+            assert one.support_counts is not None
+            assert one.support_counts.tolist() == other.support_counts.tolist()
         for name in ("completion_spans", "mixed_spans", "payload_chunks", "oldest_version"):
             assert getattr(one, name) == getattr(other, name), name
 

@@ -14,7 +14,7 @@ from tests.training.tiny import build_batch
 
 
 def row_with_columns():  # type: ignore[no-untyped-def]
-    row = build_batch(lengths=(9, 4, 3, 12), rows=(4,), prompt=4, temperature=0.5).row(0)
+    row = build_batch(lengths=(9, 4, 3, 12), rows=(4,), prompt=4, temperature=0.5, supports=True).row(0)
     count = len(row.token_ids)
     columns = {"teacher": np.arange(count, dtype=np.float32), "top": np.arange(2 * count).reshape(count, 2)}
     return dataclasses.replace(row, columns=columns)
@@ -34,7 +34,8 @@ def test_tensors_outlive_the_memory_of_the_batch() -> None:
     row = row_with_columns()
     micro_batch = MicroBatch.of(row, 0)
     before = [tensor.clone() for tensor in all_tensors(micro_batch)]
-    for column in (row.token_ids, row.logprobs, row.advantages, row.policy_versions, *row.columns.values()):
+    supports = (row.supports.token_ids, row.supports.counts)
+    for column in (row.token_ids, row.logprobs, row.advantages, row.policy_versions, *supports, *row.columns.values()):
         column[:] = 77
     assert all(torch.equal(one, other) for one, other in zip(before, all_tensors(micro_batch), strict=True))
 

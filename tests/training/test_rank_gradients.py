@@ -33,7 +33,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "gpt2", "dtype": torch.float64, "loss": "any"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting"},
     {"model": "qwen3", "dtype": torch.float64, "loss": "gspo"},
-    {"model": "qwen3", "dtype": torch.float64, "reference": "k3"},
+    {"model": "qwen3", "dtype": torch.float64, "supports": True},
+    {"model": "qwen3", "dtype": torch.float64, "reference": "k3", "supports": True},
     {"model": "llama", "dtype": torch.float64, "loss": "rejecting", "reference": "unbiased"},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
@@ -95,7 +96,7 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
         **added(ranks, case, policy, adapter),
     )
     for seed in (1, 2):
-        batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed)
+        batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed, supports=case.get("supports", False))
         metrics, kept = passes.add(rows_of(batch, ranks.rank, ranks.size), 0).read(batch.summary)
     found = {name: whole(weight.grad) for name, weight in policy.named_parameters() if weight.grad is not None}
     return found, metrics, kept

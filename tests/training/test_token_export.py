@@ -46,7 +46,7 @@ def train(folder: Path, model_folder: Path, form: ExportFormat, *batches: Batch)
 def test_every_trained_token_is_there_once_with_its_place_and_figures(
     tmp_path: Path, model_folder: Path, form: ExportFormat
 ) -> None:
-    batch = dataclasses.replace(build_batch(), origins=ORIGINS)
+    batch = dataclasses.replace(build_batch(supports=True), origins=ORIGINS)
     (metrics,) = train(tmp_path, model_folder, form, batch)
     (path,) = tmp_path.iterdir()
     assert path.name == f"step_000001_rank_0.{form}"
@@ -55,6 +55,7 @@ def test_every_trained_token_is_there_once_with_its_place_and_figures(
     starts = [int(batch.sample_offsets[samples.index((one["rollout_id"], one["branch"]))]) for one in tokens]
     assert [start + one["position"] for start, one in zip(starts, tokens, strict=True)] == positions.tolist()
     assert [one["token_id"] for one in tokens] == batch.token_ids[positions].tolist()
+    assert [one["support_size"] for one in tokens] == batch.support_counts[positions].tolist()
     assert [one["text"] for one in tokens] == [f"word{one['token_id']}" for one in tokens]
     assert {one["rollout_id"]: one["environment"] for one in tokens} == {"a": "names", "b": "sums", "c": "names"}
     np.testing.assert_allclose([one["generator_logprob"] for one in tokens], batch.logprobs[positions], rtol=1e-6)

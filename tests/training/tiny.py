@@ -74,10 +74,11 @@ def build_batch(
     prompt: int = 3,
     advantages: Sequence[float] | None = None,
     mixed: Sequence[int] = (),
+    supports: bool = False,
 ) -> Batch:
     """Samples of these lengths, `rows[i]` of them in row i, random tokens after a prompt of `prompt` tokens.
 
-    Those at `mixed` were sampled over older caches.
+    Those at `mixed` were sampled over older caches, all of them with `supports` from a few tokens each.
     """
     generator = np.random.default_rng(seed)
     num_tokens = sum(lengths)
@@ -88,13 +89,22 @@ def build_batch(
     per_sample = generator.normal(size=len(lengths)) if advantages is None else np.asarray(advantages)
     logprobs = np.where(loss_mask, -np.log(VOCABULARY) + generator.normal(size=num_tokens), 0)
     loss_tokens = int(loss_mask.sum())
+    token_ids = generator.integers(0, VOCABULARY, num_tokens).astype(np.int32)
+    kept: dict[str, np.ndarray] = {}
+    if supports:
+        counts = np.where(loss_mask, generator.integers(1, 9, num_tokens), 0).astype(np.int32)
+        ids = generator.integers(0, VOCABULARY, counts.sum()).astype(np.int32)
+        ends = np.cumsum(counts)
+        ids[ends[loss_mask] - 1] = token_ids[loss_mask]
+        support_offsets = np.concatenate([[0], ends])[offsets].astype(np.int32)
+        kept = {"support_counts": counts, "support_ids": ids, "support_offsets": support_offsets}
     return Batch(
         summary=BatchSummary(
             step=step, trainer_version=version, num_samples=len(lengths), num_rollouts=len(lengths),
             num_tokens=num_tokens, loss_tokens=loss_tokens, masked_tokens=0, num_rows=len(rows),
             row_tokens=max(64, num_tokens), staleness_mean=0.0, staleness_max=0, padding=0.0,
         ),
-        token_ids=generator.integers(0, VOCABULARY, num_tokens).astype(np.int32),
+        token_ids=token_ids,
         logprobs=logprobs.astype(np.float32),
         policy_versions=np.where(loss_mask, version, -1).astype(np.int32),
         loss_mask=loss_mask,
@@ -104,6 +114,7 @@ def build_batch(
         temperatures=np.full(len(lengths), temperature, np.float32),
         sample_offsets=offsets,
         row_offsets=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
+        **kept,
     )  # fmt: skip
 
 
@@ -123,9 +134,21 @@ def rows_of(batch: Batch, rank: int, size: int) -> Batch:
         advantage_offsets=np.arange(samples[1] - samples[0] + 1, dtype=np.int32),
         sample_offsets=batch.sample_offsets[samples[0] : samples[1] + 1] - start,
         row_offsets=batch.row_offsets[first : last + 1] - samples[0],
+        **_supports_of(batch, slice(samples[0], samples[1] + 1), slice(start, end)),
         rank=rank,
         num_ranks=size,
     )
+
+
+def _supports_of(batch: Batch, samples: slice, tokens: slice) -> dict[str, np.ndarray]:
+    if not len(batch.support_counts):
+        return {}
+    offsets = batch.support_offsets[samples]
+    return {
+        "support_counts": batch.support_counts[tokens],
+        "support_ids": batch.support_ids[offsets[0] : offsets[-1]],
+        "support_offsets": offsets - offsets[0],
+    }
 
 
 def samples_of(batch: Batch) -> list[BatchRow]:

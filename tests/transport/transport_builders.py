@@ -20,6 +20,7 @@ from tailrace.records import (
     PayloadRef,
     PlannedBatch,
     RolloutId,
+    Supports,
     TrainingSample,
 )
 
@@ -73,6 +74,7 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
             finish_reason=FinishReason.STOP,
             routed_experts=(PayloadChunk(0, kept, ref),) if kept else (),
             mixed_spans=((0, 1), (sampled - 1, sampled)) if sampled > 2 else (),
+            supports=None if number == 1 else make_supports(sampled),
         )
     )
     if number % 2 and length:
@@ -88,6 +90,12 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
         branch_index=number % 2,
         environment=("names", "sums")[number % 3 == 1],
     )
+
+
+def make_supports(num_tokens: int) -> Supports:
+    """Of 0, 1, 2 and 3 tokens in turn."""
+    counts = np.arange(num_tokens, dtype=np.int32) % 4
+    return Supports(np.arange(counts.sum(), dtype=np.int32), counts)
 
 
 def make_summary(step: int, *, num_samples: int, num_tokens: int, num_rows: int, row_tokens: int) -> BatchSummary:
@@ -113,6 +121,9 @@ COLUMNS = (
     "policy_versions",
     "loss_mask",
     "mixed_spans",
+    "support_counts",
+    "support_ids",
+    "support_offsets",
     "advantages",
     "advantage_offsets",
     "temperatures",

@@ -47,6 +47,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _ranks,
         _router_replay,
         _adapters,
+        _supports,
         _batches,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
@@ -247,6 +248,18 @@ def _adapters(settings: RunSettings) -> Iterator[Contradiction]:
             "trainer.lora.publish = 'adapters' needs generators that were started for it, and those of "
             "generator.connect take whole weights: leave it out",
             *(publish, "generator.connect"),
+        )
+
+
+def _supports(settings: RunSettings) -> Iterator[Contradiction]:
+    rollouts, generator = settings.rollouts, settings.generator
+    knows = generator.engine != "vllm" or generator.connect or generator.vllm.get("return_sampling_mask")
+    if rollouts.restricts and not knows:
+        key = "rollouts.top_p" if rollouts.top_p < 1 else "rollouts.top_k"
+        yield Contradiction(
+            f"{key} restricts what is sampled, and the trainer has to know what was left: add "
+            "generator.vllm.return_sampling_mask = true (vLLM on GPUs), or choose generator.engine = 'torch'",
+            *(key, "generator.engine"),
         )
 
 

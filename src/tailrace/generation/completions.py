@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.generation.engines.protocol import EngineLimits, SampledTokens
-from tailrace.records import Completion, FinishReason, Float32Array, GenerationRequest
+from tailrace.records import Completion, FinishReason, Float32Array, GenerationRequest, Supports
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
@@ -27,6 +27,7 @@ def as_chunk(sampled: SampledTokens) -> Completion:
         policy_versions=sampled.policy_versions,
         finish_reason=sampled.finish_reason or FinishReason.RUNNING,
         mixed_spans=((size - sampled.mixed_cache_tokens, size),) if sampled.mixed_cache_tokens else (),
+        supports=sampled.supports,
     )
 
 
@@ -66,6 +67,7 @@ def joined(
         finish_reason=finish_reason,
         routed_experts=() if prefix is None else prefix.routed_experts,
         mixed_spans=_mixed_spans(parts),
+        supports=_supports(parts),
         metrics=own if prefix is None else _together(prefix, own),
     )
 
@@ -78,6 +80,7 @@ def tail(completion: Completion, start: int) -> Completion:
         policy_versions=completion.policy_versions[start:],
         finish_reason=completion.finish_reason,
         mixed_spans=tuple((max(0, first - start), end - start) for first, end in completion.mixed_spans if end > start),
+        supports=completion.supports and completion.supports.part(start, completion.num_tokens),
     )
 
 
@@ -89,6 +92,7 @@ def head(completion: Completion, end: int) -> Completion:
         policy_versions=completion.policy_versions[:end],
         finish_reason=FinishReason.STOP,
         mixed_spans=tuple((first, min(last, end)) for first, last in completion.mixed_spans if first < end),
+        supports=completion.supports and completion.supports.part(0, end),
         metrics=completion.metrics,
     )
 
@@ -123,6 +127,14 @@ def _mixed_spans(parts: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
             spans.append((first, offset + end))
         offset += part.num_tokens
     return tuple(spans)
+
+
+def _supports(parts: Sequence[Completion]) -> Supports | None:
+    """Those of all parts; one part's as they are."""
+    if not any(part.supports for part in parts):
+        return None
+    given = [part.supports or Supports.unrestricted(part.num_tokens) for part in parts]
+    return given[0] if len(given) == 1 else Supports.concatenated(given)
 
 
 def _concatenated(arrays: list[NDArray[ScalarT]], dtype: type[ScalarT]) -> NDArray[ScalarT]:

@@ -27,13 +27,15 @@ from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskI
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
-from tailrace.records.planned_batch import TOKEN_COLUMNS, PlannedBatch, Whitening
+from tailrace.records.planned_batch import SUPPORT_COLUMNS, TOKEN_COLUMNS, PlannedBatch, Whitening
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
+from tailrace.records.supports import Supports, ragged_places
 from tailrace.records.task import Task
 
 __all__ = [
     "DEEPEST",
+    "SUPPORT_COLUMNS",
     "TOKEN_COLUMNS",
     "Batch",
     "BatchRow",
@@ -74,6 +76,7 @@ __all__ = [
     "StepSkipped",
     "StepTrained",
     "StopRequested",
+    "Supports",
     "Task",
     "TaskId",
     "TerminalState",
@@ -86,6 +89,7 @@ __all__ = [
     "as_token_ids",
     "chunks_before",
     "is_too_deep",
+    "ragged_places",
     "session_of",
     "unrecorded",
 ]

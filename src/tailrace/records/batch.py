@@ -14,6 +14,11 @@ from tailrace.records.branch import Branch
 from tailrace.records.ids import GroupId, RolloutId
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload_table import PayloadTable
+from tailrace.records.supports import Supports
+
+
+def _nothing() -> Int32Array:
+    return np.empty(0, np.int32)
 
 
 class TrainingSample(msgspec.Struct, frozen=True, eq=False):
@@ -97,6 +102,12 @@ class Batch:
     payloads: PayloadTable = field(default_factory=PayloadTable)
     """Where the routed experts of the tokens lie."""
     origins: SampleOrigins = field(default_factory=SampleOrigins)
+    support_counts: Int32Array = field(default_factory=_nothing)
+    """[num_tokens], the `counts` of `Supports`; [0] where every token was sampled from the whole vocabulary."""
+    support_ids: Int32Array = field(default_factory=_nothing)
+    """Their token ids, sample after sample."""
+    support_offsets: Int32Array = field(default_factory=_nothing)
+    """[num_samples + 1], into the ids."""
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """Columns of the tokens that have a name of their own: [num_tokens] or [num_tokens, k]."""
     rank: int = 0
@@ -121,6 +132,7 @@ class Batch:
             temperatures=self.temperatures[first:last],
             sample_lengths=lengths,
             payloads=self.payloads.between(start, end),
+            supports=self._supports(first, last, slice(start, end)),
             origins=self.origins.between(first, last),
             columns={name: column[start:end] for name, column in self.columns.items()},
         )
@@ -134,13 +146,20 @@ class Batch:
     def num_bytes(self) -> int:
         """Of the columns of the tokens."""
         columns = (self.token_ids, self.logprobs, self.policy_versions, self.loss_mask, *self.columns.values())
-        return sum(column.nbytes for column in columns)
+        return sum(column.nbytes for column in (*columns, self.support_counts, self.support_ids))
 
     def _advantages(self, first: int, last: int, lengths: Int32Array) -> Float32Array:
         """[tokens of samples `first` to `last`]."""
         counts = np.diff(self.advantage_offsets[first : last + 1])
         given = self.advantages[self.advantage_offsets[first] : self.advantage_offsets[last]]
         return np.repeat(given, np.repeat(np.where(counts == 1, lengths, 1), counts))
+
+    def _supports(self, first: int, last: int, tokens: slice) -> Supports | None:
+        """Of samples `first` to `last`, which are these tokens."""
+        if not len(self.support_counts):
+            return None
+        ids = self.support_ids[self.support_offsets[first] : self.support_offsets[last]]
+        return Supports(ids, self.support_counts[tokens])
 
     def _mixed_cache(self, start: int, end: int) -> BoolArray:
         """[end - start], True where older weights had a part in the keys and values sampled over."""
@@ -166,6 +185,13 @@ class BatchRow:
     sample_lengths: Int32Array  # [num_samples]
     payloads: PayloadTable = field(default_factory=PayloadTable)
     """Reads the routed experts of the row's tokens."""
+    supports: Supports | None = None
+    """What its tokens were sampled from; None: the whole vocabulary."""
     origins: SampleOrigins = field(default_factory=SampleOrigins)
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """More for the loss, by name: [num_tokens] or [num_tokens, k]."""
+
+    @property
+    def support_sizes(self) -> Int32Array:
+        """[num_tokens]: how many tokens each was sampled from; 0 for the whole vocabulary, and for context."""
+        return np.zeros(len(self.token_ids), np.int32) if self.supports is None else self.supports.counts

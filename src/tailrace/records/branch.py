@@ -17,6 +17,7 @@ from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_toke
 from tailrace.records.columns import ColumnKind, as_column
 from tailrace.records.completion import Completion
 from tailrace.records.payload import PayloadChunk, PayloadChunks
+from tailrace.records.supports import Supports
 
 CONTEXT_VERSION = -1
 """Policy version of a token that no policy sampled."""
@@ -42,10 +43,13 @@ class Branch:
         "_mixed_spans",
         "_named",
         "_num_completion_tokens",
+        "_num_support_ids",
         "_num_tokens",
         "_payload_chunks",
         "_policy_versions",
         "_spans",
+        "_support_counts",
+        "_support_ids",
         "_token_ids",
         "_version_counts",
         "temperature",
@@ -60,6 +64,9 @@ class Branch:
         self._spans: list[tuple[int, int]] = []
         self._mixed_spans: list[tuple[int, int]] = []
         self._payload_chunks = PayloadChunks()
+        self._support_counts: Int32Array | None = None
+        self._support_ids: list[Int32Array] = []
+        self._num_support_ids = 0
         self._named: dict[str, NDArray[np.generic]] | None = None
         self._allocate(_INITIAL_CAPACITY)
 
@@ -86,6 +93,8 @@ class Branch:
         self._logprobs[where] = completion.logprobs
         self._policy_versions[where] = completion.policy_versions
         self._loss_mask[where] = True
+        if completion.supports is not None:
+            self._add_supports(completion.supports, where)
         self._spans.append((where.start, where.stop))
         self._mixed_spans += [(where.start + start, where.start + end) for start, end in completion.mixed_spans]
 
@@ -171,6 +180,30 @@ class Branch:
         """[num_tokens], True where a policy sampled the token; read-only view."""
         return self._view(self._loss_mask)
 
+    @property
+    def support_counts(self) -> Int32Array | None:
+        """[num_tokens], the `counts` of `Supports`, 0 for context; None where every token was sampled from the whole
+        vocabulary. Read-only view."""
+        return None if self._support_counts is None else self._view(self._support_counts)
+
+    @property
+    def support_ids(self) -> tuple[Int32Array, ...]:
+        """Their token ids, completion after completion: [num_support_ids] together."""
+        return tuple(self._support_ids)
+
+    @property
+    def num_support_ids(self) -> int:
+        """Token ids in the supports of all its tokens."""
+        return self._num_support_ids
+
+    def _add_supports(self, supports: Supports, where: slice) -> None:
+        """Token ids stay in the completion's own array: they may be hundreds for each token."""
+        if self._support_counts is None:
+            self._support_counts = np.zeros(len(self._token_ids), np.int32)
+        self._support_counts[where] = supports.counts
+        self._support_ids.append(supports.token_ids)
+        self._num_support_ids += len(supports.token_ids)
+
     def _count_versions(self, versions: Int32Array) -> None:
         counts = self._version_counts
         oldest, newest = int(versions[versions.argmin()]), int(versions[versions.argmax()])
@@ -194,6 +227,9 @@ class Branch:
             self._allocate(max(end, 2 * len(self._token_ids)))
             for before, after in zip(old, self._columns(), strict=True):
                 after[:start] = before[:start]
+            if (counts := self._support_counts) is not None:
+                self._support_counts = np.zeros(len(self._token_ids), np.int32)
+                self._support_counts[:start] = counts[:start]
         self._num_tokens = end
         return slice(start, end)
 

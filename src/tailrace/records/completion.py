@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tailrace.records.arrays import Float32Array, Int32Array
 from tailrace.records.payload import PayloadChunk
+from tailrace.records.supports import Supports
 
 
 class FinishReason(enum.StrEnum):
@@ -39,6 +40,8 @@ class Completion:
     that had a part in it. Without an entry for the last token, which no forward pass has seen."""
     mixed_spans: tuple[tuple[int, int], ...] = ()
     """First token and end of each stretch sampled over keys and values that older weights had a part in, in order."""
+    supports: Supports | None = None
+    """What each token was sampled from, where `sampling.returns_supports` asked; None: the whole vocabulary."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, ...; JSON-friendly."""
 
@@ -47,6 +50,10 @@ class Completion:
             raise ValueError(
                 "a completion's arrays must be of one length, not "
                 f"{self.token_ids.shape}, {self.logprobs.shape}, {self.policy_versions.shape}"
+            )
+        if self.supports is not None and self.supports.num_tokens != len(self.token_ids):
+            raise ValueError(
+                f"a completion of {len(self.token_ids)} tokens came with the supports of {self.supports.num_tokens}"
             )
 
     @property

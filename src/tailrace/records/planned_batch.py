@@ -28,6 +28,9 @@ TOKEN_COLUMNS: dict[str, np.dtype[np.generic]] = {
 }
 """What a batch holds of every token, whatever its number: the columns that lie in the branches."""
 
+SUPPORT_COLUMNS = ("support_counts", "support_ids")
+"""What it holds of tokens that were sampled from a part of the vocabulary; int32, and empty where none was."""
+
 
 @dataclass(frozen=True, slots=True)
 class Whitening:
@@ -77,7 +80,8 @@ class PlannedBatch:
     def num_bytes(self) -> int:
         """Of the columns of the tokens."""
         named = sum(kind.num_bytes for kind in self.columns.values())
-        return self.num_tokens * (named + sum(dtype.itemsize for dtype in TOKEN_COLUMNS.values()))
+        each = named + sum(dtype.itemsize for dtype in TOKEN_COLUMNS.values())
+        return self.num_tokens * each + 4 * sum(map(self.size, SUPPORT_COLUMNS))
 
     def part(self, rank: int) -> PlannedBatch:
         """The rows of one rank, with the summary of the whole batch: the planned denominator is over all ranks."""
@@ -95,10 +99,27 @@ class PlannedBatch:
             columns=self.columns,
         )
 
+    def size(self, column: str) -> int:
+        """Elements of one of `TOKEN_COLUMNS` or `SUPPORT_COLUMNS`. O(samples)."""
+        if column == "support_ids":
+            return sum(sample.branch.num_support_ids for sample in self.samples)
+        if column == "support_counts" and not any(sample.branch.num_support_ids for sample in self.samples):
+            return 0
+        return self.num_tokens
+
     def pieces(self, column: str) -> Iterator[NDArray[np.generic]]:
-        """One of `TOKEN_COLUMNS`, sample after sample: views of the branches."""
+        """One of `TOKEN_COLUMNS` or `SUPPORT_COLUMNS`, sample after sample: views of the branches."""
+        if self.size(column) == 0:
+            return
         for sample in self.samples:
-            yield sample.loss_mask if column == "loss_mask" else getattr(sample.branch, column)
+            branch = sample.branch
+            if column == "support_ids":
+                yield from branch.support_ids
+            elif column == "support_counts":
+                counts = branch.support_counts
+                yield np.zeros(branch.num_tokens, np.int32) if counts is None else counts
+            else:
+                yield sample.loss_mask if column == "loss_mask" else getattr(branch, column)
 
     def named_pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
         """One of `columns`, sample after sample: views of the branches, and zeros for what they lack."""
@@ -122,6 +143,7 @@ class PlannedBatch:
             "sample_offsets": offsets.astype(np.int32),
             "row_offsets": np.asarray(self.row_offsets, np.int32),
             "mixed_spans": self._mixed_spans(offsets),
+            "support_offsets": self._support_offsets(),
             **self._advantages(),
         }
 
@@ -141,7 +163,7 @@ class PlannedBatch:
         """The batch that this rank receives, its tokens copied once. O(tokens): not for an event loop."""
         part = self.part(rank)
         plan = part.plan_columns()
-        for name, dtype in TOKEN_COLUMNS.items():
+        for name, dtype in (TOKEN_COLUMNS | dict.fromkeys(SUPPORT_COLUMNS, np.dtype(np.int32))).items():
             plan[name] = np.concatenate([*part.pieces(name), np.empty(0, dtype)])
         return Batch(
             columns={
@@ -175,6 +197,17 @@ class PlannedBatch:
             column = np.array(values, np.float64)
         whitened = column.astype(np.float32, copy=False) if self.whitening is None else self.whitening.of(column)
         return {"advantages": whitened, "advantage_offsets": offsets}
+
+    def _support_offsets(self) -> Int32Array:
+        """[num_samples + 1], into the token ids of supports."""
+        offsets = np.zeros(len(self.samples) + 1, np.int64)
+        np.cumsum([sample.branch.num_support_ids for sample in self.samples], out=offsets[1:])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"one rank's part of a batch holds the supports of its tokens, of 2^31 token ids at most, not "
+                f"{int(offsets[-1]):,}: lower rollouts.top_k"
+            )
+        return offsets.astype(np.int32)
 
     def _mixed_spans(self, offsets: NDArray[np.int64]) -> Int32Array:
         spans = [

@@ -20,10 +20,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Tokens of this completion at most."""
     stop_token_ids: tuple[int, ...] = ()
     """A sampled token among these ends the completion, and is its last token."""
+    returns_supports: bool = False
+    """Whether the tokens that top-p and top-k left are returned with each token, as training on it needs."""
     seed: int | None = None
     """Seed of this request's own random stream; None draws from the engine's."""
     n: int = 1
     """Sequences of one request; there is no other number than 1."""
+
+    @property
+    def restricts(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary alone."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def require_valid(self) -> None:
         """Raise `SettingsError` for a value outside its range, naming the field."""

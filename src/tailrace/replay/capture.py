@@ -34,6 +34,7 @@ from tailrace.records import (
     Rollout,
     RolloutId,
     SamplingParams,
+    Supports,
     Task,
     TaskId,
 )
@@ -158,12 +159,20 @@ def _read(path: Path) -> Group:
 def _columns(rollouts: list[Rollout]) -> dict[str, NDArray[Any]]:
     # The empty branch makes the first offset 0, and the columns of a group without any branch.
     branches = [Branch(), *(branch for rollout in rollouts for branch in rollout.branches)]
-    return {
+    columns = {
         "token_ids": np.concatenate([branch.token_ids for branch in branches]),
         "logprobs": np.concatenate([branch.logprobs for branch in branches]),
         "policy_versions": np.concatenate([branch.policy_versions for branch in branches]),
         "branch_offsets": np.cumsum([branch.num_tokens for branch in branches], dtype=np.int64),
     }
+    if any(branch.num_support_ids for branch in branches):
+        counts = (branch.support_counts for branch in branches)
+        sizes = (branch.num_tokens for branch in branches)
+        columns["support_counts"] = np.concatenate(
+            [np.zeros(size, np.int32) if own is None else own for own, size in zip(counts, sizes, strict=True)]
+        )
+        columns["support_ids"] = np.concatenate([ids for branch in branches for ids in branch.support_ids])
+    return columns
 
 
 def _group_record(group: Group, rollouts: list[Rollout]) -> _GroupRecord:
@@ -241,8 +250,10 @@ def _branches(records: list[_BranchRecord], columns: Mapping[str, NDArray[Any]])
     offsets = columns["branch_offsets"].tolist()
     if len(offsets) != len(records) + 1 or offsets[-1] != len(columns["token_ids"]):
         raise ValueError(f"{len(records)} branches do not fit {len(offsets)} offsets")
+    counts = columns.get("support_counts")
+    supports = None if counts is None else Supports(columns["support_ids"], counts)
     for record, start, end in zip(records, offsets[:-1], offsets[1:], strict=True):
-        own = {name: column[start:end] for name, column in columns.items() if name != "branch_offsets"}
+        own = {name: columns[name][start:end] for name in ("token_ids", "logprobs", "policy_versions")}
         branch, position, chunks = Branch(), 0, tuple(record.payload_chunks)
         for first, last in record.spans:
             branch.extend_context(own["token_ids"][position:first])
@@ -254,6 +265,7 @@ def _branches(records: list[_BranchRecord], columns: Mapping[str, NDArray[Any]])
                 finish_reason=FinishReason.STOP,
                 routed_experts=chunks,
                 mixed_spans=mixed,
+                supports=supports and supports.part(start + first, start + last),
             )
             branch.extend_completion(completion)
             position, chunks = last, ()

@@ -9,9 +9,12 @@ from pydantic import BaseModel, Field, model_validator
 from tailrace.records import SamplingParams
 from tailrace.rollouts.error_budget import ErrorBudget
 
+WIDEST_NUCLEUS = 4096
+"""Tokens that a nucleus has at most where rollouts are trained on: each sampled token brings all of it with it."""
+
 
 class EvaluationSampling(BaseModel, extra="forbid", frozen=True):
-    """How replies are sampled when a policy is measured, not trained; here a nucleus is allowed."""
+    """How replies are sampled when a policy is measured, not trained."""
 
     temperature: float = Field(1.0, ge=0, description="Logits are divided by it; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest tokens up to this probability; 1: all.")
@@ -23,6 +26,20 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
 
     group_size: int = Field(8, ge=1, le=2**20, description="Rollouts of one task, scored together.")
     temperature: float = Field(1.0, gt=0, description="Of training rollouts: logits are divided by it.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Of training rollouts: keep the likeliest tokens up to this probability, 4,096 at most unless "
+        "top_k says otherwise; the trainer renormalises over what was kept. 1: all.",
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=2**16,
+        description="Of training rollouts: keep this many of the likeliest tokens, over which the trainer "
+        "renormalises; 0 keeps all.",
+    )
     max_tokens: int = Field(256, ge=1, le=2**24, description="Tokens of one completion at most.")
     max_turns: int = Field(16, ge=1, description="Completions of one rollout at most, over all its branches.")
     max_rollout_tokens: int | None = Field(
@@ -45,6 +62,15 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     evaluation: EvaluationSampling = Field(EvaluationSampling(), description="In `tailrace eval` and evaluations.")
 
     @model_validator(mode="after")
+    def _require_a_choice(self) -> RolloutSettings:
+        if self.top_k == 1:
+            raise ValueError(
+                "rollouts.top_k is 1, which leaves one token of probability 1 and so nothing to learn from; write 2 or "
+                "more, or 0 for all"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_room_for_one_turn(self) -> RolloutSettings:
         if self.max_rollout_tokens is not None and self.max_rollout_tokens <= self.max_tokens:
             raise ValueError(
@@ -53,9 +79,20 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
             )
         return self
 
+    @property
+    def restricts(self) -> bool:
+        """Whether training rollouts are sampled from a part of the vocabulary, which the trainer has to know then."""
+        return self.top_p < 1 or self.top_k > 0
+
     def training_sampling(self, *, temperature: float | None = None, max_tokens: int | None = None) -> SamplingParams:
-        """Of a training rollout: the full distribution. The arguments override the settings'."""
-        return SamplingParams(temperature=temperature or self.temperature, max_tokens=max_tokens or self.max_tokens)
+        """Of a training rollout. The arguments override the settings'."""
+        return SamplingParams(
+            temperature=temperature or self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or (WIDEST_NUCLEUS if self.top_p < 1 else 0),
+            returns_supports=self.restricts,
+            max_tokens=max_tokens or self.max_tokens,
+        )
 
     def evaluation_sampling(
         self, *, seed: int | None = None, max_tokens: int | None = None, greedy: bool = False

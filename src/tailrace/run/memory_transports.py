@@ -105,8 +105,13 @@ class GeneratorHere(ReplicaConnection):
     async def hello(self, epoch: str = "") -> WelcomeReply:
         await self._generator.ready()
         self._watching = asyncio.create_task(self._watch(), name="watch over the engine")
-        statistics = self._generator.statistics()
-        return WelcomeReply(call_id=0, protocol=PROTOCOL, model=ModelIdentity(self._model), statistics=statistics)
+        return WelcomeReply(
+            call_id=0,
+            protocol=PROTOCOL,
+            model=ModelIdentity(self._model),
+            limits=self._generator.limits,
+            statistics=self._generator.statistics(),
+        )
 
     @property
     @override

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from tailrace.errors import SettingsError
+from tailrace.generation.engines.protocol import NO_SUPPORTS
 from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
 from tailrace.generation.rpc.keys import read_keys
 from tailrace.generation.rpc.messages import WelcomeReply
@@ -100,13 +101,18 @@ class ConnectedGenerator(ReplicaSource):
         epoch: str,
         model: str,
         lend_file: LendFile | None,
+        needs_supports: bool = False,
         payloads: PayloadAccounts | None = None,
     ) -> None:
-        """It has to serve the architecture of `model`; its weights, too, where no `lend_file` sends it others."""
+        """It has to serve the architecture of `model`; its weights, too, where no `lend_file` sends it others.
+
+        With `needs_supports` it has to return what top-p and top-k left of the vocabulary.
+        """
         self.name, self._address, self._epoch = name, address, epoch
         self._keys = read_keys(Path(settings.connect_key), "generator.connect_key") if settings.connect_key else None
         self._progress_deadline_s = settings.router.progress_deadline_s
         self._lend_file, self._model, self._payloads = lend_file, model, payloads
+        self._needs_supports = needs_supports
 
     @override
     async def open(self, on_report: ReportListener) -> GeneratorClient:
@@ -141,6 +147,12 @@ class ConnectedGenerator(ReplicaSource):
             raise self._refusal(welcome.model, f"another model than model.name = {own.name} ({differences[0]})")
         if self._lend_file is None and is_other(own, welcome.model):
             raise self._refusal(welcome.model, f"not the weights of model.name = {own.name}")
+        if self._needs_supports and not welcome.limits.returns_supports:
+            raise SettingsError(
+                f"rollouts.top_p and rollouts.top_k: the generator at {self._address} cannot be used for training with "
+                f"them: {NO_SUPPORTS}; leave them out, or serve with the torch engine or, on GPUs, with "
+                "generator.vllm.return_sampling_mask = true"
+            )
         return welcome
 
     def _refusal(self, served: ModelIdentity, what: str) -> SettingsError:

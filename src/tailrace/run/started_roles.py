@@ -153,6 +153,7 @@ class _RoleStarter:
             epoch=launcher.epoch,
             model=self.settings.model.name,
             lend_file=transports.lent_files() if with_trainer else None,
+            needs_supports=with_trainer and self.settings.rollouts.restricts,
             payloads=payloads,
         )
         connected = map(connect, chosen.replica_names, chosen.connect)

@@ -11,6 +11,8 @@ With z the logits at the sample's temperature, p = softmax(z), y the target and 
 
     d logprob / d z = onehot(y) - p,      d H / d z = -p (log p + H)
 
+Where top-p or top-k restricted sampling, p is over what they left (`losses.supports`), and 0 elsewhere.
+
 The head's gradient grows in float32, or the head's own wider type, whatever logits are computed in.
 """
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from tailrace.models.heads import OutputHead
 from tailrace.training.losses import Loss, LossTokens, PointwiseLoss
+from tailrace.training.losses.supports import TokenSupports
 
 GPU_CHUNK_BYTES = 256 << 20
 """Logits per chunk: each chunk rewrites the whole gradient of the head, so that few and big ones are cheaper."""
@@ -88,7 +91,13 @@ class LogprobHead:
         weight, bias = self._head.linear.weight, self._head.linear.bias
         chunk = chunk_tokens(len(weight), weight.device, self._chunk_bytes)
         rule = LogitRule(
-            tokens.targets, tokens.temperatures.reciprocal(), self._dtype, chunk, self._head.scale, self._head.softcap
+            tokens.targets,
+            tokens.temperatures.reciprocal(),
+            self._dtype,
+            chunk,
+            self._head.scale,
+            self._head.softcap,
+            tokens.supports,
         )
         if isinstance(loss, PointwiseLoss):
             return LossOutput(*_pointwise_head(hidden, weight, bias, rule, loss, tokens))
@@ -104,7 +113,10 @@ def apply_loss(loss: Loss, logprobs: Tensor, entropy: Tensor, tokens: LossTokens
 
 def score_logits(logits: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies where the head is not known; holds [tokens, vocabulary]."""
-    scaled = torch.log_softmax(logits.float() * tokens.temperatures.reciprocal()[:, None], dim=-1)
+    scaled = logits.float() * tokens.temperatures.reciprocal()[:, None]
+    if tokens.supports is not None:
+        tokens.supports.restrict(scaled)
+    scaled = torch.log_softmax(scaled, dim=-1)
     logprobs = scaled.gather(1, tokens.targets[:, None]).squeeze(1)
     return logprobs, -(scaled.exp() * scaled).sum(-1)
 
@@ -124,6 +136,7 @@ class LogitRule:
     scale: float = 1.0
     softcap: float | None = None
     """As in `OutputHead`."""
+    supports: TokenSupports | None = None
 
     def chunks(self) -> Iterator[slice]:
         """Of the tokens, in order."""
@@ -215,18 +228,21 @@ class _Head:
         return self.input.new_empty(len(self.input), dtype=self.wide)
 
     def logits(self, where: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[chunk, vocabulary] at the tokens' temperatures, and the two factors of their derivative by the head's
-        product: [chunk, 1], and where logits are capped [chunk, vocabulary]."""
+        """[chunk, vocabulary] at the tokens' temperatures, restricted to their supports, and the two factors of
+        their derivative by the head's product: [chunk, 1], and where logits are capped [chunk, vocabulary]."""
         logits = self.input[where] @ self.weight.t()
         if self.bias is not None:
             logits += self.bias
         rule, logits = self._rule, logits.to(self.wide)
-        scales = rule.inverse_temperatures[where, None]
+        scales, bend = rule.inverse_temperatures[where, None], None
         if rule.softcap is None:
-            scales = scales * rule.scale
-            return logits.mul_(scales), scales, None
-        capped = logits.mul_(rule.scale / rule.softcap).tanh_()
-        return capped * (scales * rule.softcap), scales * rule.scale, 1 - capped.square()
+            logits.mul_(scales * rule.scale)
+        else:
+            capped = logits.mul_(rule.scale / rule.softcap).tanh_()
+            logits, bend = capped * (scales * rule.softcap), 1 - capped.square()
+        if rule.supports is not None:
+            rule.supports.part(where).restrict(logits)
+        return logits, scales * rule.scale, bend
 
 
 class _HeadGradients:

@@ -13,6 +13,7 @@ from tailrace.errors import TrainingError
 from tailrace.records import BatchRow, ExpertArray
 from tailrace.training.attention import Segments
 from tailrace.training.losses import LossTokens
+from tailrace.training.losses.supports import TokenSupports
 from tailrace.training.shared_prefixes import share_prefixes
 from tailrace.training.transfer import to_device
 
@@ -50,7 +51,8 @@ class MicroBatch:
 
         `padded` says whether attention needs padded segments (`PolicyModel.pads_segments`). On a CPU samples share
         equal prefixes, and `routed_experts` are not copied; unknown ones may be filled in, in place. Raises
-        `TrainingError` for a sample whose first token bears loss: nothing predicts it.
+        `TrainingError` for a sample whose first token bears loss, since nothing predicts it, and for a token outside
+        its own support.
         """
         lengths = row.sample_lengths.tolist()
         positions = _loss_positions(row)
@@ -106,4 +108,19 @@ def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossToke
         sample_offsets=torch.from_numpy(edges),
         columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
         whole_lengths=torch.from_numpy(np.diff(edges)),
+        supports=_select_supports(row, positions),
     )
+
+
+def _select_supports(row: BatchRow, positions: NDArray[np.int64]) -> TokenSupports | None:
+    if row.supports is None:
+        return None
+    chosen = row.supports.at(positions)
+    counts = chosen.counts
+    found = np.repeat(row.token_ids[positions], counts) == chosen.token_ids
+    has_own = np.zeros(len(positions), np.bool_)
+    has_own[np.repeat(np.arange(len(positions)), counts)[found]] = True
+    if not has_own[counts > 0].all():
+        raise TrainingError("a token is not among those that it was sampled from: its batch is damaged")
+    offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    return TokenSupports(torch.from_numpy(chosen.token_ids), torch.from_numpy(counts), offsets)

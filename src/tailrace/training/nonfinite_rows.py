@@ -5,7 +5,7 @@
                ─►   nonfinite/step_000012_rank_0.npz:  dict(numpy.load(path)), columns of tokens, all of one length
 
 Every rank writes its own rows, and all name each other's files. Of a row all tokens are kept, context included, so that
-it can be trained on again.
+it can be trained on again; of what top-p and top-k left of the vocabulary only how much.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ def _columns_of(one: _Culprit) -> dict[str, NDArray[Any]]:
         "loss": spread(on_host(output.losses), math.nan),
         "kept": spread(on_host(output.kept), False),
         "policy_version": row.policy_versions,
+        "support_size": row.support_sizes,
     }
 
 

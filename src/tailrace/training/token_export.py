@@ -69,6 +69,7 @@ class TokenExport:
                 "ratio": ratios,
                 "entropy": on_host(output.entropy),
                 "policy_version": row.policy_versions[positions],
+                "support_size": row.support_sizes[positions],
             }
         )
 

@@ -11,7 +11,14 @@ import torch
 from tailrace.errors import GenerationError, ModelError, RequestRefused
 from tailrace.records import Completion, FinishReason
 from tests.generation.engine_kinds import BLOCK_TOKENS, MAX_MODEL_TOKENS, SLOTS, EngineKind, contract_model
-from tests.generation.engine_support import VOCAB, forward_logprobs, greedy_reference, prompts, request
+from tests.generation.engine_support import (
+    VOCAB,
+    forward_logprobs,
+    greedy_reference,
+    prompts,
+    request,
+    restricted_logprobs,
+)
 
 LONG_PROMPT = [*range(1, 3 * BLOCK_TOKENS // 2), 5, 9]
 
@@ -43,6 +50,25 @@ def test_logprobs_are_of_the_distribution_that_was_sampled_from(engines: EngineK
     [nucleus] = engines.make().run(request("r", [1, 2, 3], top_k=5, max_tokens=12))
     plain = forward_logprobs(contract_model(), [1, 2, 3], nucleus.token_ids)
     assert (nucleus.logprobs > plain).all()
+
+
+def test_what_was_sampled_from_is_told_or_asking_for_it_refused(engines: EngineKind) -> None:
+    driver = engines.make(chunk_tokens=5)
+    sampling = {"top_p": 0.9, "top_k": 30, "returns_supports": True, "max_tokens": 12}
+    asked = [request(f"r{i}", prompt, temperature=0.6 + 0.2 * i, **sampling) for i, prompt in enumerate(prompts(6))]
+    if not driver.engine.limits.returns_supports:
+        with pytest.raises(RequestRefused, match="request r0 is for training with top-p or top-k"):
+            driver.engine.add(asked[0])
+        assert not driver.engine.has_work
+        [done] = driver.run(request("measured", [1, 2], top_p=0.9, max_tokens=3))
+        assert done.supports is None
+        return
+    for one, done in zip(asked, driver.run(*asked), strict=True):
+        prompt, temperature = one.prompt_token_ids.tolist(), one.sampling.temperature
+        expected = restricted_logprobs(contract_model(), prompt, done, temperature)
+        engines.require_close(done.logprobs, expected)
+        assert done.supports is not None
+        assert 1 <= done.supports.counts.min() < done.supports.counts.max() <= 30
 
 
 def test_a_greedy_completion_has_the_logprobs_of_temperature_1(engines: EngineKind) -> None:

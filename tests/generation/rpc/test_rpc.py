@@ -16,7 +16,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tailrace.errors import EngineFailed, ModelError, RequestRefused
+from tailrace.errors import CorruptData, EngineFailed, ModelError, RequestRefused
+from tailrace.generation.completions import joined
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine, FailureListener
@@ -28,6 +29,7 @@ from tailrace.records import (
     Completion,
     FinishReason,
     ModelStateDictRef,
+    Supports,
 )
 from tailrace.transport.channels import create_socket_folder, encode, ipc_address
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
@@ -39,6 +41,7 @@ from tests.generation.engine_support import (
     make_engine,
     make_model,
     request,
+    restricted_logprobs,
 )
 
 
@@ -97,6 +100,36 @@ async def test_a_prefix_crosses_the_socket(model) -> None:
             request("rest", [1, 2, 3], session="s", group="g", prefix=prefix, temperature=0, max_tokens=12)
         )
         assert continued.token_ids.tolist() == whole.token_ids.tolist()
+
+
+async def test_supports_cross_the_socket_in_chunks_completions_and_prefixes(model) -> None:
+    sampling = {"top_p": 0.9, "returns_supports": True}
+    async with served(model) as client:
+        assert (await client.hello()).limits.returns_supports
+        chunks: list[Completion] = []
+        whole = await client.generate(request("r", [1, 2, 3], max_tokens=100, **sampling), chunks.append)
+        assert len(chunks) == 2
+        assert_told(chunks, whole)
+        prefix = joined(None, chunks[:1], FinishReason.ABORTED)
+        continued = await client.generate(request("rest", [1, 2, 3], prefix=prefix, max_tokens=100, **sampling))
+        for one in (whole, continued):
+            expected = restricted_logprobs(model, [1, 2, 3], one)
+            np.testing.assert_allclose(one.logprobs, expected, rtol=0, atol=1e-4)
+
+
+def test_supports_of_other_tokens_are_no_reply() -> None:
+    one = Supports(np.array([4], np.int32), np.array([1], np.int32))
+    columns = np.array([4], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32)
+    reply = messages.CompletionReply(call_id=1, completion=Completion(*columns, FinishReason.STOP, supports=one))
+    (read,) = messages.unpack_replies(encode(reply))
+    assert isinstance(read, messages.CompletionReply)
+    assert read.completion.supports is not None
+    assert read.completion.supports.token_ids.tolist() == [4]
+    content = msgspec.msgpack.decode(encode(reply))
+    for counts in ([2], [1, 0], [-1]):
+        content["completion"]["supports"]["counts"] = np.array(counts, np.int32).tobytes()
+        with pytest.raises(CorruptData, match="supports"):
+            messages.unpack_replies(msgspec.msgpack.encode(content))
 
 
 async def test_published_weights_are_installed_by_reference(model) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
-from tailrace.records import TOKEN_COLUMNS, Batch
+from tailrace.records import SUPPORT_COLUMNS, TOKEN_COLUMNS, Batch
 from tailrace.transport.batches.codec import part_tensors, read_batch
 from tailrace.transport.batches.stores import BatchRef, FileSource, ValueSource
 from tailrace.transport.segments import SegmentFile, TensorBuffers, map_segment, read_segment, verify_body
@@ -174,7 +174,8 @@ def forge(folder: Path, columns: dict[str, NDArray[np.generic]], metadata: dict[
     tensors |= {name: TensorBuffers(names[array.dtype], array.shape, [array.data]) for name, array in columns.items()}
     digest = xxhash.xxh3_64()
     for name, tensor in tensors.items():
-        for buffer in tensor.buffers if name not in TOKEN_COLUMNS and not name.startswith("column/") else ():
+        short = name not in {*TOKEN_COLUMNS, *SUPPORT_COLUMNS} and not name.startswith("column/")
+        for buffer in tensor.buffers if short else ():
             digest.update(bytes(buffer))
     segment = SegmentFile(folder / "forged")
     segment.write(tensors, told | {"plan_xxh3": digest.hexdigest()} | (metadata or {}), 1, checksum_body=True)
@@ -215,6 +216,7 @@ def test_a_plan_of_other_numbers_is_refused_or_stays_within_its_columns(
             assert sum(len(row.token_ids) for row in rows) == len(result.token_ids)
             for row in rows:
                 assert len(row.token_ids) == len(row.advantages) == len(row.mixed_cache) == row.sample_lengths.sum()
+                assert row.supports is None or row.supports.num_tokens == len(row.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +230,15 @@ def test_a_plan_of_other_numbers_is_refused_or_stays_within_its_columns(
         ("advantage_offsets", [0, 9, 2]),
         ("mixed_spans", [3, 4, 2, 3]),
         ("mixed_spans", [3]),
+        ("support_offsets", [0, 3]),
+        ("support_offsets", [0] * 9),
+        ("support_counts", [1]),
+        ("support_counts", []),
     ],
 )
 def test_a_plan_that_reaches_beyond_its_columns_is_named(tmp_path: Path, column: str, values: list[int]) -> None:
-    assert column in refused(tmp_path, forge(tmp_path, {column: np.array(values, np.int32)}))
+    named = "support_offsets" if column == "support_counts" else column
+    assert named in refused(tmp_path, forge(tmp_path, {column: np.array(values, np.int32)}))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tailrace.generation.engine_thread.inbox import Inbox, Interruption, Recorde
 from tailrace.generation.engine_thread.loop import EngineLoop, fail_inbox
 from tailrace.generation.engine_thread.payload_putter import PayloadPutter
 from tailrace.generation.engine_thread.staging import LoadCall, Stager, TensorsOpener
-from tailrace.generation.engines.protocol import Engine, EngineStatistics
+from tailrace.generation.engines.protocol import Engine, EngineLimits, EngineStatistics
 from tailrace.records import Completion, GenerationRequest, OnChunk
 from tailrace.transport.payloads.store import PayloadStore
 
@@ -114,17 +114,26 @@ class Generator:
         self._inbox.put_interruption(Interruption(waiter, ids))
         return await waiter.future
 
+    @property
+    def limits(self) -> EngineLimits:
+        """Of the engine. Raises `EngineFailed` when it was never built."""
+        return self._loop.limits
+
     def statistics(self) -> EngineStatistics:
         """The engine's and the loop's, as of the last step. Raises `EngineFailed` when it was never built."""
-        if self._worker.loop is None:
-            raise EngineFailed("the engine is not built yet")
         loads = self._stager.statistics
         return msgspec.structs.replace(
-            self._worker.loop.statistics,
+            self._loop.statistics,
             loads_total=loads.loads_total,
             failed_loads_total=loads.failed_loads_total,
             load_error=loads.error,
         )
+
+    @property
+    def _loop(self) -> EngineLoop:
+        if self._worker.loop is None:
+            raise EngineFailed("the engine is not built yet")
+        return self._worker.loop
 
     async def failed(self) -> Exception:
         """Wait for an engine that was built to end by itself, idle or not; why it did."""

@@ -68,6 +68,7 @@ class EngineLoop:
         """Called once the statistics are those after this iteration."""
         self._is_reset = False
         self._nonfinite = 0
+        self.limits = engine.limits
         self.statistics = self._snapshot()
 
     @property

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import msgspec
 
 from tailrace.errors import EngineFailed, RequestRefused, SettingsError
-from tailrace.records import ExpertArray, FinishReason, Float32Array, GenerationRequest, Int32Array, RequestId
+from tailrace.records import (
+    ExpertArray,
+    FinishReason,
+    Float32Array,
+    GenerationRequest,
+    Int32Array,
+    RequestId,
+    Supports,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +43,8 @@ class SampledTokens:
     session was not handed before. Never with the last token, which no forward pass has seen.
     """
     routed_experts_start: int = 0
+    supports: Supports | None = None
+    """What each token was sampled from, where `sampling.returns_supports` asks and top-p or top-k restrict it."""
     metrics: dict[str, float] = field(default_factory=dict)
     """On the last chunk: those of `request_metrics`. `nonfinite_logprobs` are of tokens that the engine left out."""
 
@@ -111,6 +121,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_tokens: int
     """Prompt and completion together."""
+    returns_supports: bool = False
+    """Whether it can tell what top-p and top-k left of the vocabulary."""
 
     def require_acceptable(self, request: GenerationRequest, running: Container[str] = ()) -> None:
         """Raise `RequestRefused`, naming the request, for one that no engine with these limits can serve,
@@ -123,6 +135,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             request.sampling.require_valid()
         except SettingsError as error:
             raise RequestRefused(f"{name}: {error}") from error
+        if request.sampling.returns_supports and request.sampling.restricts and not self.returns_supports:
+            raise RequestRefused(f"{name} is for training with top-p or top-k: {NO_SUPPORTS}")
         if len(request.prompt_token_ids) == 0:
             raise RequestRefused(f"{name} has an empty prompt; it must hold one token at least")
         context = request.context_token_ids
@@ -140,6 +154,12 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             stranger = int(context[(context < 0) | (context >= self.vocab_size)][0])
             raise RequestRefused(f"{name} holds token id {stranger}; the vocabulary's are 0 to {self.vocab_size - 1}")
 
+
+NO_SUPPORTS = (
+    "the engine does not return which tokens they kept, and probabilities over the whole vocabulary are not those that "
+    "it sampled from"
+)
+"""Why top-p and top-k are refused where rollouts are trained on."""
 
 FailureListener: TypeAlias = Callable[[EngineFailed], None]
 """Called from any thread when an engine can never step again."""

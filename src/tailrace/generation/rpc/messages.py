@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from tailrace import errors
 from tailrace.errors import CorruptData, EngineFailed, TailraceError
-from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, PayloadChunk
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -99,6 +99,7 @@ class WelcomeReply(_Call, frozen=True, kw_only=True):
     protocol: int
     model: ModelIdentity
     """That it was started with."""
+    limits: EngineLimits
     statistics: EngineStatistics
 
 

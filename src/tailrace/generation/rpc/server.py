@@ -217,9 +217,12 @@ class GeneratorServer:
             await self._begin_run(call, self._stand_alone)
         await self._generator.ready()
         self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
-        statistics = self._generator.statistics()
         return messages.WelcomeReply(
-            call_id=call.call_id, protocol=messages.PROTOCOL, model=self._model, statistics=statistics
+            call_id=call.call_id,
+            protocol=messages.PROTOCOL,
+            model=self._model,
+            limits=self._generator.limits,
+            statistics=self._generator.statistics(),
         )
 
     async def _begin_run(self, call: messages.HelloCall, stand_alone: StandAlone) -> None:

@@ -10,6 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tailrace.training.losses.supports import TokenSupports
+
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
@@ -33,6 +35,9 @@ class LossTokens:
     whole_lengths: Tensor | None = None
     """[num_samples], int64: tokens of each whole sample, where some of them may be cut off here; None: none are."""
 
+    supports: TokenSupports | None = None
+    """What top-p and top-k left for each token; log-probabilities and entropies are over it. None: the vocabulary."""
+
     @property
     def sample_lengths(self) -> Tensor:
         """[num_samples], int64: how many tokens each sample has, those that this part leaves out too."""
@@ -49,6 +54,7 @@ class LossTokens:
             (self.sample_offsets - where.start).clamp(0, where.stop - where.start),
             {name: column[where] for name, column in self.columns.items()},
             self.sample_lengths,
+            self.supports and self.supports.part(where),
         )
 
     def sum_by_sample(self, values: Tensor) -> Tensor:

@@ -16,18 +16,30 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
-from tailrace.records import TOKEN_COLUMNS, Batch, BatchSummary, PayloadRef, PayloadTable, PlannedBatch, SampleOrigins
+from tailrace.records import (
+    SUPPORT_COLUMNS,
+    TOKEN_COLUMNS,
+    Batch,
+    BatchSummary,
+    PayloadRef,
+    PayloadTable,
+    PlannedBatch,
+    SampleOrigins,
+)
 from tailrace.transport.segments import Segment, TensorBuffers, TensorEntry
 
 _DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32), "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _TOKENS = {name: _NAMES[dtype] for name, dtype in TOKEN_COLUMNS.items()}
+_BODY = {**_TOKENS, **dict.fromkeys(SUPPORT_COLUMNS, "I32")}
+"""All that is long."""
 _PLAN = {
     "temperatures": "F32",
     "sample_offsets": "I32",
     "row_offsets": "I32",
     "mixed_spans": "I32",
+    "support_offsets": "I32",
     "advantages": "F32",
     "advantage_offsets": "I32",
 }
@@ -48,13 +60,12 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
         "payload_refs": np.frombuffer(msgspec.msgpack.encode(table.payloads), np.uint8),
         "origins": np.frombuffer(msgspec.msgpack.encode(part.origins()), np.uint8),
     }
-    num_tokens = part.num_tokens
     tensors = {name: TensorBuffers(dtype, short[name].shape, [short[name].data]) for name, dtype in _SHORT.items()}
-    for name, dtype in _TOKENS.items():
-        tensors[name] = TensorBuffers(dtype, (num_tokens,), (piece.data for piece in part.pieces(name)))
+    for name, dtype in _BODY.items():
+        tensors[name] = TensorBuffers(dtype, (part.size(name),), (piece.data for piece in part.pieces(name)))
     for name, kind in part.columns.items():
         pieces = (piece.reshape(-1).data for piece in part.named_pieces(name))
-        tensors[_NAMED + name] = TensorBuffers(_NAMES[kind.dtype], (num_tokens, *kind.width), pieces)
+        tensors[_NAMED + name] = TensorBuffers(_NAMES[kind.dtype], (part.num_tokens, *kind.width), pieces)
     metadata = {
         "summary": msgspec.json.encode(part.summary).decode(),
         "rank": str(part.first_rank),
@@ -66,7 +77,7 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
 
 def read_batch(path: Path | str, segment: Segment) -> Batch:
     """The batch that lies in a segment: views of it. `path` is for messages. Raises `CorruptData`."""
-    columns = {name: _view(path, segment, name, dtype) for name, dtype in {**_TOKENS, **_SHORT}.items()}
+    columns = {name: _view(path, segment, name, dtype) for name, dtype in {**_BODY, **_SHORT}.items()}
     if _checksum(columns[name] for name in _SHORT) != segment.metadata.get("plan_xxh3"):
         raise CorruptData(f"the batch in {path} is damaged: plan_xxh3 differs")
     metadata = _read_metadata(path, segment)
@@ -144,6 +155,7 @@ def _require_consistent(path: Path | str, metadata: _Metadata, columns: Mapping[
         "row_offsets": rows_fit and bool(np.all(np.diff(samples[rows]) <= metadata.summary.row_tokens)),
         "advantage_offsets": samples_fit and _advantages_fit(columns, np.diff(samples)),
         "mixed_spans": _spans_are_valid(columns["mixed_spans"], num_tokens),
+        "support_offsets": samples_fit and _supports_fit(columns),
         "summary": _is_part(metadata, num_tokens, num_samples, len(rows) - 1),
     }
     wrong = [name for name, is_right in fits.items() if not is_right]
@@ -164,6 +176,19 @@ def _advantages_fit(columns: Mapping[str, NDArray[np.generic]], lengths: NDArray
         return False
     counts = np.diff(offsets)
     return bool(np.all((counts == 1) | (counts == lengths)))
+
+
+def _supports_fit(columns: Mapping[str, NDArray[np.generic]]) -> bool:
+    """Whether each sample has as many ids as the counts of its tokens say."""
+    counts, samples, offsets = columns["support_counts"], columns["sample_offsets"], columns["support_offsets"]
+    if len(offsets) != len(samples) or not _is_monotonic(offsets, len(columns["support_ids"])):
+        return False
+    if not len(counts):
+        return len(columns["support_ids"]) == 0
+    if len(counts) != samples[-1] or counts.min() < 0:
+        return False
+    before = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    return bool(np.array_equal(before[samples], offsets))
 
 
 def _spans_are_valid(edges: NDArray[np.generic], num_tokens: int) -> bool:

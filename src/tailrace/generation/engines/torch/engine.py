@@ -10,7 +10,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -29,7 +28,7 @@ from tailrace.generation.engines.torch.attention import Segment, SlotStep
 from tailrace.generation.engines.torch.cache import SlotCache
 from tailrace.generation.engines.torch.experts import ExpertStore, RouterTap
 from tailrace.generation.engines.torch.model import SlotModel
-from tailrace.generation.engines.torch.sampler import sample, uniforms
+from tailrace.generation.engines.torch.sampler import Sampled, sample, uniforms
 from tailrace.generation.engines.torch.slots import (
     Move,
     Placement,
@@ -40,10 +39,11 @@ from tailrace.generation.engines.torch.slots import (
     place,
     prefill_shares,
 )
+from tailrace.generation.engines.torch.supports import SupportLog
 from tailrace.generation.engines.torch.weights import PreparedModelStateDict
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import load_causal_lm
-from tailrace.records import FinishReason, Float32Array, GenerationRequest, RequestId
+from tailrace.records import FinishReason, GenerationRequest, RequestId
 
 ROUND_TOKENS = 16
 """Attention reads multiples of this many positions: kernels that are made per shape see fewer shapes."""
@@ -103,8 +103,9 @@ class TorchEngine(Engine):
     ):
         self._model = SlotModel(model, native_kernels=native_kernels)
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
-        self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity)
+        self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity, returns_supports=True)
         self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)
+        self._supports = SupportLog(self._table)
         self._cache = SlotCache(
             self._model.layers, slots=slots, capacity=capacity, dtype=self._model.dtype, device=self._model.device
         )
@@ -174,7 +175,7 @@ class TorchEngine(Engine):
             if self._tap and self._experts:
                 self._experts.note(self._tap.take(), shares, self._table.cached[:count])
             if sampled:
-                chunks += self._record(*sampled)
+                chunks += self._record(sampled)
         self._counts.steps_total += 1
         self._counts.step_s_total += time.perf_counter() - started_s
         return chunks
@@ -265,6 +266,7 @@ class TorchEngine(Engine):
             sampling.top_p,
             sampling.top_k,
         )
+        table.returns_supports[row] = sampling.returns_supports and sampling.restricts
         seed = self._seeds.integers(2**63) if sampling.seed is None else sampling.seed % 2**64
         table.seed[row] = np.uint64(seed)
         table.widen_stop_ids(len(sampling.stop_token_ids))
@@ -324,7 +326,7 @@ class TorchEngine(Engine):
             self._tap.begin(begin + count)
         return self._model.logits(token_ids, token_positions, step, keep=count)
 
-    def _sample(self, logits: torch.Tensor, count: int) -> tuple[NDArray[np.int64], Float32Array]:
+    def _sample(self, logits: torch.Tensor, count: int) -> Sampled:
         table, acceleration = self._table, self._model.acceleration
         return sample(
             logits,
@@ -332,11 +334,15 @@ class TorchEngine(Engine):
             top_ps=table.top_p[:count],
             top_ks=table.top_k[:count],
             draws=uniforms(table.seed[:count], table.total[:count] - table.completion_start[:count]),
+            returns_supports=table.returns_supports[:count],
             sample_all=None if acceleration is None else acceleration.sample,
         )
 
-    def _record(self, token_ids: NDArray[np.int64], logprobs: Float32Array) -> list[SampledTokens]:
+    def _record(self, sampled: Sampled) -> list[SampledTokens]:
         """Note what the rows `[0, num_tokens)` sampled; chunks of those that finished or have enough to report."""
+        token_ids, logprobs, supports = sampled
+        if supports is not None:
+            self._supports.note(supports)
         table, count, now_s = self._table, len(token_ids), time.perf_counter()
         rows = np.arange(count)
         table.tokens[rows, table.total[:count]] = token_ids
@@ -389,6 +395,7 @@ class TorchEngine(Engine):
             finish_reason=reason,
             routed_experts=experts,
             routed_experts_start=experts_start,
+            supports=self._supports.of(row),
             metrics={}
             if reason is None
             else request_metrics(

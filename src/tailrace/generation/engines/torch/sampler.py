@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tailrace.records import Float32Array, Int32Array
+from tailrace.records.arrays import BoolArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -24,6 +25,24 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 SampleAll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Does the same for float32 logits where all of a row's tokens count: of logits, temperatures and draws, token ids and
 log-probabilities."""
+
+
+class SampledSupports(NamedTuple):
+    """What the rows that asked for it were sampled from."""
+
+    token_ids: Int32Array
+    """Row after row, the likeliest first."""
+    counts: Int32Array
+    """[rows]; 0 where a row did not ask."""
+
+
+class Sampled(NamedTuple):
+    """One token of each row."""
+
+    token_ids: NDArray[np.int64]  # [rows]
+    logprobs: Float32Array  # [rows]
+    supports: SampledSupports | None = None
+    """None where no row asked."""
 
 
 def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -46,26 +65,29 @@ def sample(
     top_ps: Float32Array,  # [rows]
     top_ks: Int32Array,  # [rows]; 0 keeps all
     draws: NDArray[np.float64],  # [rows], in [0, 1)
+    returns_supports: BoolArray | None = None,  # [rows], True only where top-p or top-k restrict a row
     sample_all: SampleAll | None = None,
-) -> tuple[NDArray[np.int64], Float32Array]:
-    """Token ids and their log-probabilities in float32 under the distribution sampled from, `[rows]` each.
+) -> Sampled:
+    """Token ids and their log-probabilities in float32 under the distribution sampled from.
 
     A greedy row's log-probability is that of temperature 1. Rows with logits that are not finite come back with a
-    log-probability that is not finite. Waits for the device once.
+    log-probability that is not finite. Waits for the device once, and once more where supports are asked for.
     """
     narrowed = np.flatnonzero(((top_ps < 1) | (top_ks > 0)) & (temperatures > 0))
     if sample_all is not None and logits.dtype is torch.float32 and not len(narrowed):
         columns = (torch.from_numpy(np.ascontiguousarray(column)) for column in (temperatures, draws))
         token_ids, chosen_logprobs = sample_all(logits.contiguous(), *columns)
-        return token_ids.numpy(), chosen_logprobs.numpy()
+        return Sampled(token_ids.numpy(), chosen_logprobs.numpy())
     scores = logits.float()
     if not (temperatures == 1).all():
         scores = scores / _column(np.where(temperatures > 0, temperatures, 1), scores)
     elif scores is logits:
         scores = scores.clone()
+    kept = None
     if len(narrowed):
         rows = torch.from_numpy(narrowed).to(scores.device)
-        scores[rows] = _narrow(scores[rows], _column(top_ps[narrowed], scores), _column(top_ks[narrowed], scores))
+        kept = _Kept.of(scores[rows], top_ps[narrowed], top_ks[narrowed])
+        scores[rows] = kept.scores
     highest, best = scores.max(dim=-1, keepdim=True)
     cumulative = (scores - highest).exp_().cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -79,18 +101,43 @@ def sample(
             chosen = torch.where(_column(temperatures, scores) > 0, chosen, best)
     logprobs = scores.gather(1, chosen) - highest - total.log()
     both = torch.cat([chosen.double(), logprobs.double()], dim=1).cpu().numpy()
-    return both[:, 0].astype(np.int64), both[:, 1].astype(np.float32)
+    supports = None
+    if kept is not None and returns_supports is not None and returns_supports.any():
+        supports = kept.supports(narrowed, returns_supports)
+    return Sampled(both[:, 0].astype(np.int64), both[:, 1].astype(np.float32), supports)
 
 
-def _narrow(scores: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Scores with -inf wherever top-k, then top-p, leave a token out."""
-    ordered, order = scores.sort(dim=-1, descending=True)
-    ranks = torch.arange(scores.shape[-1], device=scores.device)
-    ordered = ordered.masked_fill((top_k > 0) & (ranks >= top_k), -math.inf)
-    probabilities = ordered.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    ordered = ordered.masked_fill((before >= top_p) & (ranks > 0), -math.inf)
-    return torch.empty_like(scores).scatter_(1, order, ordered)
+class _Kept(NamedTuple):
+    """What top-k, then top-p, leave of rows of the vocabulary: of tokens in falling order the first few."""
+
+    scores: torch.Tensor  # [rows, vocabulary], -inf for all others
+    order: torch.Tensor  # [rows, widest], token ids
+    counts: torch.Tensor  # [rows], at least 1
+
+    @classmethod
+    def of(cls, scores: torch.Tensor, top_ps: Float32Array, top_ks: Int32Array) -> _Kept:
+        widest = scores.shape[-1]
+        if (top_ks > 0).all():
+            widest = min(widest, int(top_ks.max()))
+        ordered, order = scores.topk(widest) if widest < scores.shape[-1] else scores.sort(dim=-1, descending=True)
+        top_p, top_k = _column(top_ps, scores), _column(np.where(top_ks > 0, top_ks, widest), scores)
+        ranks = torch.arange(widest, device=scores.device)
+        ordered = ordered.masked_fill(ranks >= top_k, -math.inf)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        reached = (before >= top_p) & (top_p < 1)  # rounding reaches 1 before the last token does
+        counts = ((ordered > -math.inf) & ~reached).sum(dim=-1, keepdim=True).clamp_(min=1)
+        ordered = ordered.masked_fill(ranks >= counts, -math.inf)
+        return cls(torch.full_like(scores, -math.inf).scatter_(1, order, ordered), order, counts.squeeze(1))
+
+    def supports(self, rows: NDArray[np.int64], returned: BoolArray) -> SampledSupports:
+        """Those of the `returned` among all rows, of which these are `rows`."""
+        counts = np.zeros(len(returned), np.int32)
+        counts[rows] = self.counts.cpu().numpy()
+        counts[~returned] = 0
+        own = counts[rows]
+        order = self.order[:, : int(own.max())].to(torch.int32).cpu().numpy()
+        return SampledSupports(order[np.arange(order.shape[1]) < own[:, None]], counts)
 
 
 def _column(values: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:

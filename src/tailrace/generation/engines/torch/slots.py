@@ -97,6 +97,8 @@ class SlotTable:
         self.temperature = np.ones(slots, np.float32)
         self.top_p = np.ones(slots, np.float32)
         self.top_k = np.zeros(slots, np.int32)
+        self.returns_supports = np.zeros(slots, np.bool_)
+        """Whether the request wants to know what each token was sampled from, and that is not all of the vocabulary."""
         self.seed = np.zeros(slots, np.uint64)
         self.stop_ids = np.full((slots, max_stop_ids), -1, np.int64)
         self.cache_version = np.zeros(slots, np.int64)
@@ -117,6 +119,9 @@ class SlotTable:
         """Sampled tokens not yet reported: the last `pending` known ones."""
         self.logprobs = np.zeros((slots, chunk_tokens), np.float32)
         self.versions = np.zeros((slots, chunk_tokens), np.int32)
+        self.support_counts = np.zeros((slots, chunk_tokens), np.int32)
+        """Of the unreported tokens of rows that want them: sizes of supports, and where in the `SupportLog` each is."""
+        self.support_starts = np.zeros((slots, chunk_tokens), np.int64)
         self.requests: list[GenerationRequest | None] = [None] * slots
         """The running request, or the last one of an idle row (its session and group)."""
 

@@ -87,6 +87,11 @@ def make_config(source: ModelSource, model: ModelSettings, generator: GeneratorS
             "generator.return_routed_experts: vLLM returns them on GPUs only; leave it off, or choose "
             "generator.engine = 'torch'"
         )
+    if generator.vllm.get("return_sampling_mask") and current_platform.is_cpu():
+        raise SettingsError(
+            "generator.vllm.return_sampling_mask: vLLM returns what top-p and top-k left on GPUs only; leave it off, "
+            "or choose generator.engine = 'torch'"
+        )
     options = _options(source, model, generator)
     on_cpu = current_platform.is_cpu()
     if on_cpu:

@@ -78,7 +78,9 @@ class VllmEngine(Engine):
         self._client = core
         self._core = core.engine_core
         self._limits = EngineLimits(
-            vocab_size=config.model_config.get_vocab_size(), max_model_tokens=config.model_config.max_model_len
+            vocab_size=config.model_config.get_vocab_size(),
+            max_model_tokens=config.model_config.max_model_len,
+            returns_supports=config.model_config.return_sampling_mask,
         )
         parallel = config.parallel_config
         in_process = parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher"

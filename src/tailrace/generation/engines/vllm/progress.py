@@ -9,10 +9,11 @@ import numpy as np
 
 from tailrace.generation.engines.protocol import SampledTokens, request_metrics
 from tailrace.generation.engines.vllm.routed_experts import ReturnedExperts
-from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array
+from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array, Supports
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import SamplingMaskLists
 
 _LONG_AGO_S = -1.0
 
@@ -45,10 +46,14 @@ class Progress:
     _token_ids: Int32Array = field(init=False)
     _logprobs: Float32Array = field(init=False)
     _versions: Int32Array = field(init=False)
+    _supports: list[Supports] | None = field(init=False)
+    """One for each output with unreported tokens; None where they are not asked for."""
 
     def __post_init__(self, chunk_tokens: int) -> None:
         self._token_ids, self._versions = np.empty(chunk_tokens, np.int32), np.empty(chunk_tokens, np.int32)
         self._logprobs = np.empty(chunk_tokens, np.float32)
+        sampling = self.request.sampling
+        self._supports = [] if sampling.returns_supports and sampling.restricts else None
 
     def take(self, output: EngineCoreOutput, version: int, now_s: float) -> int:
         """Note what one step sampled: the number of its tokens, without those from the first log-probability on that
@@ -73,6 +78,8 @@ class Progress:
         self._token_ids[self.pending : end] = output.new_token_ids[:sampled]
         self._logprobs[self.pending : end] = logprobs[:sampled]
         self._versions[self.pending : end] = version
+        if self._supports is not None and output.new_sampling_mask is not None:
+            self._supports.append(as_supports(output.new_sampling_mask).part(0, sampled))
         self.pending = end
         if self.experts is not None:
             self.experts.sampled(self._token_ids[end - sampled : end])
@@ -91,6 +98,9 @@ class Progress:
         end, self.pending = self.pending, 0
         mixed, self.mixed_cache_tokens = self.mixed_cache_tokens, 0
         experts = self.experts if reason is not None else None
+        supports = None
+        if self._supports:
+            supports, self._supports = Supports.concatenated(self._supports), []
         return SampledTokens(
             request_id=self.request.request_id,
             token_ids=self._token_ids[:end].copy(),
@@ -100,6 +110,7 @@ class Progress:
             finish_reason=reason,
             routed_experts=experts.whole() if experts else None,
             routed_experts_start=experts.start if experts else 0,
+            supports=supports,
             metrics={}
             if reason is None
             else request_metrics(
@@ -127,3 +138,10 @@ class Progress:
         self._token_ids = np.resize(self._token_ids, size)
         self._logprobs = np.resize(self._logprobs, size)
         self._versions = np.resize(self._versions, size)
+
+
+def as_supports(mask: SamplingMaskLists) -> Supports:
+    """vLLM's masks of the tokens of one output: token ids, and where those of each begin if it sampled several."""
+    ids = mask.token_ids.astype(np.int32, copy=False)
+    ends = np.array([0, len(ids)]) if mask.offsets is None else mask.offsets
+    return Supports(ids, np.diff(ends).astype(np.int32))
