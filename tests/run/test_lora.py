@@ -54,6 +54,7 @@ async def test_an_adapter_that_the_model_cannot_have_ends_the_run_before_its_fir
     ("overrides", "message"),
     [
         (("--trainer.lora.alpha", "8"), "lora.alpha is of adapters, and without lora.rank there are none"),
+        ((*LORA, "--trainer.optimizer", "muon"), "makes steps of whole matrices orthogonal"),
         ((*LORA, "--trainer.lora.publish", "adapters"), "needs an engine that adds them up"),
         (
             (*LORA, "--generator.engine", "vllm", "--generator.vllm.enable_lora"),

@@ -64,11 +64,13 @@ def total_bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-@pytest.mark.parametrize("lora", [{}, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "given", [{}, {"lora": LORA}, {"optimizer": "muon"}], ids=["all weights", "adapters", "with Muon"]
+)
 def test_weights_moments_and_checkpoints_are_counted_to_the_byte(
-    model_folder: Path, tmp_path: Path, lora: dict[str, Any]
+    model_folder: Path, tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    settings = TrainerSettings.model_validate({"lora": lora})
+    settings = TrainerSettings.model_validate(given)
     memory, trainer = planned(model_folder, settings), make_trainer(model_folder, settings)
     trainer.train_step(build_batch())
     staged = trainer.stage_checkpoint(tmp_path)
@@ -76,7 +78,7 @@ def test_weights_moments_and_checkpoints_are_counted_to_the_byte(
     own = [] if staged.adapter is None else [*staged.adapter.tensors.values()]
     assert memory.weights == total_bytes(staged.weights.values())
     assert memory.checkpoint == total_bytes(staged.weights.values()) + moments + total_bytes(own)
-    if lora:
+    if "lora" in given:
         assert (memory.gradients, memory.moments) == (0, 0)
         assert memory.adapter == 2 * total_bytes(own) + moments
     else:

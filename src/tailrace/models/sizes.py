@@ -18,6 +18,8 @@ class ModelSizes:
     weights: int
     precise_weights: int
     """Of them, those that stay float32 where others are bfloat16: vectors, embeddings, head."""
+    inner_matrices: int
+    """Of them, those in matrices that are neither embeddings nor head nor stacked experts."""
     outer_weights: int
     """Of them, those in no decoder layer."""
     layer_weights: int
@@ -57,6 +59,7 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
     return ModelSizes(
         weights=weights,
         precise_weights=sum(one.numel() for one in model.parameters() if one.ndim == 1 or id(one) in outer),
+        inner_matrices=sum(one.numel() for one in model.parameters() if one.ndim == 2 and id(one) not in outer),
         outer_weights=weights - in_layers,
         layer_weights=max(map(count_weights, layers), default=0),
         head_weights=count_weights(ends[-1]) if ends else 0,

@@ -82,7 +82,7 @@ def _terms(memory: TrainerMemory, row_tokens: int) -> list[tuple[str, int]]:
         ("weights, in float32 (there is no second copy)", memory.weights),
         ("the adapter, its gradients and its moments", memory.adapter),
         ("gradients", memory.gradients),
-        ("AdamW's two moments", memory.moments),
+        ("the optimizer's moments", memory.moments),
         ("the reference model", memory.reference),
         ("weights and gradients gathered from other ranks, layer by layer", memory.gathered),
         (f"activations of a row of {row_tokens:,} tokens", memory.kept),

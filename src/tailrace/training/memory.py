@@ -116,7 +116,7 @@ def trainer_memory(
         weights=share(WIDE_BYTES * sizes.weights, ranks),
         adapter=share(4 * WIDE_BYTES * adapter.weights, ranks),
         gradients=share(WIDE_BYTES * trained, ranks),
-        moments=share(2 * WIDE_BYTES * trained, ranks),
+        moments=share(moment_bytes(sizes, settings) if trains_all else 0, ranks),
         reference=share(WIDE_BYTES * reference_weights, ranks),
         gathered=gathered_bytes(sizes, adapter) if ranks > 1 else 0,
         kept=kept_bytes(sizes, settings, row_tokens, sample_tokens=sample_tokens, trains_all=trains_all),
@@ -134,6 +134,12 @@ def share(num_bytes: int, ranks: int) -> int:
     (4000, 1001)
     """
     return -(-num_bytes // ranks)
+
+
+def moment_bytes(sizes: ModelSizes, settings: TrainerSettings) -> int:
+    """Of all weights: two moments each of AdamW (Kingma & Ba, 2015, algorithm 1), one of Muon for its matrices."""
+    of_muon = sizes.inner_matrices if settings.optimizer == "muon" else 0
+    return WIDE_BYTES * (2 * sizes.weights - of_muon)
 
 
 def gathered_bytes(sizes: ModelSizes, adapter: AdapterSizes) -> int:
@@ -224,5 +230,5 @@ def publication_bytes(
 
 def checkpoint_bytes(sizes: ModelSizes, settings: TrainerSettings, adapter: AdapterSizes) -> int:
     """Rank 0: all weights, the adapter, and its own share of moments."""
-    trained = adapter.weights or sizes.weights
-    return WIDE_BYTES * (sizes.weights + adapter.weights) + share(2 * WIDE_BYTES * trained, settings.ranks)
+    moments = 2 * WIDE_BYTES * adapter.weights or moment_bytes(sizes, settings)
+    return WIDE_BYTES * (sizes.weights + adapter.weights) + share(moments, settings.ranks)
