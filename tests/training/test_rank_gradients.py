@@ -13,18 +13,20 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tailrace.records import Batch
+from tailrace.training.adapter import Adapter, add_adapter
 from tailrace.training.gradients import GradientPasses
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, LossSettings, OwnLossSettings
 from tailrace.training.losses import Divisor, LossTokens, load_components, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.reference import FrozenReference
+from tailrace.training.reference import BaseOfAdapter, FrozenReference
 from tailrace.training.sharding import share_out, whole
 from tests.support.expert_models import expert_model
 from tests.training.losses.support import as_any_loss, settings_of
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, tiny_model
+from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, stir, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -54,6 +56,10 @@ CASES: list[dict[str, Any]] = [
     {"model": "llama", "dtype": torch.float64, "loss": "masked sequences", "reference": "k3", "demonstrations": (0, 3)},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
+    {"model": "qwen3", "dtype": torch.float64, "lora": 4},
+    {"model": "llama", "dtype": torch.float64, "lora": 3, "checkpointing": True},
+    {"model": "llama", "dtype": torch.float32, "lora": 4, "native": True},
+    {"model": "qwen3", "dtype": torch.float64, "lora": 4, "reference": "k3"},
 ]
 
 
@@ -96,18 +102,21 @@ def _norm(module: nn.Module, shape: tuple[int, ...], epsilon: float, hidden: Ten
 SETTINGS = {**BY_SEQUENCE, "rejecting": OwnLossSettings(name="losses:rejecting")}
 
 
-def added(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
-    """Components; the divergence is from another model, shared out too."""
+def added(ranks: Ranks, case: dict[str, Any], policy: PolicyModel, adapter: Adapter | None) -> dict[str, Any]:
+    """Components; the divergence is from another model, shared out too, or from what lies under an adapter."""
     if "reference" not in case:
         demonstrations = ClippedRatioSettings.model_validate({"cross_entropy": {"coefficient": 0.7}})
         return {"components": load_components(demonstrations)} if "demonstrations" in case else {}
+    kl = {"estimator": case["reference"], "coefficient": 0.5}
+    settings = ClippedRatioSettings.model_validate({"reference_kl": kl, "cross_entropy": {"coefficient": 0.7}})
+    components = load_components(settings)
+    if adapter is not None:
+        return {"components": components, "reference": BaseOfAdapter(policy, adapter)}
     model = in_its_own_dtype(tiny_model(case["model"], seed=1).to(case["dtype"]))
     frozen = PolicyModel(model.requires_grad_(False), native_kernels=False)
     if isinstance(ranks, JoinedRanks):
         share_out(frozen, ranks)
-    kl = {"estimator": case["reference"], "coefficient": 0.5}
-    settings = ClippedRatioSettings.model_validate({"reference_kl": kl, "cross_entropy": {"coefficient": 0.7}})
-    return {"components": load_components(settings), "reference": FrozenReference(frozen)}
+    return {"components": components, "reference": FrozenReference(frozen)}
 
 
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
@@ -115,6 +124,8 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
     model = expert_model(case["model"]) if "moe" in case["model"] else tiny_model(case["model"])
     if case["dtype"] is torch.float64:
         model = in_its_own_dtype(model.double())
+    adapter = add_adapter(model, LoraSettings(rank=case.get("lora")), case["model"])
+    stir(model)
     rounds = case["dtype"] is torch.bfloat16
     policy = PolicyModel(
         model,
@@ -126,7 +137,7 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
         share_out(policy, ranks)
     loss = case.get("loss", "short")
     divisor = Divisor.of_loss(SETTINGS.get(loss, ClippedRatioSettings()))
-    passes = GradientPasses(policy, LOSSES[loss], divisor, ranks=ranks, **added(ranks, case))
+    passes = GradientPasses(policy, LOSSES[loss], divisor, ranks=ranks, **added(ranks, case, policy, adapter))
     for seed in LENGTHS:
         batch = batch_of(case, seed)
         metrics, kept = passes.add(rows_of(batch, ranks.data_rank, ranks.data_size), 0).read(batch.summary)

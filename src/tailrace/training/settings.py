@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.models.devices import DeviceIds
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
@@ -107,6 +108,7 @@ class TrainerSettings(BaseModel):
         " generator.return_routed_experts; auto: wherever they are returned.",
     )
     loss: LossSettings = Field(default=ClippedRatioSettings(), description="The loss, by its `name`.")
+    lora: LoraSettings = Field(default_factory=LoraSettings)
     max_nonfinite_steps: int = Field(
         default=3,
         ge=1,
@@ -157,6 +159,15 @@ class TrainerSettings(BaseModel):
             raise ValueError(
                 f"ranks = {ranks} cannot be parted into groups of sequence_parallel = {group}: write ranks = "
                 f"{-(-ranks // group) * group}, for example"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_no_muon(self) -> Self:
+        if self.lora.rank is not None and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer = 'muon' makes steps of whole matrices orthogonal, and with lora.rank a matrix is the "
+                "product of two that are trained: leave one of them out"
             )
         return self
 
