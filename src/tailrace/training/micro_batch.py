@@ -100,7 +100,7 @@ class MicroBatch:
         return to_device(micro_batch, device)
 
     def of_rewards(self) -> MicroBatch:
-        """The same with only the tokens that bear the loss of rewards."""
+        """The same with only the tokens that bear the loss of rewards; `positions` stay those of all."""
         if (places := self.tokens.reward_places) is None:
             return self
         columns = (self.predictors, self.fresh, self.mixed, self.environments)
