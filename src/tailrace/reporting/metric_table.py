@@ -174,7 +174,7 @@ _ROWS = (
         "training/distillation",
         "nats",
         _MEAN,
-        "log π - log π of the teacher, per token: 0 where the policy is the teacher.",
+        "log π of the policy less that of the teacher, per token: 0 where they agree.",
     ),
     ("training/{environment}/distillation", "nats", _MEAN, "The same of one environment's tokens."),
     ("training/cross_entropy", "nats", _MEAN, "-log π of the tokens that bear cross-entropy."),

@@ -1,9 +1,9 @@
 """A teacher: another model behind an endpoint, which says how likely it finds the tokens that the policy sampled.
 
-    group ─► POST {url}/completions for each branch, at once: its token ids, `prompt_logprobs` ─► column `teacher_logprobs`
+    group ─► POST {url}/completions, once for each branch: token ids, `prompt_logprobs` ─► column `teacher_logprobs`
 
-It is a stage of scoring: one group at a time, while others generate. Token ids are sent as they were sampled, so that the
-teacher must have the policy's tokenizer, which it is asked about before the first rollout. vLLM serves this form.
+It is a stage of scoring, which goes on while other groups generate. Token ids are sent as they were sampled, so that
+the teacher must have the policy's tokenizer, which it is asked about before the first rollout. vLLM serves this form.
 """
 
 from __future__ import annotations
@@ -93,40 +93,40 @@ class Teacher:
                 found = _decode_tokenized(await self._client.post(url, body))
         except (TimeoutError, ChatFailed, msgspec.MsgspecError) as error:
             raise ModelError(
-                f"the teacher of trainer.loss.distillation.url = {self._plan.url!r} does not say which tokenizer it has: "
-                f"{error or 'no answer in time'}; start it before the run, with vLLM, whose POST /tokenize is asked"
+                f"{self._name} does not say which tokenizer it has: {error or 'no answer in time'}; start it before the "
+                "run, with vLLM, whose POST /tokenize is asked"
             ) from error
         if found.tokens != tokenizer.encode(text):
             raise ModelError(
-                f"the teacher of trainer.loss.distillation.url = {self._plan.url!r} has another tokenizer than the "
-                "policy, and would score other tokens than those that were sampled: choose one of the same family"
+                f"{self._name} has another tokenizer than the policy, and would score other tokens than those that were "
+                "sampled: choose one of the same family"
             )
         if found.max_model_len is not None and found.max_model_len <= max_tokens:
             raise ModelError(
-                f"the teacher of trainer.loss.distillation.url = {self._plan.url!r} takes {found.max_model_len} tokens, "
-                f"and a rollout's branch may have {max_tokens}, and one more is sampled: give it a longer context, or "
-                "lower model.max_model_tokens"
+                f"{self._name} takes {found.max_model_len} tokens, and a rollout's branch may have {max_tokens}, with one "
+                "more that the teacher samples: give it a longer context, or lower model.max_model_tokens"
             )
 
     async def __call__(self, group: Group) -> Group:
-        """The group, each sampled branch with its column. Raises `TeacherFailed`."""
+        """The group, each sampled branch with its column. Raises `ScoringFailed`, and `TeacherFailed` in a group."""
         branches = [one for rollout in group.rollouts for one in rollout.branches if one.num_completion_tokens]
         if odd := next((one for one in branches if one.temperature not in (None, 1.0)), None):
             raise ScoringFailed(
-                f"task {group.task.task_id}: a turn was sampled at temperature {odd.temperature}, and a teacher tells its "
-                "log-probabilities at 1: leave chat(temperature=...) out"
+                f"task {group.task.task_id}: a turn was sampled at temperature {odd.temperature}, and a teacher tells "
+                "its log-probabilities at 1: leave chat(temperature=...) out"
             )
-        try:
-            async with asyncio.TaskGroup() as asking:
-                for branch in branches:
-                    asking.create_task(self._score(branch, group))
-        except* TeacherFailed as failed:
-            raise failed.exceptions[0] from None
+        async with asyncio.TaskGroup() as asking:
+            for branch in branches:
+                asking.create_task(self._score(branch, group))
         return group
 
     async def close(self) -> None:
         """Close its connections."""
         await self._client.close()
+
+    @property
+    def _name(self) -> str:
+        return f"the teacher of trainer.loss.distillation.url = {self._plan.url!r}"
 
     async def _score(self, branch: Branch, group: Group) -> None:
         """Ask until it answers. Waits for the teacher, and before a retry."""
