@@ -259,6 +259,12 @@ def _teacher(settings: RunSettings) -> Iterator[Contradiction]:
             "trains on rollouts before: leave one of them out",
             *("trainer.loss.distillation", "scheduling.group_release"),
         )
+    if settings.rollouts.restricts:
+        yield Contradiction(
+            "trainer.loss.distillation compares with a teacher's log-probabilities over the whole vocabulary, and "
+            "rollouts.top_p or rollouts.top_k leaves less of it to the policy: leave one of them out",
+            *("trainer.loss.distillation", "rollouts.top_p"),
+        )
     asked = [settings.rollouts.temperature, *(one.temperature for one in settings.environments)]
     if odd := next((one for one in asked if one not in (None, 1.0)), None):
         yield Contradiction(

@@ -103,7 +103,7 @@ async def test_a_teacher_that_does_not_answer_is_not_waited_for() -> None:
 async def test_a_turn_at_another_temperature_cannot_be_scored() -> None:
     group = group_of(3)
     group.rollouts[0].branches[0].temperature = 0.5
-    with pytest.raises(ScoringFailed, match="sampled at temperature 0.5, and a teacher tells"):
+    with pytest.raises(ScoringFailed, match=r"sampled at temperature 0\.5, and a teacher tells"):
         await scored(group, teacher(list))
 
 
@@ -138,5 +138,7 @@ async def test_a_teacher_that_does_not_fit_is_refused(renderer: ChatRenderer) ->
 
 
 def test_a_key_that_is_not_there_is_told() -> None:
-    with pytest.raises(SettingsError, match="trainer.loss.distillation.api_key_variable is 'NO_SUCH_KEY', and no such"):
+    with pytest.raises(
+        SettingsError, match=r"trainer\.loss\.distillation\.api_key_variable is 'NO_SUCH_KEY', and no such"
+    ):
         Teacher(plan_of("http://127.0.0.1:9/v1", api_key_variable="NO_SUCH_KEY"))

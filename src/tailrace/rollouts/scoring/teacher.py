@@ -93,18 +93,18 @@ class Teacher:
                 found = _decode_tokenized(await self._client.post(url, body))
         except (TimeoutError, ChatFailed, msgspec.MsgspecError) as error:
             raise ModelError(
-                f"{self._name} does not say which tokenizer it has: {error or 'no answer in time'}; start it before the "
-                "run, with vLLM, whose POST /tokenize is asked"
+                f"{self._name} does not say which tokenizer it has: {error or 'no answer in time'}; start it before "
+                "the run, with vLLM, whose POST /tokenize is asked"
             ) from error
         if found.tokens != tokenizer.encode(text):
             raise ModelError(
-                f"{self._name} has another tokenizer than the policy, and would score other tokens than those that were "
-                "sampled: choose one of the same family"
+                f"{self._name} has another tokenizer than the policy, and would score other tokens than those that "
+                "were sampled: choose one of the same family"
             )
         if found.max_model_len is not None and found.max_model_len <= max_tokens:
             raise ModelError(
-                f"{self._name} takes {found.max_model_len} tokens, and a rollout's branch may have {max_tokens}, with one "
-                "more that the teacher samples: give it a longer context, or lower model.max_model_tokens"
+                f"{self._name} takes {found.max_model_len} tokens, and a rollout's branch may have {max_tokens}, with "
+                "one more that the teacher samples: give it a longer context, or lower model.max_model_tokens"
             )
 
     async def __call__(self, group: Group) -> Group:
