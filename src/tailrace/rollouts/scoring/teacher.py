@@ -93,8 +93,8 @@ class Teacher:
                 found = _decode_tokenized(await self._client.post(url, body))
         except (TimeoutError, ChatFailed, msgspec.MsgspecError) as error:
             raise ModelError(
-                f"{self._name} does not say which tokenizer it has: {error or 'no answer in time'}; start it before "
-                "the run, with vLLM, whose POST /tokenize is asked"
+                f"{self._name} does not say which tokenizer it has: {str(error) or 'no answer in time'}; start it "
+                "before the run, with vLLM, whose POST /tokenize is asked"
             ) from error
         if found.tokens != tokenizer.encode(text):
             raise ModelError(

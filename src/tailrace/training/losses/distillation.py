@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -49,8 +48,7 @@ class Distillation(Component):
         """See the module."""
         weights = ratios(logprobs, tokens).clamp(max=self.settings.truncation)
         slope = weighted_logprobs(weights, self.measure(logprobs, tokens))
-        kept = torch.ones_like(logprobs, dtype=torch.bool) if tokens.rewarded is None else tokens.rewarded
-        return slope, slope, kept
+        return slope, slope, tokens.reward_mask
 
     @override
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
