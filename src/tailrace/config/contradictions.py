@@ -48,6 +48,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _router_replay,
         _supports,
         _batches,
+        _weights,
         _teacher,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
@@ -271,6 +272,16 @@ def _teacher(settings: RunSettings) -> Iterator[Contradiction]:
             f"trainer.loss.distillation compares with a teacher's log-probabilities, which are told at temperature 1, "
             f"and rollouts are sampled at {odd}: write rollouts.temperature = 1.0",
             *("trainer.loss.distillation", "rollouts.temperature"),
+        )
+
+
+def _weights(settings: RunSettings) -> Iterator[Contradiction]:
+    chosen = settings.transport.weights
+    if chosen is not None and not settings.generator.connect:
+        yield Contradiction(
+            f"transport.weights = {chosen!r} is about weights that are sent to generators of other hosts, and there are"
+            " none: generators of this run read them in shared memory; leave it out, or set generator.connect",
+            *("transport.weights", "generator.connect"),
         )
 
 
