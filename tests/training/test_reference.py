@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from tailrace.errors import ModelError
 from tailrace.records import Batch, SampleOrigins
@@ -55,18 +54,6 @@ def test_a_divergence_that_is_only_measured_changes_nothing(model_folder: Path) 
     assert right["training/reward_loss"] == right["training/loss"]
     for name, tensor in weights(plain).items():
         torch.testing.assert_close(weights(measured)[name], tensor, rtol=0, atol=1e-4)  # AdamW enlarges rounding
-
-
-def test_a_divergence_that_is_infinite_and_only_measured_changes_nothing(model_folder: Path, tmp_path: Path) -> None:
-    tiny_model("qwen3").save_pretrained(tmp_path / "certain")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "certain")
-    model.model.norm.weight.data *= 1e38  # logits that overflow
-    model.save_pretrained(tmp_path / "certain")
-    chosen = with_kl(coefficient=0, model=str(tmp_path / "certain"))
-    result = make_trainer(model_folder, **chosen).train_step(build_batch())
-    assert (result.version, result.skipped) == (1, None)
-    assert math.isfinite(result.metrics["training/loss"])
-    assert not math.isfinite(result.metrics["training/reference_kl"])
 
 
 def test_it_is_told_of_each_environment_and_added_to_the_loss(model_folder: Path) -> None:
