@@ -416,6 +416,8 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
         (["--scheduling.over_sampling", "1.5"], "Each step starts 96 rollouts; the first 64 of finished groups"),
         (["--evaluation.every_steps", "20"], "64 held-out tasks of each environment are measured, 8 rollouts at once"),
         (["--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop"], "batches favour short rollouts."),
+        (["--trainer.loss.reference_kl.coefficient", "0.1"], "A frozen copy of bundled:quickstart lies beside"),
+        ([*TEACHER], "Each group is scored by the teacher big at http://teacher/v1 before it is trained on."),
     ],
 )
 def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: str) -> None:
