@@ -126,8 +126,10 @@ def _components(settings: RunSettings) -> list[str]:
     reference, teacher = settings.trainer.loss.reference_kl, settings.trainer.loss.distillation
     sentences = []
     if reference is not None:
-        model = f"A frozen copy of {reference.model or settings.model.name}"
-        sentences.append(f"{model} lies beside the trained model, and computes every row once more, forward alone.")
+        model = f"A frozen copy of {reference.model or settings.model.name} lies beside the trained model, and"
+        if reference.model is None and settings.trainer.lora.rank is not None:
+            model = "The model without its adapter"
+        sentences.append(f"{model} computes every row once more, forward alone.")
     if teacher is not None:
         scored = f"Each group is scored by the teacher {teacher.model} at {teacher.url}"
         sentences.append(f"{scored} before it is trained on.")
