@@ -56,6 +56,49 @@ def group_of(rewards: list[float], *, tokens: list[int] | None = None, versions:
     return group
 
 
+def demonstrate(rollout: Rollout, tokens: int = 2) -> None:
+    branch = Branch(temperature=1.0)
+    branch.extend_context([1, *range(tokens)])
+    branch.set_column("cross_entropy", [1] * tokens, start=1)
+    rollout.branches.append(branch)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_demonstrations_are_samples_without_a_loss_of_rewards(per_token: bool) -> None:
+    group = group_of([0.0, 1.0], tokens=[3, 4])
+    if per_token:
+        group.advantages = [np.ones(rollout.branches[0].num_tokens, np.float32) for rollout in group.rollouts]
+    demonstrate(group.rollouts[1])
+    group.rollouts[0].branches[0].set_column("cross_entropy", [1.0, 0.0, 0.5], start=2)
+    batch = drained(form_batch([sample_group(group, oldest_version=0)], step=1, trainer_version=0, packing=Packing(9)))
+    summary = batch.batch.summary
+    assert (summary.num_samples, summary.num_demonstrations, summary.num_sequences) == (3, 1, 2)
+    assert (summary.loss_tokens, summary.cross_entropy_tokens) == (7, 4)
+    received = batch.batch.assembled()
+    weights = received.columns["cross_entropy"]
+    assert np.count_nonzero(weights) == 4
+    assert sorted(weights[~received.loss_mask].tolist()) == [0.0] * (len(weights) - 9) + [1.0, 1.0]
+    assert sorted(received.temperatures.tolist()) == [1.0, 1.0, 1.0]
+
+
+def test_a_group_is_trained_on_for_its_demonstrations_whatever_its_rewards() -> None:
+    group = group_of([1.0, 1.0])
+    assert filter_reason(group, filter_zero_spread=True) == ZERO_SPREAD
+    demonstrate(group.rollouts[0])
+    assert filter_reason(group, filter_zero_spread=True) is None
+
+
+def test_demonstrations_go_with_their_rollout() -> None:
+    group = group_of([0.0, 1.0, 0.5], versions=[0, 5, 5])
+    for rollout in group.rollouts:
+        demonstrate(rollout)
+    del group.rollouts[2].branches[0]
+    sampled = sample_group(group, oldest_version=3)
+    assert [(rollout.rollout_id, reason) for rollout, reason in sampled.filtered] == [("g.0", "stale")]
+    assert [sample.rollout_id for sample in sampled.samples] == ["g.1", "g.1", "g.2"]
+    assert sampled.loss_tokens == [3, 0]
+
+
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=16))
 def test_mean_advantages_sum_to_zero(rewards: list[float]) -> None:
     assert abs(sum(group_advantages(rewards, "mean"))) < 1e-9 * max(1, len(rewards) * max(map(abs, rewards)))

@@ -50,6 +50,8 @@ def branch(*, ends_with_context: bool = False) -> Branch:
     grown.extend_completion(completion(3, 3, supports=supports if ends_with_context else None))
     if ends_with_context:
         grown.extend_context([5])
+        grown.set_column("weights", [0.5, 2.0], start=4)
+        grown.set_column("ids", [[1, 2], [3, 4]])
     return grown
 
 
@@ -108,6 +110,9 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
             assert one.support_counts.tolist() == other.support_counts.tolist()
         for name in ("completion_spans", "mixed_spans", "payload_chunks", "oldest_version"):
             assert getattr(one, name) == getattr(other, name), name
+        assert one.columns.keys() == other.columns.keys()
+        for name, values in other.columns.items():
+            np.testing.assert_array_equal(one.columns[name], values)
 
 
 def test_only_the_first_steps_are_captured(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tailrace.batching import sample_group
-from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, RolloutError
+from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, RolloutError, SettingsError
 from tailrace.records import (
     FinishReason,
     Group,
@@ -166,6 +166,69 @@ async def test_an_agent_gives_the_tokens_of_a_reply_more_for_a_loss_to_read(rend
     other = await talk.policy.chat([user("elsewhere")])
     talk.policy.set_column(other, "weights", np.ones(other.completion.num_tokens))
     assert talk.rollout.branches[1].columns["weights"].sum() == other.completion.num_tokens
+
+
+@pytest.mark.parametrize("model", ["chatml", "smollm2", "hermes"])
+async def test_a_demonstration_is_the_tokens_that_would_have_been_sampled(
+    renderer_of: Callable[[str], ChatRenderer], model: str
+) -> None:
+    renderer = renderer_of(model)
+    talk, other = Talk(renderer, ["Ada", "Bob"]), Talk(renderer)
+    first = await talk.policy.chat([user("a")])
+    messages = [user("a"), first.message, user("b")]
+    await talk.policy.chat(messages)
+    other.policy.demonstrate([*messages, said("Bob")], weight=0.5)
+    (sampled,), (shown,) = talk.rollout.branches, other.rollout.branches
+    assert talk.tokenizer.decode(shown.token_ids) == talk.tokenizer.decode(sampled.token_ids)
+    assert not shown.loss_mask.any()
+    assert (shown.num_completion_tokens, shown.temperature) == (0, 1.0)
+    start, end = sampled.completion_spans[1]
+    assert shown.columns["cross_entropy"].tolist() == [0.0] * start + [0.5] * (end - start)
+    assert shown.num_weighted == end - start
+    assert int(shown.token_ids[-1]) in renderer.stop_token_ids
+
+
+async def test_a_family_s_renderer_shows_a_demonstration_too(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    talk = Talk(renderer_of("qwen3"))
+    talk.policy.demonstrate([user("b"), said("Bob")])
+    (branch,) = talk.rollout.branches
+    shown = branch.columns["cross_entropy"] > 0
+    assert talk.tokenizer.decode(branch.token_ids[shown].tolist()).endswith("Bob<|im_end|>")
+    assert talk.tokenizer.decode(branch.token_ids[~shown].tolist()).endswith("<|im_start|>assistant\n")
+
+
+async def test_a_tool_call_is_demonstrated_as_the_template_shows_it(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    talk = Talk(renderer_of("hermes"))
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    talk.policy.demonstrate([user("1+1?"), said("", tool_calls=[call])], tools=[ADD])
+    (branch,) = talk.rollout.branches
+    weights = branch.columns["cross_entropy"]
+    assert '"name": "add", "arguments": {"a": 1}' in talk.tokenizer.decode(branch.token_ids[weights > 0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("limits", "messages", "error", "message"),
+    [
+        ({"takes_demonstrations": False}, [said("Bob")], SettingsError, "write trainer.loss.cross_entropy"),
+        ({"max_model_tokens": 5}, [said("Bob")], ValueError, "tokens is longer than the model's context of 5"),
+        ({}, [user("Bob")], EnvironmentFailed, "ends with the assistant's message"),
+    ],
+)
+async def test_a_demonstration_that_cannot_be_taken_says_why(
+    renderer: ChatRenderer, limits: dict[str, int], messages: list[Message], error: type[Exception], message: str
+) -> None:
+    talk = Talk(renderer, **limits)
+    with pytest.raises(error, match=message):
+        talk.policy.demonstrate([user("a"), *messages])
+    assert not talk.rollout.branches
+
+
+async def test_an_evaluation_leaves_demonstrations_out(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, takes_demonstrations=None)  # type: ignore[arg-type]
+    talk.policy.demonstrate([user("a"), said("Bob")])
+    assert not talk.rollout.branches
 
 
 async def test_a_turn_that_failed_can_be_tried_again(renderer: ChatRenderer) -> None:

@@ -76,6 +76,31 @@ async def test_what_scoring_and_agents_set_for_tokens_reaches_the_loss(tmp_path:
     assert (summary.status, summary.steps, summary.reason) == (RunStatus.FINISHED, 2, "max_steps = 2 reached")
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+async def test_what_agents_demonstrate_is_learned_beside_what_is_rewarded(tmp_path: Path, sampled: bool) -> None:
+    """Groups whose rewards are all equal are trained on for their demonstrations' sake."""
+    given = ("--environment.args", f"{{ sampled = {str(sampled).lower()} }}", "--trainer.learning_rate", "3e-3")
+    loss = ("--trainer.loss.cross_entropy.coefficient", "1.0", "--scheduling.filter_zero_spread", "true")
+    evaluation = ("--evaluation.every_steps", "3", "--evaluation.tasks", "2") if sampled else ()
+    summary = await run_inline(
+        tmp_path, *environment("demonstrating"), *given, *loss, *evaluation, "--max_steps", "4", "--schedule", "sync"
+    )
+    assert (summary.status, summary.steps, summary.policy_version) == (RunStatus.FINISHED, 4, 4)
+    assert summary.ledger.by_state["trained"] == 4 * 4
+    lines = [line for line in records(tmp_path / "run" / "metrics.jsonl") if "batch/samples" in line]
+    assert [line["batch/samples"] for line in lines] == [4 * (1 + sampled)] * 4
+    assert all(line["batch/cross_entropy_tokens"] > 0 for line in lines)
+    assert all(("training/kl" in line) == sampled for line in lines)
+    found = [line["training/demonstrating/cross_entropy"] for line in lines]
+    assert found[-1] < 0.8 * found[0]
+
+
+async def test_demonstrations_that_nothing_learns_from_end_the_run(tmp_path: Path) -> None:
+    summary = await run_inline(tmp_path, *environment("demonstrating"), "--max_steps", "1")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
+    assert "'demonstrating' demonstrates replies, and nothing would learn from them: write" in summary.reason
+
+
 async def test_turns_at_temperatures_of_their_own_that_end_at_a_string_are_trained_on(tmp_path: Path) -> None:
     limits = ("--rollouts.max_turns", "2", "--rollouts.max_tokens", "32")
     summary = await run_inline(tmp_path, *environment("cooling"), *limits, "--max_steps", "2")

@@ -105,6 +105,20 @@ def weighing() -> EnvironmentSpec:
     return EnvironmentSpec(name="weighing", agent=agent, score_group=score_group, train_tasks=rows, trusted=True)
 
 
+def demonstrating(sampled: bool = True) -> EnvironmentSpec:
+    """Each reply is to be the word twice, which is shown, and rewarded for nothing; or shown alone."""
+
+    async def agent(task: Task, policy: Policy) -> float:
+        messages: list[Message] = [{"role": "user", "content": str(task["word"])}]
+        if sampled:
+            await policy.chat(messages)
+        policy.demonstrate([*messages, {"role": "assistant", "content": f"{task['word']} {task['word']}"}])
+        return 0.0
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="demonstrating", agent=agent, train_tasks=rows, held_out=2, trusted=True)
+
+
 def calling(port: int) -> EnvironmentSpec:
     """Each rollout begins with a call of a service of this machine."""
 

@@ -41,6 +41,7 @@ class ScriptedPolicy:
     conversations: list[list[Message]] = field(default_factory=list)
     """The conversation at every turn, as it was then."""
     tools: list[list[ToolSpec] | None] = field(default_factory=list)
+    demonstrations: list[list[Message]] = field(default_factory=list)
 
     async def chat(
         self,
@@ -68,6 +69,9 @@ class ScriptedPolicy:
             tool_calls=list(said.tool_calls),
             malformed_tool_calls=said.malformed_tool_calls,
         )
+
+    def demonstrate(self, messages: list[Message], *, tools: list[ToolSpec] | None = None, weight: float = 1.0) -> None:
+        self.demonstrations.append(messages)
 
     def set_column(self, reply: Reply, name: str, values: object) -> None:
         """There are no tokens to set it for."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tailrace.records import Batch
 from tailrace.training.gradients import GradientPasses
 from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, OwnLossSettings
 from tailrace.training.losses import Divisor, LossTokens, load_components, load_loss
@@ -18,7 +19,7 @@ from tailrace.training.reference import FrozenReference
 from tailrace.training.sharding import share_out, whole
 from tests.training.losses.support import as_any_loss
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import VOCABULARY, build_batch, rows_of, tiny_model
+from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -34,6 +35,9 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "dtype": torch.float64, "supports": True},
     {"model": "qwen3", "dtype": torch.float64, "reference": "k3", "supports": True},
     {"model": "llama", "dtype": torch.float64, "loss": "rejecting", "reference": "unbiased"},
+    {"model": "qwen3", "dtype": torch.float64, "reference": "k2", "demonstrations": (2, 4)},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting", "demonstrations": (2, 4)},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "gspo", "demonstrations": (0, 1, 2)},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
 ]
@@ -54,16 +58,17 @@ SETTINGS = {"gspo": BY_SEQUENCE, "rejecting": OwnLossSettings(name="losses:rejec
 
 
 def added(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
-    """The divergence from another model, shared out too."""
+    """Components; the divergence is from another model, shared out too."""
     if "reference" not in case:
-        return {}
+        demonstrations = ClippedRatioSettings.model_validate({"cross_entropy": {"coefficient": 0.7}})
+        return {"components": load_components(demonstrations)} if "demonstrations" in case else {}
     frozen = PolicyModel(
         tiny_model(case["model"], seed=1).to(case["dtype"]).requires_grad_(False), native_kernels=False
     )
     if isinstance(ranks, JoinedRanks):
         share_out(frozen, ranks)
     kl = {"estimator": case["reference"], "coefficient": 0.5}
-    settings = ClippedRatioSettings.model_validate({"reference_kl": kl})
+    settings = ClippedRatioSettings.model_validate({"reference_kl": kl, "cross_entropy": {"coefficient": 0.7}})
     return {"components": load_components(settings), "reference": FrozenReference(frozen)}
 
 
@@ -81,10 +86,15 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
         policy, LOSSES[case.get("loss", "short")], Divisor.of_loss(settings), ranks=ranks, **added(ranks, case)
     )
     for seed in (1, 2):
-        batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed, supports=case.get("supports", False))
+        batch = batch_of(case, seed)
         metrics, kept = passes.add(rows_of(batch, ranks.rank, ranks.size), 0).read(batch.summary)
     found = {name: whole(weight.grad) for name, weight in policy.named_parameters() if weight.grad is not None}
     return found, metrics, kept
+
+
+def batch_of(case: dict[str, Any], seed: int) -> Batch:
+    batch = build_batch(lengths=LENGTHS, rows=ROWS, seed=seed, supports=case.get("supports", False))
+    return demonstrating(batch, case["demonstrations"]) if "demonstrations" in case else batch
 
 
 def all_gradients(ranks: Ranks) -> list[tuple[dict[str, Tensor], dict[str, float], int]]:
@@ -100,7 +110,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_gradients_and_metrics_are_those_of_one_process(found: list[Any], index: int) -> None:
     case = CASES[index]
     expected, metrics, kept = gradients(ALONE, case)
-    loss_tokens = build_batch(lengths=LENGTHS, rows=ROWS).summary.loss_tokens
+    loss_tokens = batch_of(case, 2).summary.loss_tokens
     for rank in found:
         gradient, rank_metrics, rank_kept = rank[index]
         assert rank_kept == kept

@@ -32,11 +32,13 @@ def form(request: pytest.FixtureRequest) -> ExportFormat:
     return request.param
 
 
-def train(folder: Path, model_folder: Path, form: ExportFormat, *batches: Batch) -> list[dict[str, float]]:
+def train(
+    folder: Path, model_folder: Path, form: ExportFormat, *batches: Batch, **given: object
+) -> list[dict[str, float]]:
     """Metrics of each step, once its tokens are written."""
     tokenizer = Tokenizer(WordLevel({f"word{token_id}": token_id for token_id in range(VOCABULARY)}, "word0"))
     export = TokenExport(folder, tokenizer, form)
-    settings = TrainerSettings.model_validate({"learning_rate": 1e-3})
+    settings = TrainerSettings.model_validate({"learning_rate": 1e-3, **given})
     trainer = Trainer(settings, model_name=str(model_folder), max_steps=9, max_staleness=4, export=export)
     metrics = [trainer.train_step(batch).metrics for batch in batches]
     export.close()

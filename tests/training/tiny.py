@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from transformers import (
@@ -18,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tailrace.records import Batch, BatchRow, BatchSummary
+from tailrace.records import CROSS_ENTROPY, Batch, BatchRow, BatchSummary
 
 VOCABULARY = 64
 
@@ -109,6 +110,31 @@ def build_batch(
     )  # fmt: skip
 
 
+def demonstrating(batch: Batch, samples: Sequence[int], *, weight: float = 1.0, prompt: int = 3) -> Batch:
+    """The batch with these samples as demonstrations: tokens after the prompt bear cross-entropy and nothing else."""
+    loss_mask, versions = batch.loss_mask.copy(), batch.policy_versions.copy()
+    weights = np.zeros(len(batch.token_ids), np.float32)
+    for sample in samples:
+        start, end = batch.sample_offsets[sample : sample + 2]
+        loss_mask[start:end] = False
+        versions[start:end] = -1
+        weights[start + prompt : end] = weight * np.linspace(0.5, 1.5, end - start - prompt)
+    summary = msgspec.structs.replace(
+        batch.summary,
+        loss_tokens=int(loss_mask.sum()),
+        num_demonstrations=len(samples),
+        cross_entropy_tokens=int(np.count_nonzero(weights)),
+    )
+    return dataclasses.replace(
+        batch,
+        summary=summary,
+        loss_mask=loss_mask,
+        policy_versions=versions,
+        logprobs=np.where(loss_mask, batch.logprobs, np.float32(0)),
+        columns={CROSS_ENTROPY: weights},
+    )
+
+
 def rows_of(batch: Batch, rank: int, size: int) -> Batch:
     """This rank's rows: the first two for rank 0, the last for rank 1, none for any other."""
     if size == 1:
@@ -120,6 +146,7 @@ def rows_of(batch: Batch, rank: int, size: int) -> Batch:
     return dataclasses.replace(
         batch,
         **{name: getattr(batch, name)[start:end] for name in ("token_ids", "logprobs", "policy_versions", "loss_mask")},
+        columns={name: column[start:end] for name, column in batch.columns.items()},
         advantages=batch.advantages[own],
         temperatures=batch.temperatures[own],
         advantage_offsets=np.arange(samples[1] - samples[0] + 1, dtype=np.int32),

@@ -45,18 +45,12 @@ def _sample(
 ) -> None:
     fresh = [_num_fresh(branch, oldest) for branch in rollout.branches]
     num_fresh, num_tokens = sum(fresh), rollout.num_completion_tokens
-    if num_fresh == 0 or (drop_stale and num_fresh < num_tokens):
+    only_demonstrates = not num_tokens and any(branch.num_weighted for branch in rollout.branches)
+    if (num_fresh == 0 and not only_demonstrates) or (drop_stale and num_fresh < num_tokens):
         sampled.filtered.append((rollout, STALE if num_tokens else NOTHING_SAMPLED))
         return
-    if isinstance(advantage, np.ndarray) and len(rollout.branches) != 1:
-        raise ValueError(
-            f"rollout {rollout.rollout_id} has {len(rollout.branches)} branches; advantages per token need exactly one"
-        )
-    if isinstance(advantage, np.ndarray) and advantage.shape != (rollout.branches[0].num_tokens,):
-        raise ValueError(
-            f"rollout {rollout.rollout_id} has {rollout.branches[0].num_tokens} tokens; its advantages per token have "
-            f"the shape {advantage.shape}"
-        )
+    if isinstance(advantage, np.ndarray):
+        _require_one_each(rollout, advantage)
     sampled.trained.append(rollout)
     sampled.loss_tokens.append(num_fresh)
     sampled.masked_tokens += num_tokens - num_fresh
@@ -66,14 +60,28 @@ def _sample(
             group_id=rollout.group_id,
             temperature=rollout.sampling.temperature if branch.temperature is None else branch.temperature,
             branch=branch,
-            advantages=advantage,
+            advantages=advantage if branch.num_completion_tokens else 0.0,
             oldest_version=oldest,
             branch_index=index,
             environment=rollout.task.environment,
         )
         for index, (branch, count) in enumerate(zip(rollout.branches, fresh, strict=True))
-        if count
+        if count or (branch.num_weighted and not branch.num_completion_tokens)
     ]
+
+
+def _require_one_each(rollout: Rollout, advantages: Float32Array) -> None:
+    """Advantages of tokens are of those of the only branch that was sampled."""
+    sampled = [branch for branch in rollout.branches if branch.num_completion_tokens]
+    if len(sampled) != 1:
+        raise ValueError(
+            f"rollout {rollout.rollout_id} has {len(sampled)} branches; advantages per token need exactly one"
+        )
+    if advantages.shape != (sampled[0].num_tokens,):
+        raise ValueError(
+            f"rollout {rollout.rollout_id} has {sampled[0].num_tokens} tokens; its advantages per token have the shape "
+            f"{advantages.shape}"
+        )
 
 
 def _num_fresh(branch: Branch, oldest: int) -> int:

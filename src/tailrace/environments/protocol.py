@@ -46,6 +46,16 @@ class Policy(Protocol):
         where the conversation does not fit the model's context.
         """
 
+    def demonstrate(self, messages: list[Message], *, tools: list[ToolSpec] | None = None, weight: float = 1.0) -> None:
+        """Show what the policy ought to say: the last message of this conversation, the assistant's.
+
+        Nothing is sampled. Each token of that message bears cross-entropy, times `weight`, and no loss of rewards; the
+        run's loss must have `trainer.loss.cross_entropy`. Evaluations leave demonstrations out.
+
+        Raises `EnvironmentFailed` where the model's template cannot show it, `ValueError` where it is longer than the
+        model's context, `SettingsError` where the loss has no cross-entropy.
+        """
+
     def set_column(self, reply: Reply, name: str, values: object) -> None:
         """Give each token of a reply a number, or k of them, under a name that a loss reads it by.
 

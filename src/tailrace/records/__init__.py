@@ -4,10 +4,10 @@ Plain values and arrays. Per-token data is always a NumPy array, written once. N
 or imports another room of the house (but for `errors`).
 """
 
-from tailrace.records.arrays import Float32Array, Int32Array, as_token_ids
+from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
-from tailrace.records.columns import ColumnKind
+from tailrace.records.columns import CROSS_ENTROPY, ColumnKind
 from tailrace.records.completion import Completion, FinishReason
 from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
 from tailrace.records.events import (
@@ -34,12 +34,14 @@ from tailrace.records.supports import Supports, ragged_places
 from tailrace.records.task import Task
 
 __all__ = [
+    "CROSS_ENTROPY",
     "DEEPEST",
     "SUPPORT_COLUMNS",
     "TOKEN_COLUMNS",
     "Batch",
     "BatchRow",
     "BatchSummary",
+    "BoolArray",
     "Branch",
     "CheckpointWritten",
     "ColumnKind",

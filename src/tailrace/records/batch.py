@@ -78,6 +78,15 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """1 - tokens / tokens that the rows are padded to, where a trainer pads."""
     environments: tuple[str, ...] = ()
     """Of its samples, each once."""
+    num_demonstrations: int = 0
+    """Samples without a token that bears the loss of rewards."""
+    cross_entropy_tokens: int = 0
+    """Planned denominator of cross-entropy: tokens with a weight in the column of that name."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Samples with tokens that bear the loss of rewards."""
+        return self.num_samples - self.num_demonstrations
 
 
 @dataclass(frozen=True, slots=True, eq=False)

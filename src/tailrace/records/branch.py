@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, readonly
-from tailrace.records.columns import ColumnKind, as_column
+from tailrace.records.columns import CROSS_ENTROPY, ColumnKind, as_column
 from tailrace.records.completion import Completion
 from tailrace.records.payload import PayloadChunk, PayloadChunks
 from tailrace.records.supports import Supports
@@ -45,6 +45,7 @@ class Branch:
         "_num_completion_tokens",
         "_num_support_ids",
         "_num_tokens",
+        "_num_weighted",
         "_payload_chunks",
         "_policy_versions",
         "_spans",
@@ -68,6 +69,7 @@ class Branch:
         self._support_ids: list[Int32Array] = []
         self._num_support_ids = 0
         self._named: dict[str, NDArray[np.generic]] | None = None
+        self._num_weighted = 0
         self._allocate(_INITIAL_CAPACITY)
 
     def extend_context(self, token_ids: Int32Array | list[int]) -> None:
@@ -114,6 +116,10 @@ class Branch:
         whole = kind.zeros(max(end, len(before)))
         whole[: len(before)] = before
         whole[start:end] = column
+        if name == CROSS_ENTROPY:
+            if len(whole) and whole[0]:
+                raise ValueError(f"column {name!r} has a weight for the first token, which nothing before it predicts")
+            self._num_weighted = int(np.count_nonzero(whole))
         readonly(whole)
         self._named = {**columns, name: whole}
 
@@ -121,6 +127,11 @@ class Branch:
     def columns(self) -> Mapping[str, NDArray[np.generic]]:
         """What `set_column` set, by name, [num_tokens] or fewer, or [num_tokens, k]; the rest is 0."""
         return self._named or _NO_COLUMNS
+
+    @property
+    def num_weighted(self) -> int:
+        """Tokens with a weight in the column of cross-entropy."""
+        return self._num_weighted
 
     @property
     def num_tokens(self) -> int:

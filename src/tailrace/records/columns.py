@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+CROSS_ENTROPY = "cross_entropy"
+"""The column of weights that tokens have in the cross-entropy component, float32; 0: they do not bear it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnKind:
@@ -56,7 +59,10 @@ def as_column(name: str, values: object) -> NDArray[np.generic]:
             f"column {name!r} needs numbers, [num_tokens] or [num_tokens, k]; it was given {given.dtype} "
             f"{list(given.shape)}"
         )
-    column = np.ascontiguousarray(given, np.int32 if given.dtype.kind in "iu" else np.float32)
+    is_whole = given.dtype.kind in "iu" and name != CROSS_ENTROPY
+    column = np.ascontiguousarray(given, np.int32 if is_whole else np.float32)
+    if name == CROSS_ENTROPY and not (column.ndim == 1 and np.isfinite(column).all()):
+        raise ValueError(f"column {name!r} holds weights: one finite number for each token")
     if column.dtype == np.int32 and given.dtype.itemsize >= 4 and not np.array_equal(column, given):
         raise ValueError(f"column {name!r} has numbers that int32 cannot hold")
     return column

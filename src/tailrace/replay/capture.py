@@ -50,6 +50,8 @@ class _BranchRecord(msgspec.Struct, frozen=True):
     """Of its completions; what lies between is context."""
     mixed_spans: list[tuple[int, int]]
     payload_chunks: list[PayloadChunk]
+    columns: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    """Those with names of their own: type, shape and content."""
 
 
 class _RolloutRecord(msgspec.Struct, frozen=True):
@@ -195,6 +197,7 @@ def _rollout_record(rollout: Rollout) -> _RolloutRecord:
                 list(branch.completion_spans),
                 list(branch.mixed_spans),
                 [chunk for chunk in branch.payload_chunks if chunk.ref is not None],
+                {name: (column.dtype.str, column.shape, column.tobytes()) for name, column in branch.columns.items()},
             )
             for branch in rollout.branches
         ],
@@ -270,4 +273,6 @@ def _branches(records: list[_BranchRecord], columns: Mapping[str, NDArray[Any]])
             branch.extend_completion(completion)
             position, chunks = last, ()
         branch.extend_context(own["token_ids"][position:])
+        for name, (dtype, shape, content) in record.columns.items():
+            branch.set_column(name, np.frombuffer(content, dtype).reshape(shape))
         yield branch

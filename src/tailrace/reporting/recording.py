@@ -195,6 +195,8 @@ class RunRecorder(MetricsAccumulator):
         ):
             self.add(name, value)
         self.add("staleness/mean", batch.staleness_mean, weight=batch.loss_tokens)
+        if batch.cross_entropy_tokens:
+            self.add("batch/cross_entropy_tokens", batch.cross_entropy_tokens)
 
     @override
     def flush(self) -> dict[str, float]:

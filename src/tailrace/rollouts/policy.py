@@ -17,8 +17,9 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-from tailrace.errors import BudgetExceeded, RolloutError
+from tailrace.errors import BudgetExceeded, RolloutError, SettingsError
 from tailrace.records import (
+    CROSS_ENTROPY,
     Branch,
     Completion,
     FinishReason,
@@ -62,14 +63,19 @@ class RolloutPolicy:
         max_model_tokens: int | None = None,
         system_prompt: str | None = None,
         records_experts: bool = False,
+        takes_demonstrations: bool | None = True,
     ) -> None:
-        """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn."""
+        """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn.
+
+        Demonstrations are refused where it `takes_demonstrations` not, and dropped where that is None.
+        """
         self._rollout = rollout
         self._renderer = renderer
         self._generate = generate
         self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
         self._max_model_tokens = max_model_tokens
         self._system_prompt, self._records_experts = system_prompt, records_experts
+        self._takes_demonstrations = takes_demonstrations
         self._conversations: list[BranchConversation] = []
         self._closed = False
         self._turns: set[asyncio.Task[object]] = set()
@@ -114,6 +120,26 @@ class RolloutPolicy:
         completion = await self._sample(conversation, limit, task, listener)
         with phase("parse"):
             return self._record(conversation, completion, listener)
+
+    def demonstrate(self, messages: list[Message], *, tools: list[ToolSpec] | None = None, weight: float = 1.0) -> None:
+        """Add a branch that nobody sampled: see `Policy.demonstrate`."""
+        if self._takes_demonstrations is None:
+            return
+        if not self._takes_demonstrations:
+            raise SettingsError(
+                f"environment {self._rollout.task.environment!r} demonstrates replies, and nothing would learn from "
+                "them: write trainer.loss.cross_entropy = { coefficient = 1.0 }"
+            )
+        with phase("render"):
+            prompt, reply = self._renderer.demonstrate(self._with_system_prompt(as_text(messages)), tools)
+        count, context = len(prompt) + len(reply), self._max_model_tokens
+        if context is not None and count > context:
+            raise ValueError(f"a demonstration of {count} tokens is longer than the model's context of {context}")
+        branch = Branch(temperature=1.0)
+        branch.extend_context(prompt)
+        branch.extend_context(reply)
+        branch.set_column(CROSS_ENTROPY, np.full(len(reply), weight, np.float32), start=len(prompt))
+        self._rollout.branches.append(branch)
 
     def set_column(self, reply: Reply, name: str, values: object) -> None:
         """Give the tokens of a reply more for a loss to read: see `Policy.set_column`."""

@@ -45,14 +45,19 @@ class Rollouter:
         max_model_tokens: int | None = None,
         max_steps: int = 0,
         records_experts: bool = False,
+        takes_demonstrations: bool = True,
         worker_log: Path | None = None,
     ) -> None:
-        """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told."""
+        """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told.
+
+        Agents may demonstrate where it `takes_demonstrations`; those of evaluations are left out.
+        """
         self._settings = settings
         self._environments = environments
         self._renderer = renderer
         self._generate = generate
         self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
+        self._takes_demonstrations = takes_demonstrations
         self._attempts = Attempts()
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
@@ -154,7 +159,7 @@ class Rollouter:
                 self._on_lost(rollout)
             if self._on_ended is not None:
                 self._on_ended(rollout_id)
-        rollout.branches = [branch for branch in rollout.branches if branch.num_completion_tokens]
+        rollout.branches = [one for one in rollout.branches if one.num_completion_tokens or one.num_weighted]
         rollout.ended_s = clock()
         return rollout
 
@@ -245,6 +250,7 @@ class Rollouter:
             max_model_tokens=self._max_model_tokens,
             system_prompt=self._settings.system_prompt,
             records_experts=self._records_experts,
+            takes_demonstrations=None if self._evaluation_seed is not None else self._takes_demonstrations,
         )
 
     def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:

@@ -132,5 +132,6 @@ def make_rollouter(
         max_model_tokens=settings.max_model_tokens,
         max_steps=settings.max_steps or 0,
         records_experts=settings.generator.return_routed_experts,
+        takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
         worker_log=log_folder / "workers.log" if log_folder else None,
     )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tailrace.batching import ZERO_SPREAD, compute_advantages, filter_reason
+from tailrace.batching import ZERO_SPREAD, compute_advantages, demonstrates, filter_reason
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Float32Array, Group, GroupId, Outcome, Rollout, RolloutId, Task
 from tailrace.scheduling.backoff import Backoff, Part
@@ -218,7 +218,11 @@ class GroupPlayer:
             self._accounts.end(group.unreleased, Outcome.filtered(GROUP_TOO_SMALL))
             return
         self._release(group, group.release.close())
-        reason = ZERO_SPREAD if group.release.waiting and self._settings.filter_zero_spread else None
+        waiting = [group.finished[number].rollout for number in group.release.waiting]
+        teaches_nothing = self._settings.filter_zero_spread and not any(
+            rollout is not None and demonstrates(rollout) for rollout in waiting
+        )
+        reason = ZERO_SPREAD if waiting and teaches_nothing else None
         group.failure = ""
         self._untrainable.scored()
         if reason is not None:

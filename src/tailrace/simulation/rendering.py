@@ -38,6 +38,12 @@ class ModelledRenderer(Renderer):
         return self.render(new_messages)
 
     @override
+    def demonstrate(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None
+    ) -> tuple[Int32Array, Int32Array]:
+        return self.render(messages[:-1]), self._message
+
+    @override
     def parse(self, completion: Completion, **_: Any) -> ParsedReply:
         return _EMPTY
 

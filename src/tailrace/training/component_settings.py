@@ -7,6 +7,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class CrossEntropySettings(BaseModel):
+    """Cross-entropy of demonstrations, added to any loss."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    coefficient: float = Field(default=1.0, gt=0, description="What it is multiplied by, beside the loss of rewards.")
+
+
 class ReferenceKlSettings(BaseModel):
     """A divergence from a frozen model, added to any loss; it costs one more forward pass."""
 

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tailrace.records import Batch, BatchRow, BatchSummary, ExpertArray, OpenPayload
+from tailrace.records import Batch, BatchRow, BatchSummary, BoolArray, ExpertArray, OpenPayload
 from tailrace.training.head import LossOutput
 from tailrace.training.loss_sums import LossSums
-from tailrace.training.losses import Component, Divisor, Loss, LossTokens, add_up
+from tailrace.training.losses import Component, Divisor, Loss, add_up
 from tailrace.training.losses.reference_kl import REFERENCE_LOGPROBS
 from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.no_loss import NO_LOSS, empty_row
@@ -93,7 +94,7 @@ class GradientPasses:
         """Those with tokens that bear loss; each sample is a row where the model does not pack."""
         edges = batch.row_offsets.tolist() if self._policy.packs else range(len(batch.sample_offsets))
         rows = (batch.samples(first, last) for first, last in itertools.pairwise(edges))
-        return [row for row in rows if row.loss_mask.any()]
+        return [row for row in rows if row.loss_mask.any() or any(map(np.any, self._borne_by_components(row)))]
 
     def teaches(self, batch: BatchSummary, kept: int) -> bool:
         """Whether anything of a batch bears a gradient, of whose tokens the loss kept so many."""
@@ -133,15 +134,16 @@ class GradientPasses:
             for row in itertools.islice(itertools.chain(rows, itertools.repeat(None)), rounds):
                 micro_batch = self._micro_batch_of(row, version)
                 with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
-                    output = self._policy(micro_batch, NO_LOSS if row is None else self._loss)
-                kept += int(output.kept.sum())  # none of an empty row
+                    output = self._policy(micro_batch, NO_LOSS)
+                kept += int(self._of_rewards(output, micro_batch).kept.sum())  # none of an empty row
         return sum(self._ranks.gather(kept))
 
     def _add_row(self, row: BatchRow, version: int, sums: LossSums) -> LossOutput:
         micro_batch, output = self.pass_over(row, version)
         if self._components:
-            output = self._of_rewards(output, micro_batch.tokens)
-        sums.add(output, micro_batch)
+            sums.add_components(output, micro_batch)
+            output = self._of_rewards(output, micro_batch)
+        sums.add(output, micro_batch.of_rewards())
         if self._export is not None:
             self._export.add(row, output)
         return output
@@ -153,16 +155,33 @@ class GradientPasses:
         return micro_batch.with_column(REFERENCE_LOGPROBS, self._reference.logprobs(micro_batch))
 
     @torch.no_grad()
-    def _of_rewards(self, output: LossOutput, tokens: LossTokens) -> LossOutput:
-        """What the loss alone says of the tokens, without components."""
-        losses, kept = self._loss(output.logprobs, output.entropy, tokens)
+    def _of_rewards(self, output: LossOutput, micro_batch: MicroBatch) -> LossOutput:
+        """What the loss alone says of its tokens, without components and what they alone bear."""
+        tokens = micro_batch.tokens
+        if (places := tokens.reward_places) is not None:
+            output = LossOutput(output.total, *(column[places] for column in output[1:]))
+        if not len(output.logprobs):
+            return output
+        losses, kept = self._loss(output.logprobs, output.entropy, tokens.of_rewards())
         return output._replace(losses=losses.where(kept, 0.0), kept=kept)
+
+    def _borne_by_components(self, row: BatchRow) -> list[BoolArray]:
+        """[num_tokens of the row]: tokens that bear components, whether or not they bear the loss of rewards."""
+        return [borne for component in self._components if (borne := component.bears(row)) is not None]
 
     def _micro_batch_of(self, row: BatchRow | None, version: int) -> MicroBatch:
         """Of a row, or of an empty one."""
         experts = None if row is None else self._read_experts(row)
-        padded = self._policy.pads_segments
-        return MicroBatch.of(row or empty_row(), version, self._policy.device, experts, padded=padded)
+        row = row or empty_row()
+        borne = self._borne_by_components(row)
+        return MicroBatch.of(
+            row,
+            version,
+            self._policy.device,
+            experts,
+            padded=self._policy.pads_segments,
+            others=np.logical_or.reduce(borne) if borne else None,
+        )
 
     def _read_experts(self, row: BatchRow) -> ExpertArray | None:
         """What generation recorded for a row, in memory that the next row reuses."""

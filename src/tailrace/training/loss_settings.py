@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from tailrace.training.component_settings import ReferenceKlSettings
+from tailrace.training.component_settings import CrossEntropySettings, ReferenceKlSettings
 from tailrace.training.mask_settings import MaskSettings, told_name
 
 DEFAULT_LOSS = "clipped_ratio"
@@ -59,6 +59,10 @@ class CommonLossSettings(BaseModel):
     )
     reference_kl: ReferenceKlSettings | None = Field(
         default=None, description="A divergence from a frozen model that is added; unset: none, and no such model."
+    )
+    cross_entropy: CrossEntropySettings | None = Field(
+        default=None,
+        description="Cross-entropy of what agents demonstrate, which is added; unset: they may demonstrate nothing.",
     )
 
     @model_validator(mode="after")
@@ -215,6 +219,14 @@ class SapoSettings(CommonLossSettings):
     )
 
 
+class CrossEntropyLossSettings(CommonLossSettings):
+    """Cross-entropy of what was better than its group: rejection-sampling fine-tuning."""
+
+    denominator: ClassVar = Denominator.KEPT_TOKENS
+
+    name: Literal["cross_entropy"] = Field(default="cross_entropy", description="Which loss.")
+
+
 class OwnLossSettings(CommonLossSettings):
     """A function, class or object of your own, in a module that the trainer's process can import."""
 
@@ -257,6 +269,7 @@ LossSettings: TypeAlias = Annotated[
     | Annotated[DppoSettings, Tag("dppo")]
     | Annotated[GspoSettings, Tag("gspo")]
     | Annotated[SapoSettings, Tag("sapo")]
+    | Annotated[CrossEntropyLossSettings, Tag("cross_entropy")]
     | Annotated[OwnLossSettings, Tag(OWN)],
     Discriminator(_loss),
 ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tailrace.records import BatchSummary
+from tailrace.training.component_sums import ComponentSums
 from tailrace.training.head import LossOutput
 from tailrace.training.losses import Component, Divisor, Loss, MeasuredLoss, WeightedLoss
 from tailrace.training.micro_batch import MicroBatch
@@ -29,7 +31,6 @@ OF_ENVIRONMENTS = frozenset(
         "effective_sample_share",
         "ratio_mean",
         "logprob_difference",
-        "reference_kl",
     }
 )
 """What is told of each environment by itself, too."""
@@ -46,7 +47,7 @@ class LossSums:
         components: Sequence[Component] = (),
     ) -> None:
         """`environments` are the batch's, on all ranks alike; where none is told, figures are of the whole alone."""
-        self._components = tuple(components)
+        self._added = ComponentSums(components, environments)
         self._measured = loss if isinstance(loss, MeasuredLoss) else None
         self._weighted = loss if isinstance(loss, WeightedLoss) else None
         self._divisor = divisor
@@ -56,12 +57,14 @@ class LossSums:
         self._ratio_max: Tensor | None = None
 
     def add(self, output: LossOutput, micro_batch: MicroBatch) -> None:
-        """Add one micro-batch. `output` has the losses of rewards, without those of components.
+        """Add one micro-batch, of tokens that bear the loss of rewards; `output` is without components.
 
         The divergence from the generator is the k3 estimate of KL(μ ‖ π_θ): E_μ[r - 1 - log r]
         (Schulman 2020, "Approximating KL divergence").
         """
         tokens = micro_batch.tokens
+        if not len(tokens.targets):  # a row of demonstrations
+            return
         log_ratio = (output.logprobs - tokens.logprobs).clamp(max=MAX_LOG_RATIO)
         ratio, difference = log_ratio.exp(), log_ratio.abs()
         columns = {
@@ -80,10 +83,6 @@ class LossSums:
         if self._measured is not None:
             columns |= self._measured.token_metrics(output.logprobs, tokens)
         columns |= self._weight_columns(output, micro_batch)
-        for component in self._components:
-            losses, _, kept = component.with_derivative(output.logprobs, tokens)
-            columns[component.name] = losses.where(kept, 0.0)
-            columns |= component.token_metrics(output.logprobs, tokens)
         self._names, ratio_max = tuple(columns), ratio.max()
         if self._sums is None or self._ratio_max is None:
             shape = max(1, len(self._environments)), len(columns)
@@ -92,15 +91,20 @@ class LossSums:
         self._sums.index_add_(0, micro_batch.environments, values)
         self._ratio_max = torch.maximum(self._ratio_max, ratio_max)
 
+    def add_components(self, output: LossOutput, micro_batch: MicroBatch) -> None:
+        """Add what components say of all tokens of one micro-batch."""
+        self._added.add(output, micro_batch)
+
     def reduce(self, ranks: Ranks) -> None:
         """Make these the sums over all ranks, the same on each. Waits for the device, and for the other ranks."""
         if ranks.size == 1:
             return
-        own = None
+        own: list[Any] | None = None
         if self._sums is not None and self._ratio_max is not None:
             own = [self._names, self._sums.tolist(), float(self._ratio_max)]
-        parts = [part for part in ranks.gather(own) if part is not None]
-        if parts:
+        told: list[list[Any]] = ranks.gather([own, self._added.told()])
+        self._added.join([added for _, added in told])
+        if parts := [part for part, _ in told if part is not None]:
             names, sums, ratios = zip(*parts, strict=True)
             self._names = tuple(names[0])
             self._sums = torch.tensor(sums, dtype=torch.float64).sum(0)
@@ -121,6 +125,14 @@ class LossSums:
 
         Waits for the device. Nothing fresh, mixed or rejected: no metric of it.
         """
+        added, added_loss = self._added.read(batch)
+        metrics, kept = self._read_rewards(batch)
+        if added:
+            metrics["training/reward_loss"] = metrics["training/loss"]
+            metrics["training/loss"] += added_loss
+        return metrics | added, kept
+
+    def _read_rewards(self, batch: BatchSummary) -> tuple[dict[str, float], int]:
         if self._sums is None or self._ratio_max is None:
             return {"training/loss": 0.0}, batch.loss_tokens
         *totals, ratio_max = torch.cat([self._sums.flatten(), self._ratio_max[None].double()]).tolist()
@@ -131,10 +143,6 @@ class LossSums:
         kept = batch.loss_tokens - int(whole["rejected"])
         divisor = max(self._divisor.final(batch, kept), 1)
         metrics = _figures(whole) | {"training/loss": whole["loss"] / divisor, "training/ratio_max": ratio_max}
-        if self._components:
-            metrics["training/reward_loss"] = metrics["training/loss"]
-            added = sum(component.factor(batch) * whole[component.name] for component in self._components)
-            metrics["training/loss"] += added
         for environment, sums in zip(self._environments, each, strict=False):
             metrics |= _of_environment(environment, sums)
         return metrics, kept

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.errors import TrainingError
-from tailrace.records import BatchRow, ExpertArray
+from tailrace.records import BatchRow, BoolArray, ExpertArray
 from tailrace.training.attention import Segments
 from tailrace.training.losses import LossTokens
 from tailrace.training.losses.supports import TokenSupports
@@ -46,6 +46,7 @@ class MicroBatch:
         routed_experts: ExpertArray | None = None,  # [num_tokens, layers, top_k], for every token of the row
         *,
         padded: bool = True,
+        others: BoolArray | None = None,  # [num_tokens]: those that bear components, too
     ) -> MicroBatch:
         """Prepare a row for a trainer that holds policy `version`; to a GPU it goes in one copy.
 
@@ -55,7 +56,7 @@ class MicroBatch:
         its own support.
         """
         lengths = row.sample_lengths.tolist()
-        positions = _loss_positions(row)
+        positions = _loss_positions(row, row.loss_mask if others is None else row.loss_mask | others)
         # A GPU's variable-length kernel needs each segment's keys and values side by side. Sharing there would gather
         # them in every layer, and add up their gradients by atomics: not the same bits twice.
         on_cpu = torch.device(device).type == "cpu"
@@ -77,17 +78,32 @@ class MicroBatch:
         )
         return to_device(micro_batch, device)
 
+    def of_rewards(self) -> MicroBatch:
+        """The same with only the tokens that bear the loss of rewards."""
+        if (places := self.tokens.reward_places) is None:
+            return self
+        columns = (self.predictors, self.fresh, self.mixed, self.environments)
+        predictors, fresh, mixed, environments = (column[places] for column in columns)
+        return replace(
+            self,
+            predictors=predictors,
+            tokens=self.tokens.of_rewards(),
+            fresh=fresh,
+            mixed=mixed,
+            environments=environments,
+        )
+
     def with_column(self, name: str, column: Tensor) -> MicroBatch:
         """The same with one more column of its loss tokens, [num_loss_tokens] or [num_loss_tokens, k]."""
         return replace(self, tokens=replace(self.tokens, columns={**self.tokens.columns, name: column}))
 
 
-def _loss_positions(row: BatchRow) -> NDArray[np.int64]:
-    """[num_loss_tokens]: where in the row tokens bear loss."""
+def _loss_positions(row: BatchRow, bears_loss: BoolArray) -> NDArray[np.int64]:
+    """[num_loss_tokens]: where in the row tokens bear any loss."""
     starts = np.cumsum(row.sample_lengths) - row.sample_lengths
-    if row.loss_mask[starts].any():
+    if bears_loss[starts].any():
         raise TrainingError("a sample's first token bears loss, but nothing comes before it to predict it")
-    return np.flatnonzero(row.loss_mask)
+    return np.flatnonzero(bears_loss)
 
 
 def _environments(row: BatchRow) -> NDArray[np.int64]:
@@ -98,7 +114,11 @@ def _environments(row: BatchRow) -> NDArray[np.int64]:
 
 def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossTokens:
     """Copies, since selected by index: batches lie in shared memory that is recycled, and may be read-only."""
-    edges = np.searchsorted(positions, np.concatenate([[0], np.cumsum(row.sample_lengths)]))
+    ends = np.concatenate([[0], np.cumsum(row.sample_lengths)])
+    edges = np.searchsorted(positions, ends)
+    rewarded = row.loss_mask[positions]
+    places = None if rewarded.all() else np.flatnonzero(rewarded)
+    own_edges = edges if places is None else np.searchsorted(positions[places], ends)
     return LossTokens(
         targets=torch.from_numpy(row.token_ids[positions].astype(np.int64)),
         logprobs=torch.from_numpy(row.logprobs[positions]),
@@ -107,7 +127,10 @@ def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64]) -> LossToke
         policy_versions=torch.from_numpy(row.policy_versions[positions]),
         sample_offsets=torch.from_numpy(edges),
         columns={name: torch.from_numpy(column[positions]) for name, column in row.columns.items()},
-        whole_lengths=torch.from_numpy(np.diff(edges)),
+        whole_lengths=torch.from_numpy(np.diff(own_edges)),
+        rewarded=None if places is None else torch.from_numpy(rewarded),
+        reward_places=None if places is None else torch.from_numpy(places),
+        reward_offsets=None if places is None else torch.from_numpy(own_edges),
         supports=_select_supports(row, positions),
     )
 

@@ -133,7 +133,7 @@ class Trainer:
         self._ranks.agree(lambda: self._require_trainable(batch))
         started_s = time.perf_counter()
         self.step = batch.summary.step
-        if batch.summary.loss_tokens == 0:
+        if not self._passes.teaches(batch.summary, batch.summary.loss_tokens):
             return self._skip(NOTHING_TRAINABLE, {})
         with phase("gradients"):
             self._optimizer.zero_grad(set_to_none=True)

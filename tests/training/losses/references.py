@@ -92,6 +92,10 @@ def sapo(policy: float, generator: float, advantage: float) -> Judged:
     return Judged(-4 / temperature * gate * advantage, -slope * ratio * advantage)
 
 
+def cross_entropy(policy: float, generator: float, advantage: float) -> Judged:
+    return Judged(-policy, -1.0, kept=advantage > 0)
+
+
 POINTWISE: dict[str, Callable[[float, float, float], Judged]] = {
     "clipped_ratio": clipped_ratio,
     "dapo": dapo,
@@ -102,6 +106,7 @@ POINTWISE: dict[str, Callable[[float, float, float], Judged]] = {
     "ipo": ipo,
     "dppo": dppo,
     "sapo": sapo,
+    "cross_entropy": cross_entropy,
 }
 KEPT, PLANNED, BY_SEQUENCE, FIXED = "kept tokens", "planned tokens", "mean of each sequence", "sequences x length"
 DIVIDED_BY = {
@@ -109,6 +114,7 @@ DIVIDED_BY = {
     "dapo": KEPT,
     "cispo": KEPT,
     "aipo": KEPT,
+    "cross_entropy": KEPT,
     "ipo": PLANNED,
     "dppo": PLANNED,
     "grpo": BY_SEQUENCE,

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.training.component_settings import ReferenceKlSettings
+from tailrace.training.component_settings import CrossEntropySettings, ReferenceKlSettings
 from tailrace.training.losses import LOSSES, Divisor
+from tailrace.training.losses.demonstrations import CrossEntropy
 from tailrace.training.losses.masks import MASKS
 from tailrace.training.losses.reference_kl import ReferenceKl
 from tests.training.losses.support import BUILT_IN, settings_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")
-COMPONENTS = {ReferenceKlSettings: ReferenceKl}
+COMPONENTS = {ReferenceKlSettings: ReferenceKl, CrossEntropySettings: CrossEntropy}
 MADE_BY = {**LOSSES, **MASKS}
 
 
@@ -48,7 +49,7 @@ def test_the_page_says_what_each_divides_by(name: str) -> None:
 
 @pytest.mark.parametrize("settings", COMPONENTS)
 def test_the_page_knows_every_setting_of_a_component(settings: type) -> None:
-    section = PAGE.partition(f"`{COMPONENTS[settings].name}`")[2]
+    section = PAGE.partition("## Components")[2].partition(f"`{COMPONENTS[settings].name}` ")[2]
     for name in settings.model_fields:
         assert f"`{name}" in section, name
 
@@ -57,5 +58,5 @@ def test_the_page_knows_every_setting_of_a_component(settings: type) -> None:
 def test_the_page_knows_every_setting(settings: type) -> None:
     fields = settings.model_fields
     section = PAGE.partition(f"`{fields['name'].default}`")[2]
-    for name in fields.keys() - {"name", "masks", "entropy", "reference_kl"}:
+    for name in fields.keys() - {"name", "masks", "entropy", "reference_kl", "cross_entropy"}:
         assert f"`{name}" in section, name

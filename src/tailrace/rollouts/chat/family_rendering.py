@@ -49,6 +49,13 @@ class FamilyRendering:
             return None
         return token_ids[before:]
 
+    def reply(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None, prompt_ids: list[int]
+    ) -> list[int] | None:
+        """Tokens of the last message, and of what follows it; None where they do not follow the prompt's."""
+        whole = list(self._renderer.render_ids(list(messages), tools=tools, add_generation_prompt=False))
+        return whole[len(prompt_ids) :] if whole[: len(prompt_ids)] == prompt_ids else None
+
     def parse(
         self, token_ids: list[int], *, prompt_ids: list[int], tools: Sequence[Mapping[str, Json]] | None
     ) -> ParsedReply:

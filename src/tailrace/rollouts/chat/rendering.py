@@ -54,6 +54,16 @@ class Renderer(Protocol):
         `history`. None where the extension cannot be proved; then render the whole conversation as a new branch.
         """
 
+    def demonstrate(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None
+    ) -> tuple[Int32Array, Int32Array]:
+        """A conversation that ends with a reply, as if that had been sampled: the tokens of the prompt, and of the
+        reply, up to and with the one that ends it.
+
+        Raises `EnvironmentFailed` where the last message is no reply, or the model's template shows it otherwise than
+        it asks for one.
+        """
+
     def parse(
         self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
     ) -> ParsedReply:
@@ -107,6 +117,29 @@ class ChatRenderer(Renderer):
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
         plain = _plain(messages) if self._remembers and not tools else None
         return self._render(messages, tools) if plain is None else self._remembered(plain)
+
+    @override
+    def demonstrate(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None
+    ) -> tuple[Int32Array, Int32Array]:
+        from jinja2 import TemplateError
+
+        if not messages or messages[-1]["role"] != "assistant":
+            raise EnvironmentFailed("a demonstration ends with the assistant's message, which is what is demonstrated")
+        prompt = self.render(messages[:-1], tools)
+        try:
+            following = (self._family or self._template).reply(messages, _envelopes(tools), prompt.tolist())
+        except (TemplateError, ValueError, KeyError, TypeError) as error:
+            raise EnvironmentFailed(
+                f"the chat template of {self.tokenizer.name_or_path} refuses this demonstration: {error}"
+            ) from error
+        ends = [place for place, token in enumerate(following or ()) if token in self.stop_token_ids]
+        if following is None or not ends:
+            raise EnvironmentFailed(
+                f"the chat template of {self.tokenizer.name_or_path} shows this reply otherwise than as what follows "
+                "its prompt and ends with a stop token: it cannot be demonstrated"
+            )
+        return prompt, as_token_ids(following[: ends[-1] + 1])
 
     def _render_plain(self, messages: tuple[tuple[str, str], ...]) -> Int32Array:
         """The rollouts of a group begin alike: what one of them rendered, the others need not."""

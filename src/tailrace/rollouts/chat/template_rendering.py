@@ -64,6 +64,18 @@ class TemplateRendering:
         closes = bool(added) and added[0] in self.stop_token_ids
         return added[1:] if reply_is_closed and closes else added
 
+    def reply(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None, prompt_ids: list[int]
+    ) -> list[int] | None:
+        """Tokens of the last message, and of what the template puts after it; None where they do not follow the prompt.
+
+        The prompt's text decides: it is not tokenized together with the reply, as it is not where one is sampled.
+        """
+        del prompt_ids
+        prompt = self._text(messages[:-1], tools)
+        whole = self._tokenizer.template.render(messages, tools=tools, add_generation_prompt=False)
+        return self._encode(whole[len(prompt) :]) if whole.startswith(prompt) else None
+
     def _encode(self, text: str) -> list[int]:
         """Token ids, cached: the rollouts of a group begin alike and often continue alike."""
         if len(text) > _REMEMBERED_CHARACTERS:

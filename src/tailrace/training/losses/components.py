@@ -2,7 +2,8 @@ r"""What is added to the loss of rewards, each with a divisor of its own.
 
     L = Σ_t ℓ_t / D  +  Σ_c κ_c Σ_t ℓ^c_t / D_c
 
-ℓ is the loss that settings name, 0 where it or a mask rejects the token, D its `Divisor`; κ_c, ℓ^c and D_c are the
+ℓ is the loss that settings name, 0 where it or a mask rejects the token, and where the token bears none, D its
+`Divisor`; κ_c, ℓ^c and D_c are the
 coefficient, the loss and the planned tokens of component c. Every D is of the whole batch, over all rows and ranks. A
 token that ℓ rejects still counts in components.
 """
@@ -10,7 +11,7 @@ token that ℓ rejects still counts in components.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.records import BatchSummary
+from tailrace.records import BatchRow, BatchSummary, BoolArray
 from tailrace.training.losses.protocol import Loss, LossTokens, PointwiseLoss
 
 
@@ -37,8 +38,13 @@ class Component(PointwiseLoss):
         """D: how many tokens of the whole batch bear it."""
 
     @abstractmethod
-    def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
-        """As of a `MeasuredLoss`."""
+    def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        """[num_loss_tokens], of which `training/<name>` is the mean over the tokens that it keeps. Without gradient."""
+
+    def bears(self, row: BatchRow) -> BoolArray | None:
+        """[num_tokens of the row]: which tokens bear it, where others may than those that bear the loss of rewards."""
+        del row
+        return None
 
     def factor(self, batch: BatchSummary) -> float:
         """κ / D; 0 where no token bears it."""
@@ -61,12 +67,22 @@ class _Sum:
     components: tuple[tuple[Component, float], ...]
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
-        losses, kept = self.loss(logprobs, entropy, tokens)
-        total = losses.where(kept, 0.0) / self.divisor
+        total = self._of_rewards(logprobs, entropy, tokens) / self.divisor
         for component, factor in self.components:
             losses, kept = component(logprobs, entropy, tokens)
             total = total + losses.where(kept, 0.0) * factor
         return total, torch.ones_like(total, dtype=torch.bool)
+
+    def _of_rewards(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> Tensor:
+        """[num_loss_tokens]; the loss sees only tokens that bear it."""
+        if (places := tokens.reward_places) is None:
+            losses, kept = self.loss(logprobs, entropy, tokens)
+            return losses.where(kept, 0.0)
+        total = torch.zeros_like(logprobs)
+        if not len(places):
+            return total
+        losses, kept = self.loss(logprobs[places], entropy[places], tokens.of_rewards())
+        return total.index_put((places,), losses.where(kept, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +94,7 @@ class _PointwiseSum(PointwiseLoss):
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
         losses, derivatives, kept = self.loss.with_derivative(logprobs, tokens)
+        kept = kept if tokens.rewarded is None else kept & tokens.rewarded
         total, slope = losses.where(kept, 0.0) / self.divisor, derivatives.where(kept, 0.0) / self.divisor
         for component, factor in self.components:
             losses, derivatives, kept = component.with_derivative(logprobs, tokens)

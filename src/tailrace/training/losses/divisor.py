@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tailrace.records import BatchSummary
-from tailrace.training.loss_settings import Denominator, DrGrpoSettings, LossSettings, OwnLossSettings
+from tailrace.training.loss_settings import (
+    CrossEntropyLossSettings,
+    Denominator,
+    DrGrpoSettings,
+    LossSettings,
+    OwnLossSettings,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class Divisor:
     def of_loss(cls, settings: LossSettings) -> Divisor:
         """That of the loss."""
         denominator = Denominator(settings.denominator)
-        may_reject = bool(settings.masks) or isinstance(settings, OwnLossSettings)
+        may_reject = bool(settings.masks) or isinstance(settings, OwnLossSettings | CrossEntropyLossSettings)
         return cls(
             denominator,
             settings.length if isinstance(settings, DrGrpoSettings) else 1,
@@ -45,6 +51,6 @@ class Divisor:
             case Denominator.KEPT_TOKENS:
                 return kept_tokens
             case Denominator.SEQUENCES:
-                return batch.num_samples
+                return batch.num_sequences
             case Denominator.SEQUENCES_TIMES_LENGTH:
-                return batch.num_samples * self.length
+                return batch.num_sequences * self.length

@@ -33,8 +33,14 @@ class LossTokens:
     """More about the tokens by name, float32 or int32, [num_loss_tokens] or [num_loss_tokens, k]: what scoring or an
     agent set, and what the trainer adds; 0 where nothing was set."""
     whole_lengths: Tensor | None = None
-    """[num_samples], int64: tokens of each whole sample, where some of them may be cut off here; None: none are."""
-
+    """[num_samples], int64: tokens of each whole sample that bear the loss of rewards, where some may be cut off here,
+    or others are here; None: none are."""
+    rewarded: Tensor | None = None
+    """[num_loss_tokens], bool: which bear the loss of rewards, the others only components; None: all do."""
+    reward_places: Tensor | None = None
+    """[num_rewarded], int64: where those are; None where all are, and in a part."""
+    reward_offsets: Tensor | None = None
+    """[num_samples + 1], int64: the `sample_offsets` of those alone."""
     supports: TokenSupports | None = None
     """What top-p and top-k left for each token; log-probabilities and entropies are over it. None: the vocabulary."""
 
@@ -54,7 +60,23 @@ class LossTokens:
             (self.sample_offsets - where.start).clamp(0, where.stop - where.start),
             {name: column[where] for name, column in self.columns.items()},
             self.sample_lengths,
-            self.supports and self.supports.part(where),
+            None if self.rewarded is None else self.rewarded[where],
+            supports=self.supports and self.supports.part(where),
+        )
+
+    def of_rewards(self) -> LossTokens:
+        """The tokens that bear the loss of rewards, where others do not, without their supports. Not of a part."""
+        if (places := self.reward_places) is None or self.reward_offsets is None:
+            return self
+        return LossTokens(
+            self.targets[places],
+            self.logprobs[places],
+            self.advantages[places],
+            self.temperatures[places],
+            self.policy_versions[places],
+            self.reward_offsets,
+            {name: column[places] for name, column in self.columns.items()},
+            self.whole_lengths,
         )
 
     def sum_by_sample(self, values: Tensor) -> Tensor:

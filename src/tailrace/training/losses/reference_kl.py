@@ -24,7 +24,6 @@ a mask or the loss rejects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,7 +43,7 @@ REFERENCE_LOGPROBS = "reference_logprobs"
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKl(Component):
-    """One of the estimators of each token; it keeps all."""
+    """One of the estimators of each token; it keeps all that bear a loss of rewards."""
 
     name: ClassVar = "reference_kl"
     settings: ReferenceKlSettings
@@ -74,13 +73,14 @@ class ReferenceKl(Component):
                 ratio = ratios(logprobs, tokens)
                 derivative = -weighted_logprobs(ratio, difference)
                 loss = ratio * excess(difference) + derivative
-        return loss, derivative, torch.ones_like(logprobs, dtype=torch.bool)
+        kept = torch.ones_like(logprobs, dtype=torch.bool) if tokens.rewarded is None else tokens.rewarded
+        return loss, derivative, kept
 
     @override
-    def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
+    def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
         """The divergence by k3, whatever trains: one figure for all runs."""
         difference = _difference(logprobs, tokens)
-        return {"training/reference_kl": excess(difference) - difference}
+        return excess(difference) - difference
 
 
 def _difference(logprobs: Tensor, tokens: LossTokens) -> Tensor:

@@ -16,7 +16,9 @@ from tailrace.training.losses.cispo import Cispo
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.composition import compose
+from tailrace.training.losses.cross_entropy import SelectedCrossEntropy
 from tailrace.training.losses.dapo import Dapo
+from tailrace.training.losses.demonstrations import CrossEntropy
 from tailrace.training.losses.dppo import Dppo
 from tailrace.training.losses.dr_grpo import DrGrpo
 from tailrace.training.losses.grpo import Grpo
@@ -39,6 +41,7 @@ LOSSES: Mapping[type[settings_of.CommonLossSettings], Callable[..., Loss]] = {
     settings_of.DppoSettings: Dppo,
     settings_of.GspoSettings: Gspo,
     settings_of.SapoSettings: Sapo,
+    settings_of.CrossEntropyLossSettings: SelectedCrossEntropy,
 }
 """By the class of their settings, from which each is made."""
 
@@ -53,7 +56,12 @@ def load_loss(settings: LossSettings) -> Loss:
 
 def load_components(settings: LossSettings) -> tuple[Component, ...]:
     """What `settings` add to the loss of rewards."""
-    return () if settings.reference_kl is None else (ReferenceKl(settings.reference_kl),)
+    components = list[Component]()
+    if settings.reference_kl is not None:
+        components.append(ReferenceKl(settings.reference_kl))
+    if settings.cross_entropy is not None:
+        components.append(CrossEntropy(settings.cross_entropy))
+    return tuple(components)
 
 
 def _own_loss(settings: OwnLossSettings) -> Loss:
