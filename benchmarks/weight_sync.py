@@ -11,6 +11,10 @@ ones, `publish_s` that of one `publish`. The first is held against one copy of t
 (`memcpy_s`, nothing else running), the second against one plain write of the same bytes into a file of shared memory
 that was written before (`shm_write_s`, taken in turns with `publish`). Medians of all rounds but the first two, in
 which the store's files are new.
+
+The `delta` cases are about weights on their way to another host: float32 weights of the same shape take a step of
+random numbers of deviation 1e-6, and what changed of what is published is coded and applied. `pays_below_gbit_per_s`
+is the connection that carries what was saved in the time that this took: on any slower one a delta comes sooner.
 """
 
 from __future__ import annotations
@@ -45,8 +49,10 @@ from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import Completion, GenerationRequest, SamplingParams
+from tailrace.transport.weights.deltas import apply_delta, digest_of, encode_delta
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
+LEARNING_RATE = 1e-6
 TARGET_STALL_RATIO = 3.0
 TARGET_PUBLISH_RATIO = 1.5
 WARM_UP_ROUNDS = 2
@@ -89,6 +95,22 @@ class Row:
     target_publish_ratio: float
     target_stall_ratio: float
     met: bool
+
+
+@dataclass(frozen=True)
+class DeltaRow:
+    """The figures of one precision that weights are published in."""
+
+    case: str
+    bytes: int
+    changed_share: float
+    """Of the bytes."""
+    sent_share: float
+    encode_s: float
+    apply_s: float
+    digest_s: float
+    memcpy_s: float
+    pays_below_gbit_per_s: float
 
 
 def cases(quick: bool) -> list[Case]:
@@ -193,6 +215,55 @@ def memcpy_s(size: int) -> float:
     return statistics.median(times[2:])
 
 
+def delta_row(name: str, precision: torch.dtype, layers: int) -> DeltaRow:
+    """One process, since coding and applying never run at the same time."""
+    model, generator = make_smollm2(layers), torch.Generator().manual_seed(0)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def published() -> dict[str, torch.Tensor]:
+        """As a trainer does: with bfloat16, vectors, embeddings and head stay float32."""
+        keeps = {name for name, weight in weights.items() if weight.ndim == 1 or "embed" in name or "head" in name}
+        return {name: weight if name in keeps else weight.to(precision) for name, weight in weights.items()}
+
+    figures = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        store = SharedMemoryModelStateDictStore(Path(folder))
+        refs = [store.publish(published(), 0)]
+        for version in range(1, 5):
+            for weight in weights.values():
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=LEARNING_RATE)
+            refs.append(store.publish(published(), version))
+            with store.lend_file(refs[-2]) as (_, first), store.lend_file(refs[-1]) as (_, second):
+                held = bytearray(first)
+                began_s = time.perf_counter()
+                delta = encode_delta(first, second)
+                encoded_s = time.perf_counter()
+                assert delta is not None
+                with memoryview(held) as content:
+                    apply_delta(content, memoryview(delta.content))
+                    applied_s = time.perf_counter()
+                    assert digest_of(content) == digest_of(second)
+                digest_s = (time.perf_counter() - applied_s) / 2
+                size, sent = len(second), len(delta.content)
+                changed = delta.changed_bytes
+            figures.append((encoded_s - began_s, applied_s - encoded_s, digest_s, sent, changed))
+        store.close()
+    encode_s, apply_s, digest_s, sent, changed = (
+        statistics.median(column) for column in zip(*figures[1:], strict=True)
+    )
+    return DeltaRow(
+        case=name,
+        bytes=size,
+        changed_share=changed / size,
+        sent_share=sent / size,
+        encode_s=encode_s,
+        apply_s=apply_s,
+        digest_s=digest_s,
+        memcpy_s=memcpy_s(size),
+        pays_below_gbit_per_s=8e-9 * (size - sent) / (encode_s + apply_s),
+    )
+
+
 async def run_case(case: Case) -> Row:
     folder = tempfile.mkdtemp(prefix="tailrace-weight-sync-", dir="/dev/shm")
     here, there = multiprocessing.get_context("spawn").Pipe()
@@ -283,8 +354,13 @@ def main() -> None:
     options = kit.parse_options(__doc__)
     torch.set_num_threads(1)
     available = {case.name: case for case in cases(options.quick)}
-    rows = []
-    for name in options.choose(list(available)):
+    precisions = {"delta-bfloat16": torch.bfloat16, "delta-float32": torch.float32}
+    rows: list[Row | DeltaRow] = []
+    for name in options.choose([*available, *precisions]):
+        if name in precisions:
+            rows.append(delta_row(name, precisions[name], layers=10 if options.quick else 30))
+            kit.progress(f"{name}: {rows[-1].sent_share:.1%} of the bytes")
+            continue
         rows.append(asyncio.run(run_case(available[name])))
         kit.progress(f"{name}: stall {rows[-1].stall_ratio:.2f} copies, publish {rows[-1].publish_ratio:.2f} writes")
     kit.report("New weights while generation runs", rows, options)

@@ -124,6 +124,7 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         (["--rollouts.top_k", "20", "--generator.engine", "vllm"], "^.*rollouts.top_k restricts"),
         (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
         (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),
+        (["--transport.weights", "whole"], "leave it out, or set generator.connect"),
     ],
 )
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:

@@ -20,6 +20,7 @@ from tailrace.generation.settings import GeneratorSettings
 from tailrace.records import Completion, GenerationRequest, SamplingParams
 from tailrace.reporting.summary import read_summary
 from tailrace.run.ranks import Rank, torchrun_rank
+from tailrace.transport.weights.lending import ModelStateDictLender
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 from tests.generation.engine_kinds import contract_model, require_vllm_installed
 from tests.generation.engine_support import greedy_reference
@@ -53,7 +54,9 @@ async def client_of(
 ) -> AsyncIterator[tuple[GeneratorClient, SharedMemoryModelStateDictStore]]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         store = SharedMemoryModelStateDictStore(Path(folder))
-        client = GeneratorClient(await asyncio.to_thread(address_of, process), lend_file=store.lend_file)
+        client = GeneratorClient(
+            await asyncio.to_thread(address_of, process), lend=ModelStateDictLender(Path(folder)).lend
+        )
         await client.hello("run")
         yield client, store
         await client.leave()

@@ -119,3 +119,18 @@ def test_a_run_tells_that_nobody_answers(tmp_path: Path) -> None:
     with command(tmp_path, "--max_steps", "1", "--generator.connect", address) as run:
         status, printed = run.wait()
     assert (status, f"generator.connect: no generator answers at {address}" in printed) == (2, True), printed
+
+
+def test_generators_of_other_hosts_are_sent_what_changed(tmp_path: Path) -> None:
+    rounded, slowly = ("--model.dtype", "bfloat16"), ("--trainer.learning_rate", "1e-7")
+    with serving("--address", "tcp://127.0.0.1:0", *rounded) as process:
+        connect = ("--generator.connect", address_of(process))
+        with command(tmp_path, *STEPS_WITH_NEWEST_WEIGHTS, *connect, *rounded, *slowly) as run:
+            status, printed = run.wait()
+            assert (status, run.leftovers()) == (0, []), printed
+    told = [record for record in records(run.folder / "metrics.jsonl") if "weights/sent_bytes" in record]
+    assert told
+    for record in told:  # all weights were sent before the first rollout
+        assert record["weights/whole_sends"] == 0
+        assert 0 < record["weights/changed_share"] < 0.4
+        assert 0 < record["weights/sent_share"] < 0.4

@@ -48,6 +48,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _router_replay,
         _supports,
         _batches,
+        _weights,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
@@ -246,6 +247,16 @@ def _batches(settings: RunSettings) -> Iterator[Contradiction]:
             f"transport.batches = {batches!r} does not go with placement = {placement!r}: batches stay in memory where"
             " all is one process, and only there; leave it out, or choose the other placement",
             *("transport.batches", "placement"),
+        )
+
+
+def _weights(settings: RunSettings) -> Iterator[Contradiction]:
+    chosen = settings.transport.weights
+    if chosen is not None and not settings.generator.connect:
+        yield Contradiction(
+            f"transport.weights = {chosen!r} is about weights that are sent to generators of other hosts, and there are"
+            " none: generators of this run read them in shared memory; leave it out, or set generator.connect",
+            *("transport.weights", "generator.connect"),
         )
 
 

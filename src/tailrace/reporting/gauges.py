@@ -15,6 +15,7 @@ from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
+from tailrace.transport.weights.lending import LendingFigures
 
 Gauge: TypeAlias = Callable[[], Mapping[str, float]]
 
@@ -140,5 +141,27 @@ def payload_gauge(payloads: PayloadAccounts) -> Gauge:
             "payloads/released_bytes": before.released_bytes - earlier.released_bytes,
             "payloads/held_bytes": before.held_bytes,
         }
+
+    return read
+
+
+def weights_gauge(figures: Callable[[], LendingFigures]) -> Gauge:
+    """Weights that were sent over sockets; nothing where none were since the last step."""
+    before = LendingFigures()
+
+    def read() -> dict[str, float]:
+        nonlocal before
+        earlier, before = before, figures()
+        new = before.since(earlier)
+        if not new.sends:
+            return {}
+        metrics = {
+            "weights/sent_bytes": float(new.sent_bytes),
+            "weights/sent_share": new.sent_bytes / new.whole_bytes,
+            "weights/whole_sends": float(new.whole_sends),
+        }
+        if new.compared_bytes:
+            metrics["weights/changed_share"] = new.changed_bytes / new.compared_bytes
+        return metrics
 
     return read

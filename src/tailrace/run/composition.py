@@ -29,6 +29,7 @@ from tailrace.reporting.gauges import (
     payload_gauge,
     phase_gauge,
     replica_gauge,
+    weights_gauge,
 )
 from tailrace.reporting.observer import MetricsListener, RunObserver
 from tailrace.reporting.run_view import RunView, snapshot
@@ -166,6 +167,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             replica_gauge(roles.generators.router.replicas),
             judge_gauge(lambda: rollouter.judge_usage),
             payload_gauge(roles.payloads),
+            weights_gauge(lambda: roles.lending),
         )
         orchestrator = Orchestrator(
             roles,

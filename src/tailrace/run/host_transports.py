@@ -12,7 +12,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.config import RunSettings
-from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
+from tailrace.generation.rpc.client import GeneratorClient, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.lifecycle.launchers import Launcher
 from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, remove_leftovers
@@ -34,6 +34,7 @@ from tailrace.transport.events.rpc import EventLogClient, EventLogServer
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
+from tailrace.transport.weights.lending import ModelStateDictLender
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 ORCHESTRATOR = "orchestrator"
@@ -58,6 +59,8 @@ class HostTransports(Transports):
     def __init__(self, where: Whereabouts, settings: RunSettings) -> None:
         self.where, self._settings = where, settings
         self._shared_memory, self._files = Path(where.shared_memory), Path(where.batch_files)
+        self.lender = ModelStateDictLender(self._shared_memory, deltas=settings.transport.weights != "whole")
+        """Lends published weights to be sent to generators that do not see the folder."""
 
     @override
     @asynccontextmanager
@@ -148,10 +151,6 @@ class HostTransports(Transports):
             by_value=self._settings.transport.payloads == "value",
         )
 
-    def lent_files(self) -> LendFile:
-        """Published weights as files, for generators that do not see the folder."""
-        return SharedMemoryModelStateDictStore(self._shared_memory).lend_file
-
     @override
     def remove(self) -> None:
         for folder in {self.where.shared_memory, self.where.payloads}:
@@ -176,4 +175,6 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             shared_memory=str(shared_memory),
             payloads=str(payloads),
         )
-        yield HostTransports(where, settings)
+        transports = HostTransports(where, settings)
+        stack.callback(transports.lender.close)
+        yield transports

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tailrace.errors import SettingsError
 from tailrace.generation.engines.protocol import NO_SUPPORTS
-from tailrace.generation.rpc.client import GeneratorClient, LendFile, ReportListener
+from tailrace.generation.rpc.client import GeneratorClient, LendWeights, ReportListener
 from tailrace.generation.rpc.keys import read_keys
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
@@ -100,18 +100,18 @@ class ConnectedGenerator(ReplicaSource):
         *,
         epoch: str,
         model: str,
-        lend_file: LendFile | None,
+        lend: LendWeights | None,
         needs_supports: bool = False,
         payloads: PayloadAccounts | None = None,
     ) -> None:
-        """It has to serve the architecture of `model`; its weights, too, where no `lend_file` sends it others.
+        """It has to serve the architecture of `model`; its weights, too, where no `lend` sends it others.
 
         With `needs_supports` it has to return what top-p and top-k left of the vocabulary.
         """
         self.name, self._address, self._epoch = name, address, epoch
         self._keys = read_keys(Path(settings.connect_key), "generator.connect_key") if settings.connect_key else None
         self._progress_deadline_s = settings.router.progress_deadline_s
-        self._lend_file, self._model, self._payloads = lend_file, model, payloads
+        self._lend, self._model, self._payloads = lend, model, payloads
         self._needs_supports = needs_supports
 
     @override
@@ -122,7 +122,7 @@ class ConnectedGenerator(ReplicaSource):
             keys=self._keys,
             progress_deadline_s=self._progress_deadline_s,
             on_report=on_report,
-            lend_file=self._lend_file,
+            lend=self._lend,
             payloads=self._payloads,
             by_value=True,
         )
@@ -142,10 +142,10 @@ class ConnectedGenerator(ReplicaSource):
     @override
     async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello(self._epoch)
-        own = await asyncio.to_thread(identify, self._model, with_weights=self._lend_file is None)
+        own = await asyncio.to_thread(identify, self._model, with_weights=self._lend is None)
         if differences := other_architecture(own.config, welcome.model.config):
             raise self._refusal(welcome.model, f"another model than model.name = {own.name} ({differences[0]})")
-        if self._lend_file is None and is_other(own, welcome.model):
+        if self._lend is None and is_other(own, welcome.model):
             raise self._refusal(welcome.model, f"not the weights of model.name = {own.name}")
         if self._needs_supports and not welcome.limits.returns_supports:
             raise SettingsError(

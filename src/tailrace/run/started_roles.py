@@ -38,6 +38,7 @@ from tailrace.run.trainer_ranks import LaunchedRanks, launched_rank
 from tailrace.run.transports import Transports
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.weights.lending import LendingFigures
 
 SHUTDOWN = ShutdownSettings()
 
@@ -58,6 +59,12 @@ class StartedRoles:
     async def watch(self) -> NoReturn:
         """Wait for a role that leaves early, or for the last generator's failure, and raise it."""
         await first_done(self._launcher.watch(), self.generators.watch())
+
+    @property
+    def lending(self) -> LendingFigures:
+        """Of weights that were sent to generators which do not share this host's memory."""
+        transports = self._transports
+        return transports.lender.figures if isinstance(transports, HostTransports) else LendingFigures()
 
     def pids(self) -> dict[str, int]:
         """Ids of the processes that run now, by role."""
@@ -152,7 +159,7 @@ class _RoleStarter:
             settings=chosen,
             epoch=launcher.epoch,
             model=self.settings.model.name,
-            lend_file=transports.lent_files() if with_trainer else None,
+            lend=transports.lender.lend if with_trainer else None,
             needs_supports=with_trainer and self.settings.rollouts.restricts,
             payloads=payloads,
         )

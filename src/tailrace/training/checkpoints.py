@@ -2,7 +2,7 @@
 
     checkpoints/step_000050/
       config.json, model.safetensors, tokenizer.json, chat_template.jinja, ...   what `from_pretrained` loads
-      optimizer/         AdamW's moments: each rank's shares in a file of its own (torch DCP)
+      optimizer/         the optimizer's moments: each rank's shares in a file of its own (torch DCP)
       trainer.pt         step, version, randomness
       manifest.json      written last: size and checksum of every other file
 

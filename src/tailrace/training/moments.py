@@ -1,4 +1,4 @@
-"""AdamW's moments, by names of weights, as all ranks write them into a checkpoint and any number of ranks read them.
+"""An optimizer's moments, by names of weights, as all ranks write them into a checkpoint and any number reads them.
 
     optimizer ── copies ──► {"weight/exp_avg": ..., "weight/step": ...} ── torch DCP ──► __R_0.distcp of rank R
                                                                                      └──► .metadata
@@ -16,23 +16,22 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from tailrace.training.optimizer import moment_kinds
 from tailrace.training.ranks import JoinedRanks, Ranks
 from tailrace.training.sharding import own_part
 
 Moments: TypeAlias = dict[str, Tensor]
 """By `weight/kind`. On the CPU; of a weight that is shared out this rank's share, as a `DTensor`."""
 
-_KINDS = ("step", "exp_avg", "exp_avg_sq")
-
 
 def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Moments:
     """Of every weight that was ever updated."""
-    shares = _Shares(ranks)
+    shares, kinds = _Shares(ranks), moment_kinds(optimizer)
     return {
         f"{name}/{kind}": shares.copy(optimizer.state[weight][kind])
         for name, weight in model.named_parameters()
         if weight in optimizer.state
-        for kind in _KINDS
+        for kind in kinds[weight]
     }
 
 
@@ -68,18 +67,24 @@ def read_moments(folder: Path, model: nn.Module, ranks: Ranks) -> Moments:
 
 
 def set_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Go on with these. Whole ones are shared out as their weights are. Settings of the optimizer stay its own."""
-    weights = dict(model.named_parameters())
+    """Go on with these. Whole ones are shared out as their weights are. Settings of the optimizer stay its own.
+
+    Raises `ValueError` for those of another optimizer.
+    """
+    weights, kinds = dict(model.named_parameters()), moment_kinds(optimizer)
     optimizer.state.clear()
     for key, value in moments.items():
         name, _, kind = key.rpartition("/")
         weight = weights[name]
+        if kind not in kinds[weight]:
+            raise ValueError(f"it has {key}, which is of another optimizer than trainer.optimizer says")
         found = value.to(weight.device) if kind == "step" else _placed(value, weight)
         optimizer.state[weight][kind] = found
 
 
 def moments_of_first_format(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Moments:
     """Those that an optimizer's own state dict numbers by the order of its groups, as checkpoints had them at first."""
+    kinds = moment_kinds(optimizer)
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     order: Sequence[Tensor] = [weight for group in optimizer.param_groups for weight in group["params"]]
     numbered = [index for group in state["param_groups"] for index in group["params"]]
@@ -89,7 +94,7 @@ def moments_of_first_format(state: Mapping[str, Any], model: nn.Module, optimize
         f"{names[weight]}/{kind}": state["state"][index][kind]
         for weight, index in zip(order, numbered, strict=True)
         if index in state["state"]
-        for kind in _KINDS
+        for kind in kinds[weight]
     }
 
 

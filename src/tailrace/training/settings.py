@@ -21,7 +21,12 @@ class TrainerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Learning rate of AdamW after warm-up.")
+    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Learning rate after warm-up.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="muon: matrices inside of layers take the steps of Muon, as large as AdamW's; embeddings, head and"
+        " vectors stay AdamW's.",
+    )
     warmup_steps: int = Field(default=0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
     decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How the learning rate falls after warm-up."
@@ -38,7 +43,7 @@ class TrainerSettings(BaseModel):
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
     beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
     epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term against division by zero.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay, on matrices only.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay, on matrices only.")
     steps_per_batch: int = Field(
         default=1,
         ge=1,
@@ -74,6 +79,12 @@ class TrainerSettings(BaseModel):
         " rank.",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank's compute.")
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Operations per second that one rank's device can do in dtype, for training/mfu; unset: as known of"
+        " the GPU, under bfloat16, and no such metric where nothing is.",
+    )
     native_kernels: bool = Field(
         default=True,
         description="On a CPU with one thread and a C++ compiler: compile passes over activations for this processor,"

@@ -45,6 +45,7 @@ from tailrace.training.settings import TrainerSettings
 from tailrace.training.sharding import share_out, whole
 from tailrace.training.snapshots import HostCopies, Snapshot
 from tailrace.training.token_export import TokenExport
+from tailrace.training.utilisation import MemoryGauge, ModelFlops, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,6 +112,8 @@ class Trainer:
         self._ranks = ranks
         open_payload = None if settings.router_replay == "off" else open_payload
         self._model, self._replay, policy = ranks.agree(lambda: self._load(replays=open_payload is not None))
+        self._flops, self._memory = ModelFlops.of(self._model), MemoryGauge(policy.device)
+        self._peak_flops = peak_flops(policy.device, settings.dtype, settings.peak_flops)
         if isinstance(ranks, JoinedRanks):
             share_out(policy, ranks)
         self._passes = GradientPasses(
@@ -137,6 +140,7 @@ class Trainer:
         """
         self._ranks.agree(lambda: self._require_trainable(batch))
         started_s = time.perf_counter()
+        self._memory.begin()
         self.step = batch.summary.step
         if not self._passes.teaches(batch.summary, batch.summary.loss_tokens):
             return self._skip(NOTHING_TRAINABLE, {})
@@ -150,9 +154,8 @@ class Trainer:
         if self.settings.steps_per_batch > 1:
             metrics |= self._step_again(batch, outputs)
         self.version += 1
-        step_s = time.perf_counter() - started_s
-        metrics["training/step_s"] = step_s
-        metrics["training/tokens_per_s"] = batch.summary.num_tokens / step_s
+        passes = metrics.get("training/optimizer_steps", 1.0)
+        metrics |= self._performance(batch, time.perf_counter() - started_s, passes)
         return StepResult(self.step, self.version, metrics)
 
     def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
@@ -302,6 +305,19 @@ class Trainer:
             metrics = {name: value for name, value in told.items() if value is not None}
         self._optimizer.zero_grad(set_to_none=True)
         return metrics | {"training/optimizer_steps": float(taken)}
+
+    def _performance(self, batch: Batch, step_s: float, passes: float) -> dict[str, float]:
+        """Speed, of all ranks, and the memory of the one that took the most; `passes` went over the batch."""
+        own = [self._flops.of_samples(np.diff(batch.sample_offsets)), self._memory.read()]
+        flops, memory = zip(*self._ranks.gather(own), strict=True)
+        metrics = {
+            "training/step_s": step_s,
+            "training/tokens_per_s": batch.summary.num_tokens / step_s,
+            "training/memory_bytes": max(memory),
+        }
+        if self._peak_flops is not None:
+            metrics["training/mfu"] = sum(flops) * passes / (step_s * len(flops) * self._peak_flops)
+        return metrics
 
     def _scale_gradients(self, factor: float) -> float:
         """By `factor`, the planned divisor over the final one, then down to `max_grad_norm`.

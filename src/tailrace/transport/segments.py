@@ -42,6 +42,8 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 _LENGTH = struct.Struct("<Q")
 _TRAILER = struct.Struct("<QQQQ")  # sequence, checksum of the header, of the tensors, whether there is that one
+TRAILER_BYTES = _TRAILER.size
+"""At a file's end: while they are zeros it holds no content."""
 _TRAILER_NAME = "__trailer__"
 _METADATA_NAME = "__metadata__"
 _REST_NAME = f"{PAD_PREFIX}rest"

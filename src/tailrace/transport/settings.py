@@ -26,6 +26,11 @@ class TransportSettings(BaseModel):
         description="How routed experts reach the trainer: the generator leaves them in shared memory and a reference "
         "travels, or (value) they travel over its socket, for generators of other hosts (generator.connect)",
     )
+    weights: Literal["deltas", "whole"] | None = Field(
+        default=None,
+        description="How new weights go to generators of other hosts (generator.connect). deltas: what changed since"
+        " those that a generator has, bit for bit, where that is much shorter. whole: all of them. Unset: deltas",
+    )
     payload_folder: str | None = Field(
         default=None,
         description="Folder that takes them instead of shared memory; unset: shared memory, and the run's folder where "

@@ -4,6 +4,7 @@ import asyncio
 
 from tailrace.generation.rpc.messages import AbortCall, AnyCall, Frames, UploadCall, unpack_calls
 from tailrace.generation.rpc.outbox import MOST_TOGETHER, Outbox
+from tailrace.generation.rpc.uploads import Upload
 
 
 class Sent:
@@ -31,7 +32,7 @@ async def test_what_one_turn_sends_is_one_message_in_order() -> None:
 async def test_a_part_with_frames_goes_alone_after_what_waits() -> None:
     sent = Sent()
     sent.outbox.put(AbortCall(call_id=0))
-    sent.outbox.put(UploadCall(call_id=1, version=1, num_bytes=2, offset=0), [b"ab"])
+    sent.outbox.put(UploadCall(call_id=1, version=1, upload=Upload(2, "digest"), offset=0), [b"ab"])
     sent.outbox.put(AbortCall(call_id=2))
     await asyncio.sleep(0)
     assert sent.messages == [([0], ()), ([1], [b"ab"]), ([2], ())]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -23,7 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tailrace.errors import CorruptData, EngineFailed, SettingsError
+from tailrace.errors import CorruptData, EngineFailed, SettingsError, TransportError
 from tailrace.generation.completions import tail
 from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.rpc import messages
@@ -31,7 +32,7 @@ from tailrace.generation.rpc.keys import CurveKeys, keep_alive
 from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
 from tailrace.generation.rpc.outbox import Outbox
 from tailrace.generation.rpc.progress import ProgressDeadline
-from tailrace.generation.rpc.uploads import PIECE_BYTES, PIECES_IN_FLIGHT
+from tailrace.generation.rpc.uploads import PIECE_BYTES, PIECES_IN_FLIGHT, Upload
 from tailrace.records import (
     Completion,
     GenerationRequest,
@@ -42,11 +43,14 @@ from tailrace.records import (
 )
 from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor
 from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.weights.lending import LentWeights
+
+_log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", bound=AnyReply)
 
-LendFile: TypeAlias = Callable[[ModelStateDictRef], AbstractContextManager[tuple[ModelStateDictRef, memoryview]]]
-"""`SharedMemoryModelStateDictStore.lend_file`."""
+LendWeights: TypeAlias = Callable[[ModelStateDictRef, str], AbstractContextManager[LentWeights]]
+"""`ModelStateDictLender.lend`."""
 
 ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 """Gets the engine's statistics, and how many requests of this client had been received by then."""
@@ -92,17 +96,19 @@ class GeneratorClient:
         keys: CurveKeys | None = None,
         progress_deadline_s: float | None = None,
         on_report: ReportListener | None = None,
-        lend_file: LendFile | None = None,
+        lend: LendWeights | None = None,
         payloads: PayloadAccounts | None = None,
         by_value: bool = False,
     ):
         """Connect to the server at `address`, which may come later. `name` is for messages.
 
-        Without a `progress_deadline_s` a stuck server is waited for. With `lend_file` weights are sent over the socket.
+        Without a `progress_deadline_s` a stuck server is waited for. With `lend` weights are sent over the socket.
         `payloads` records every payload that completions name, or, `by_value`, keeps only those that come along.
         """
         self._payloads, self._by_value = payloads, by_value
-        self._name, self.address, self._on_report, self._lend_file = name, address, on_report, lend_file
+        self._name, self.address, self._on_report, self._lend = name, address, on_report, lend
+        self._held = ""
+        """Digest of the weights that the server was sent last."""
         self._ids = itertools.count()
         self._calls: dict[int, _OpenCall] = {}
         self._failure: Exception | None = None
@@ -138,7 +144,7 @@ class GeneratorClient:
             call_id=next(self._ids),
             protocol=messages.PROTOCOL,
             epoch=epoch,
-            brings_weights=self._lend_file is not None,
+            brings_weights=self._lend is not None,
         )
         try:
             welcome, _ = await self._call(call, messages.WelcomeReply)
@@ -184,25 +190,43 @@ class GeneratorClient:
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install a published model state dict; the version installed. See `Generator.load_model_state_dict`."""
-        if self._lend_file is not None:
-            ref = await self._send_file(ref, self._lend_file)
+        if self._lend is not None:
+            ref = await self._send_weights(ref, self._lend)
         call = messages.LoadCall(call_id=next(self._ids), ref=ref)
         with self._watched():
             reply, _ = await self._call(call, messages.LoadedReply)
         return reply.version
 
-    async def _send_file(self, ref: ModelStateDictRef, lend_file: LendFile) -> ModelStateDictRef:
-        """The server's reference of the file. A few pieces are on their way at once, never the whole file."""
-        with self._watched(), lend_file(ref) as (lent, content):
-            uri, pieces = "", range(0, len(content), PIECE_BYTES)
-            for first in range(0, len(pieces), PIECES_IN_FLIGHT):
-                window = pieces[first : first + PIECES_IN_FLIGHT]
-                uri = (await asyncio.gather(*(self._send_piece(lent, content, offset) for offset in window)))[0]
-            return ModelStateDictRef(version=lent.version, uri=uri, num_bytes=len(content))
+    async def _send_weights(self, ref: ModelStateDictRef, lend: LendWeights) -> ModelStateDictRef:
+        """What changed, where the server holds weights that are known here, or else all; the server's reference."""
+        if self._held:
+            try:
+                return await self._send_lent(ref, lend)
+            except TransportError as error:
+                _log.warning("%s is sent all weights again: %s", self._name, error)
+        return await self._send_lent(ref, lend)
 
-    async def _send_piece(self, ref: ModelStateDictRef, content: memoryview, offset: int) -> str:
-        call = messages.UploadCall(call_id=next(self._ids), version=ref.version, num_bytes=len(content), offset=offset)
-        reply, _ = await self._call(call, messages.UploadedReply, [bytes(content[offset : offset + PIECE_BYTES])])
+    async def _send_lent(self, ref: ModelStateDictRef, lend: LendWeights) -> ModelStateDictRef:
+        """The server's reference. A few pieces are on their way at once, never the whole file."""
+        held, self._held = self._held, ""
+        lending = ExitStack()  # what a thread still enters after a cancellation ends with the last reference
+        try:
+            lent = await asyncio.to_thread(lending.enter_context, lend(ref, held))
+            upload = Upload(num_bytes=len(lent.content), digest=lent.digest, base=lent.base)
+            uri, pieces = "", range(0, upload.num_bytes, PIECE_BYTES)
+            with self._watched():
+                for first in range(0, len(pieces), PIECES_IN_FLIGHT):
+                    window = pieces[first : first + PIECES_IN_FLIGHT]
+                    uri = (await asyncio.gather(*(self._send_piece(lent, upload, offset) for offset in window)))[-1]
+        finally:
+            await asyncio.to_thread(lending.close)
+        self._held = lent.digest
+        return ModelStateDictRef(version=lent.version, uri=uri, num_bytes=upload.num_bytes)
+
+    async def _send_piece(self, lent: LentWeights, upload: Upload, offset: int) -> str:
+        piece = bytes(lent.content[offset : offset + PIECE_BYTES])
+        call = messages.UploadCall(call_id=next(self._ids), version=lent.version, upload=upload, offset=offset)
+        reply, _ = await self._call(call, messages.UploadedReply, [piece])
         return reply.uri
 
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from tailrace import errors
 from tailrace.errors import CorruptData, EngineFailed, TailraceError
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics
+from tailrace.generation.rpc.uploads import Upload
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, PayloadChunk
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -59,11 +60,13 @@ class LeaveCall(_Call, frozen=True, kw_only=True):
 
 
 class UploadCall(_Call, frozen=True, kw_only=True):
-    """A piece of a model state dict's file, for a server without shared memory. Frames: the bytes. Pieces in order."""
+    """A piece of a model state dict's file, or of a delta, for a server without shared memory. Frames: the bytes.
+
+    Pieces come in order. A delta that cannot be applied is refused, and the sender sends the whole file.
+    """
 
     version: int
-    num_bytes: int
-    """Of the whole file."""
+    upload: Upload
     offset: int
 
 

@@ -278,9 +278,7 @@ class GeneratorServer:
         if self._stand_alone is None:
             raise SettingsError("this generator shares memory with its trainer and takes no weights over its socket")
         async with self._uploading:  # in the order in which the pieces came
-            uri = await asyncio.to_thread(
-                self._stand_alone.uploads.write, call.num_bytes, call.offset, bytes(frames[0])
-            )
+            uri = await asyncio.to_thread(self._stand_alone.uploads.write, call.upload, call.offset, bytes(frames[0]))
         return messages.UploadedReply(call_id=call.call_id, uri=uri)
 
     async def _watch(self, generator: Generator) -> None:
