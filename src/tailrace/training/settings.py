@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.models.devices import DeviceIds
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, DecoupledPpoSettings, LossSettings
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
@@ -100,6 +101,7 @@ class TrainerSettings(BaseModel):
         " generator.return_routed_experts; auto: wherever they are returned.",
     )
     loss: LossSettings = Field(default=ClippedRatioSettings(), description="The loss, by its `name`.")
+    lora: LoraSettings = Field(default_factory=LoraSettings)
     max_nonfinite_steps: int = Field(
         default=3,
         ge=1,
@@ -131,6 +133,15 @@ class TrainerSettings(BaseModel):
                 "loss.name is 'decoupled_ppo', which clips against the policy before a batch's first optimizer step, "
                 "and with steps_per_batch = 1 there is no second: nothing would ever be clipped; write steps_per_batch "
                 "= 2 or more, or choose clipped_ratio"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_no_muon(self) -> TrainerSettings:
+        if self.lora.rank is not None and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer = 'muon' makes steps of whole matrices orthogonal, and with lora.rank a matrix is the "
+                "product of two that are trained: leave one of them out"
             )
         return self
 
