@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tailrace.cpu import products
 from tailrace.cpu.linears import speed_up_linears
-from tailrace.cpu.products import fast_product, filled_rows, outer_product
+from tailrace.cpu.products import add_outer_product, fast_product, filled_rows, outer_product
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -41,6 +42,23 @@ def test_rows_filled_up_change_no_product(num_rows: int, dtype: torch.dtype) -> 
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(fast_product(rows, matrix), rows @ matrix.t(), **tolerance)
     torch.testing.assert_close(outer_product(grads, rows), grads.t() @ rows, **tolerance)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+@pytest.mark.parametrize("num_rows", [5, 128, 700, 2691])
+def test_outer_products_in_blocks_are_the_same(
+    num_rows: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "gains_in_outer_products", lambda: True)
+    monkeypatch.setattr(products, "_BLOCK_VALUES", 7 * shape[1])
+    torch.manual_seed(0)
+    grads, inputs = (torch.randn(num_rows, size) for size in shape)
+    expected = grads.t() @ inputs
+    torch.testing.assert_close(outer_product(grads, inputs), expected, rtol=1e-4, atol=1e-4)
+    total = torch.ones(shape)
+    add_outer_product(total, grads, inputs)
+    torch.testing.assert_close(total, expected + 1, rtol=1e-4, atol=1e-4)
 
 
 def test_programs_are_written_for_few_numbers_of_rows() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tailrace.cpu.attention import materialized_attention
 from tailrace.cpu.linears import speed_up_linears
 from tailrace.cpu.norms import fuse_norms
+from tailrace.cpu.products import add_outer_product, fast_product
 from tailrace.cpu.trainer_layers import fuse_layers
 
 
@@ -23,6 +24,16 @@ class TrainerAcceleration:
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor | None:
         """Attention over padded segments; see `materialized_attention`."""
         return materialized_attention(query, key, value, scale, window)
+
+    @staticmethod
+    def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs]."""
+        return fast_product(rows, matrix)
+
+    @staticmethod
+    def add_outer_product(total: Tensor, grads: Tensor, inputs: Tensor) -> None:
+        """To `total` the transpose of `grads` [num_rows, outputs] times `inputs` [num_rows, inputs]."""
+        add_outer_product(total, grads, inputs)
 
     def restore_layers(self) -> None:
         """Give fused layers their own forward back."""

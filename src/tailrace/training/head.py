@@ -18,12 +18,13 @@ The head's gradient grows in float32, or the head's own wider type, whatever log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tailrace.models.heads import OutputHead
 from tailrace.training.losses import Loss, LossTokens, PointwiseLoss
@@ -72,9 +73,16 @@ class LogprobHead:
     (FSDP's, which gather and free its weights) see every use, and other callers get logits as before.
     """
 
-    def __init__(self, head: OutputHead, dtype: torch.dtype, chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        head: OutputHead,
+        dtype: torch.dtype,
+        chunk_bytes: int | None = None,
+        products: Products | None = None,
+    ) -> None:
         """Logits are computed in `dtype`, and reduced in float32 at least."""
         self._head, self._dtype, self._chunk_bytes = head, dtype, chunk_bytes
+        self._products = products or TORCH_PRODUCTS
         own = head.linear.forward
 
         def forward(hidden: Tensor, tokens: LossTokens | None = None, loss: Loss | None = None) -> Tensor | LossOutput:
@@ -98,6 +106,7 @@ class LogprobHead:
             self._head.scale,
             self._head.softcap,
             tokens.supports,
+            self._products,
         )
         if isinstance(loss, PointwiseLoss):
             return LossOutput(*_pointwise_head(hidden, weight, bias, rule, loss, tokens))
@@ -121,6 +130,39 @@ def score_logits(logits: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     return logprobs, -(scaled.exp() * scaled).sum(-1)
 
 
+class Products(Protocol):
+    """The head's matrix products; a processor may have faster ones than torch."""
+
+    def product(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs]."""
+
+    def add_outer_product(self, total: Tensor, grads: Tensor, inputs: Tensor) -> None:
+        """To `total` the transpose of `grads` [num_rows, outputs] times `inputs` [num_rows, inputs].
+
+        Where `total` is of a wider type, no product is ever whole in memory.
+        """
+
+
+class TorchProducts(Products):
+    """Torch's own."""
+
+    @override
+    def product(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        return rows @ matrix.t()
+
+    @override
+    def add_outer_product(self, total: Tensor, grads: Tensor, inputs: Tensor) -> None:
+        if total.dtype is inputs.dtype:
+            total.addmm_(grads.t(), inputs)
+            return
+        rows = max(1, _GRADIENT_BLOCK_BYTES // (inputs.shape[1] * inputs.element_size()))
+        for start in range(0, len(total), rows):
+            total[start : start + rows] += grads[:, start : start + rows].t() @ inputs
+
+
+TORCH_PRODUCTS = TorchProducts()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitRule:
     """How hidden states and weights become the logits of tokens, and of how many tokens at a time."""
@@ -137,11 +179,12 @@ class LogitRule:
     softcap: float | None = None
     """As in `OutputHead`."""
     supports: TokenSupports | None = None
+    products: Products = TORCH_PRODUCTS
 
-    def chunks(self) -> Iterator[slice]:
-        """Of the tokens, in order."""
+    def for_each_chunk(self, work: Callable[[slice], None]) -> None:
+        """Call `work` with the tokens of one chunk after the other; what it holds ends with its call."""
         for start in range(0, len(self.targets), self.chunk):
-            yield slice(start, min(start + self.chunk, len(self.targets)))
+            work(slice(start, min(start + self.chunk, len(self.targets))))
 
 
 class _RecomputingHead(torch.autograd.Function):
@@ -151,9 +194,12 @@ class _RecomputingHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, bias, rule)
         logprobs, entropy, normaliser = (head.new_column() for _ in range(3))
-        for where in rule.chunks():
+
+        def score(where: slice) -> None:
             logits, _, _ = head.logits(where)
             logprobs[where], entropy[where], normaliser[where], _ = _normalise(logits, rule.targets[where, None])
+
+        rule.for_each_chunk(score)
         ctx.save_for_backward(hidden, weight, bias, entropy, normaliser)
         ctx.rule = rule
         ctx.set_materialize_grads(False)  # a loss without entropy needs no gradient of it
@@ -164,10 +210,11 @@ class _RecomputingHead(torch.autograd.Function):
         hidden, weight, bias, entropy, normaliser = ctx.saved_tensors
         rule: LogitRule = ctx.rule
         head = _Head(hidden, weight, bias, rule)
-        found = _HeadGradients(head, ctx.needs_input_grad)
+        found = _HeadGradients(head, ctx.needs_input_grad, rule.products)
         by_logprob, by_entropy = grads
         by_logprob = torch.zeros_like(normaliser) if by_logprob is None else by_logprob
-        for where in rule.chunks():
+
+        def add(where: slice) -> None:
             logits, scales, bend = head.logits(where)
             slope = by_logprob[where, None] * scales
             log_probabilities = logits.sub_(normaliser[where, None])
@@ -178,6 +225,8 @@ class _RecomputingHead(torch.autograd.Function):
                 gradient = log_probabilities.add_(entropy[where, None]).mul_(by_entropy[where, None] * scales)
                 gradient = gradient.add_(slope).mul_(probabilities).neg_()
             found.add(where, gradient.scatter_add_(1, rule.targets[where, None], slope), bend)
+
+        rule.for_each_chunk(add)
         return *found.of(hidden, weight, bias), None
 
 
@@ -193,10 +242,11 @@ class _PointwiseHead(torch.autograd.Function):
         tokens: LossTokens,
     ) -> tuple[Tensor, ...]:
         head = _Head(hidden, weight, bias, rule)
-        found = _HeadGradients(head, ctx.needs_input_grad)
+        found = _HeadGradients(head, ctx.needs_input_grad, rule.products)
         losses, logprobs, entropy = (head.new_column() for _ in range(3))
         kept = torch.empty_like(losses, dtype=torch.bool)
-        for where in rule.chunks():
+
+        def add(where: slice) -> None:
             logits, scales, bend = head.logits(where)
             targets = rule.targets[where, None]
             logprobs[where], entropy[where], _, probabilities = _normalise(logits, targets)
@@ -204,6 +254,8 @@ class _PointwiseHead(torch.autograd.Function):
             losses[where], kept[where] = each.where(keeps, 0.0), keeps
             slope = derivatives.where(keeps, 0.0)[:, None] * scales
             found.add(where, probabilities.mul_(-slope).scatter_add_(1, targets, slope), bend)
+
+        rule.for_each_chunk(add)
         ctx.save_for_backward(*found.of(hidden, weight, bias))
         ctx.mark_non_differentiable(losses, kept, logprobs, entropy)
         return losses.sum(), losses, kept, logprobs, entropy
@@ -230,7 +282,7 @@ class _Head:
     def logits(self, where: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """[chunk, vocabulary] at the tokens' temperatures, restricted to their supports, and the two factors of
         their derivative by the head's product: [chunk, 1], and where logits are capped [chunk, vocabulary]."""
-        logits = self.input[where] @ self.weight.t()
+        logits = self._rule.products.product(self.input[where], self.weight)
         if self.bias is not None:
             logits += self.bias
         rule, logits = self._rule, logits.to(self.wide)
@@ -248,8 +300,8 @@ class _Head:
 class _HeadGradients:
     """Gradients of the head's input, weight and bias, where they are needed; the latter two grow chunk by chunk."""
 
-    def __init__(self, head: _Head, needed: Sequence[bool]) -> None:
-        self._head = head
+    def __init__(self, head: _Head, needed: Sequence[bool], products: Products) -> None:
+        self._head, self._products = head, products
         self._hidden = torch.empty_like(head.input) if needed[0] else None
         self._weight = torch.zeros_like(head.weight, dtype=head.wide) if needed[1] else None
         self._bias = torch.zeros_like(head.bias, dtype=head.wide) if needed[2] and head.bias is not None else None
@@ -262,9 +314,9 @@ class _HeadGradients:
             self._bias += gradient.sum(0)
         gradient = gradient.to(self._head.weight.dtype)
         if self._hidden is not None:
-            torch.mm(gradient, self._head.weight, out=self._hidden[where])
+            self._hidden[where] = self._products.product(gradient, self._head.weight.t())
         if self._weight is not None:
-            _add_product(self._weight, gradient.t(), self._head.input[where])
+            self._products.add_outer_product(self._weight, gradient, self._head.input[where])
 
     def of(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """In the dtypes of the function's inputs."""
@@ -273,16 +325,6 @@ class _HeadGradients:
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(found, tensors, strict=True)
         )
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right. A 16-bit product is added in blocks of rows, so that none is ever whole in memory."""
-    if total.dtype is right.dtype:
-        total.addmm_(left, right)
-        return
-    rows = max(1, _GRADIENT_BLOCK_BYTES // (right.shape[1] * right.element_size()))
-    for start in range(0, len(total), rows):
-        total[start : start + rows] += left[start : start + rows] @ right
 
 
 def _normalise(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -69,7 +69,11 @@ class PolicyModel(nn.Module):
         self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
         head = self._probe()
         rounds_head = self._autocast and head_dtype == "bfloat16"
-        self.head = None if head is None else LogprobHead(head, torch.bfloat16 if rounds_head else torch.float32)
+        self.head = None
+        if head is not None and rounds_head:
+            self.head = LogprobHead(head, torch.bfloat16)
+        elif head is not None:
+            self.head = LogprobHead(head, torch.float32, products=self._acceleration)
         if gradient_checkpointing:
             checkpoint_layers(self.model)
 

@@ -1,0 +1,315 @@
+"""The trainer's step by itself: against the machine's rate of matrix products, and against TRL's on the same tokens.
+
+    make bench-trl-env                # once: TRL in an environment of its own
+    python benchmarks/trainer.py [--json] [--quick] [--case small-float32-natural ...] [--sweep]
+
+    small      the Qwen3 of 3.4 million parameters;                smollm2   a Llama of SmolLM2-135M's shape
+    natural    completions of 200 tokens on average, 256 at most;  long      2,000 on average, 8,192 at most
+    logits     what the head holds of logits, from rows of 1k to 16k tokens, at vocabularies of 1k and 152k
+    ranks      two gloo ranks on a core each against one rank on one core, in wall time
+
+One optimizer step over random tokens: forward, loss, backward, clip, AdamW. Figures are trained completion tokens per
+CPU-second of one thread, medians of the measured steps. `mfu` is the CPU time of a step that only multiplied (the
+model's own matrices, each by the faster of two libraries, and attention at the same rate) over that of the step. TRL
+pads all of a batch to its longest; `--sweep` tries its settings instead, the best of which stand in `TRL_TUNED`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.kit import Options, common_options, common_parser, progress, report  # isort: skip - before torch
+
+import itertools
+import json
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from benchmarks.logits_memory import logits_rows
+from benchmarks.peers import ALLOCATOR_VARIABLES, PEER_PYTHON, Tuning, environment, require_peer
+from benchmarks.small_model import ModelSize, make_model, make_smollm2, make_tokenizer, save
+
+from tailrace.cpu.memory import huge_pages
+
+MODELS = ("small", "smollm2")
+PRECISIONS = ("float32", "bfloat16")
+PROMPT_TOKENS = 32
+TARGET_MFU = {"float32": 0.75, "bfloat16": 0.72}
+TARGET_RATIO = {"float32": 2.5, "bfloat16": 3.0}
+TARGET_RANKS = 1.8
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one step trains on."""
+
+    groups: int
+    group_size: int
+    cap: int
+    steps: int
+    """That are measured."""
+
+    @property
+    def is_long(self) -> bool:
+        return self.cap > 256
+
+
+LOADS = {
+    ("small", "natural"): Load(8, 8, 256, steps=3),
+    ("small", "long"): Load(2, 8, 8192, steps=1),
+    ("smollm2", "natural"): Load(2, 8, 256, steps=1),
+    ("smollm2", "long"): Load(1, 4, 8192, steps=1),
+}
+WARM_UP = Load(1, 4, 64, steps=1)
+
+_KEEPS = Tuning(has_our_allocator=True)
+TRL_TUNED = {
+    "small-float32-natural": _KEEPS,
+    "small-bfloat16-natural": _KEEPS,
+    "small-float32-long": replace(_KEEPS, micro_batch=1),
+    "small-bfloat16-long": replace(_KEEPS, micro_batch=1),
+    "smollm2-float32-natural": replace(_KEEPS, micro_batch=4),
+    "smollm2-bfloat16-natural": replace(_KEEPS, micro_batch=4),
+    "smollm2-float32-long": replace(_KEEPS, micro_batch=1),
+    "smollm2-bfloat16-long": replace(_KEEPS, micro_batch=1),
+}
+"""The best of `--sweep`, by case."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One model, precision and load."""
+
+    case: str
+    model: str
+    precision: str
+    tokens: int
+    """Trained completion tokens of a step."""
+    tokens_per_cpu_s: float
+    mfu: float
+    target_mfu: float
+    trl_tokens_per_cpu_s: float
+    ratio: float
+    target: float
+    """Of the ratio."""
+    met: bool
+
+
+@dataclass(frozen=True)
+class RanksRow:
+    """Two ranks against one."""
+
+    case: str
+    model: str
+    precision: str
+    one_rank_tokens_per_s: float
+    two_ranks_tokens_per_s: float
+    speedup: float
+    target: float
+    met: bool
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One setting of TRL."""
+
+    case: str
+    micro_batch: int
+    attention: str
+    our_allocator: bool
+    trl_tokens_per_cpu_s: float
+
+
+def main() -> None:
+    parser = common_parser(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="try TRL's settings instead")
+    arguments = parser.parse_args()
+    options = common_options(arguments)
+    names = [f"{model}-{precision}-{load}" for model, load in LOADS for precision in PRECISIONS]
+    chosen = options.choose([*names, *(f"ranks-{model}" for model in MODELS), "logits"])
+    if options.quick and not options.cases:
+        chosen = ["small-float32-natural", "small-bfloat16-natural", "ranks-small", "logits"]
+    with tempfile.TemporaryDirectory(prefix="tailrace-trainer-") as folder:
+        bench = Bench(Path(folder), options, arguments.sweep)
+        rows = [row for name in chosen for row in case_rows(name, bench)]
+    report("The trainer's step, one thread; TRL's on the same tokens, padded as it pads", rows, options)
+
+
+def case_rows(name: str, bench: Bench) -> Sequence[Any]:
+    progress(name)
+    if name == "logits":
+        return logits_rows(quick=bench.options.quick)
+    if name.startswith("ranks-"):
+        return [bench.ranks(name.removeprefix("ranks-"), precision) for precision in PRECISIONS]
+    return bench.sweep(name) if bench.sweeps else [bench.step(name)]
+
+
+class Bench:
+    """Runs workers in a folder."""
+
+    def __init__(self, folder: Path, options: Options, sweeps: bool) -> None:
+        self.folder, self.options, self.sweeps = folder, options, sweeps
+        self._numbers = itertools.count()
+
+    def step(self, case: str) -> StepRow:
+        require_peer()
+        model, precision, _ = case.split("-")
+        job = self.job(case)
+        ours = self.ours(job)
+        cpu_s = statistics.median(ours["cpu_s"])
+        tokens = ours["tokens"][0]
+        trl_s = statistics.median(self.trl(job, TRL_TUNED[case]))
+        mfu, ratio = ours["floor_s"] / cpu_s, trl_s / cpu_s
+        return StepRow(
+            case=case,
+            model=model,
+            precision=precision,
+            tokens=tokens,
+            tokens_per_cpu_s=tokens / cpu_s,
+            mfu=mfu,
+            target_mfu=TARGET_MFU[precision],
+            trl_tokens_per_cpu_s=tokens / trl_s,
+            ratio=ratio,
+            target=TARGET_RATIO[precision],
+            met=mfu >= TARGET_MFU[precision] and ratio >= TARGET_RATIO[precision],
+        )
+
+    def sweep(self, case: str) -> list[SweepRow]:
+        """Per-device batches, then attention and allocator at the best of them."""
+        require_peer()
+        job = self.job(case)
+        rollouts = sum(len(group["completions"]) for group in job["batches"][1])
+        tokens = sum(len(one) for group in job["batches"][1] for one in group["completions"])
+        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if rollouts % size == 0]
+        if self.is_long(case):
+            sizes = [size for size in sizes if size <= 4]
+        tried = {tuning: self.trl(job, tuning) for tuning in (replace(_KEEPS, micro_batch=size) for size in sizes)}
+        best = min(tried, key=lambda one: statistics.median(tried[one]))
+        others = [replace(best, has_our_allocator=False)]
+        if not self.is_long(case):  # eager attention holds whole squares
+            others.append(replace(best, attention="eager"))
+        tried |= {tuning: self.trl(job, tuning) for tuning in others}
+        return [
+            SweepRow(case, one.micro_batch, one.attention, one.has_our_allocator, tokens / statistics.median(times))
+            for one, times in tried.items()
+        ]
+
+    def ranks(self, model: str, precision: str) -> RanksRow:
+        """The same batches, with one rank and with two, in turns."""
+        job = self.job(f"{model}-{precision}-natural") | {"floor": False}
+        speeds: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(1 if self.options.quick else 3):
+            for size, found in speeds.items():
+                figures = self.ours(job | {"ranks": size}, size)
+                found.append(sum(figures["tokens"]) / figures["wall_s"])
+        one, two = (statistics.median(found) for found in speeds.values())
+        case = f"ranks-{model}-{precision}"
+        return RanksRow(case, model, precision, one, two, two / one, TARGET_RANKS, two / one >= TARGET_RANKS)
+
+    @staticmethod
+    def is_long(case: str) -> bool:
+        return case.endswith("-long")
+
+    def job(self, case: str) -> dict[str, Any]:
+        """Batches and the model's folder."""
+        model, precision, lengths = case.split("-")
+        load = LOADS[model, lengths]
+        steps = 1 if self.options.quick else load.steps
+        model_folder, vocabulary = self.model(model)
+        random = np.random.default_rng(0)
+        batches = [make_batch(one, vocabulary, random) for one in [warm_up(load), *[load] * steps]]
+        return {"model": str(model_folder), "precision": precision, "batches": batches, "ranks": 1, "floor": True}
+
+    def model(self, name: str) -> tuple[Path, int]:
+        """Its folder and vocabulary."""
+        folder = self.folder / name
+        size = ModelSize()
+        made = make_model(size) if name == "small" else make_smollm2()
+        if not folder.exists():
+            made.config.max_position_embeddings = 2 * LOADS[name, "long"].cap
+            save(folder, made, make_tokenizer(["a b c"], size.vocabulary))
+        return folder, made.config.vocab_size
+
+    def ours(self, job: dict[str, Any], size: int | None = None) -> dict[str, Any]:
+        """Figures of Tailrace, on `size` ranks with a core each; None: one that may use both."""
+        path, figures = self.write(job)
+        variables = environment()
+        variables |= huge_pages(variables)
+        command = [sys.executable, str(Path(__file__).with_name("trainer_step.py")), str(path)]
+        ranks = [[]] if size is None else [[str(rank)] for rank in range(size)]
+        run_all([command + rank for rank in ranks], variables)
+        return json.loads(figures.read_text())
+
+    def trl(self, job: dict[str, Any], tuning: Tuning) -> list[float]:
+        """CPU seconds of TRL's steps."""
+        fitting = next(size for size in (tuning.micro_batch, 4, 2, 1) if divides(size, job["batches"]))
+        tuned = {"micro_batch": fitting, "attention": tuning.attention}
+        path, figures = self.write(job | {"tuning": tuned})
+        variables = environment() | (ALLOCATOR_VARIABLES if tuning.has_our_allocator else {})
+        run_all([[str(PEER_PYTHON), str(Path(__file__).with_name("trl_step.py")), str(path)]], variables)
+        return json.loads(figures.read_text())["cpu_s"]
+
+    def write(self, job: dict[str, Any]) -> tuple[Path, Path]:
+        """Where a worker reads it, and where its figures come."""
+        folder = self.folder / f"job-{next(self._numbers)}"
+        folder.mkdir()
+        paths = {"figures": str(folder / "figures.json"), "store": str(folder / "store"), "folder": str(folder / "out")}
+        (folder / "job.json").write_text(json.dumps(job | paths))
+        return folder / "job.json", folder / "figures.json"
+
+
+def run_all(commands: list[list[str]], variables: dict[str, str]) -> None:
+    """All at once; exits with the end of what one wrote that failed."""
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(command, env=variables, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    for process, command in zip(processes, commands, strict=True):
+        output, _ = process.communicate()
+        if process.returncode:
+            sys.exit(f"{' '.join(command)} failed with status {process.returncode}:\n{output[-4000:]}")
+
+
+def warm_up(load: Load) -> Load:
+    """As many rollouts, since TRL's batches are all of one size; short where steps are long."""
+    return replace(load, cap=min(load.cap, WARM_UP.cap if load.steps == 1 else load.cap))
+
+
+def divides(size: int, batches: list[list[dict[str, Any]]]) -> bool:
+    return sum(len(group["completions"]) for group in batches[0]) % size == 0
+
+
+def make_batch(load: Load, vocabulary: int, random: np.random.Generator) -> list[dict[str, Any]]:
+    """Groups of one prompt each."""
+    groups = []
+    for _ in range(load.groups):
+        lengths = draw_lengths(load, random)
+        groups.append(
+            {
+                "prompt": random.integers(3, vocabulary, PROMPT_TOKENS).tolist(),
+                "completions": [random.integers(3, vocabulary, length).tolist() for length in lengths],
+            }
+        )
+    return groups
+
+
+def draw_lengths(load: Load, random: np.random.Generator) -> list[int]:
+    """[group_size]: lognormal where they are long, else geometric with the cap's share of the natural ones."""
+    if load.is_long:
+        drawn = random.lognormal(np.log(2000) - 0.5, 1.0, load.group_size)
+    else:
+        drawn = random.geometric(0.00206 * 256 / load.cap, load.group_size)
+    return np.clip(drawn, 16, load.cap).astype(int).tolist()
+
+
+if __name__ == "__main__":
+    main()
