@@ -69,7 +69,7 @@ class Train:
     allow_changed_settings: bool = False
     """With --resume: go on with settings that differ from the run's own, which are kept."""
     dry_run: bool = False
-    """Only show the resolved settings and what they come to."""
+    """Only show the resolved settings and what they come to, memory included."""
     capture: Steps = None
     """Write what enters the pipeline in the first so many steps, for `tailrace replay`."""
     export_tokens: ExportTokens = None
@@ -391,12 +391,14 @@ def _show_plan(settings: Any) -> int:
     from tailrace.config import plan_run
     from tailrace.run.devices import describe_devices, role_devices
     from tailrace.run.folder import settings_as_toml
+    from tailrace.run.memory import describe_memory
     from tailrace.run.parts import load_environments
 
     environments = load_environments(settings)
+    memory = describe_memory(settings)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
     _print(settings_as_toml(settings))
-    for sentence in [*plan.sentences, *describe_devices(role_devices(settings))]:
+    for sentence in [*plan.sentences, *describe_devices(role_devices(settings)), *memory]:
         _print(f"  {sentence}")
     return 0
 

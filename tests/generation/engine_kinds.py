@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from pydantic import JsonValue
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tailrace.generation.decisions import KvCache
@@ -75,7 +76,7 @@ def vllm_kind(core: InprocClient) -> EngineKind:
     return EngineKind(make, cache_block_tokens=BLOCK_TOKENS)
 
 
-def start_vllm(folder: Path, *, asynchronous: bool) -> InprocClient:
+def start_vllm(folder: Path, *, asynchronous: bool, **options: JsonValue) -> InprocClient:
     """vLLM's core over the contract's model. On a CPU vLLM itself turns asynchronous scheduling off."""
     require_vllm_installed()
     from tailrace.generation.engines.vllm.core import build_core
@@ -83,7 +84,7 @@ def start_vllm(folder: Path, *, asynchronous: bool) -> InprocClient:
     contract_model().save_pretrained(folder)
     core = build_core(
         ModelSettings(name=str(folder), max_model_tokens=MAX_MODEL_TOKENS),
-        GeneratorSettings(engine="vllm", slots=SLOTS, vllm={"block_size": BLOCK_TOKENS}),
+        GeneratorSettings(engine="vllm", slots=SLOTS, vllm={"block_size": BLOCK_TOKENS, **options}),
         asynchronous_scheduling=asynchronous,
     )
     assert (core.engine_core.batch_queue is not None) == asynchronous

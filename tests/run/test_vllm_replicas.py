@@ -25,6 +25,7 @@ from tests.support.bundled_models import save_smaller, save_with_other_weights
 pytestmark = pytest.mark.xdist_group("vllm")
 
 VLLM = ("--generator.engine", "vllm", "--generator.vllm.block_size", "32", "--generator.chunk_tokens", "4")
+ADAPTERS = ("--trainer.lora.rank", "4", "--trainer.lora.publish", "adapters")
 LENGTHS = [100 - 3 * number for number in range(24)]
 """So that at any moment some requests are in their middle."""
 
@@ -94,14 +95,18 @@ async def test_a_vllm_replica_killed_in_the_middle_costs_no_request_and_no_token
             await client.leave()
 
 
-def test_a_run_trains_with_vllm(tmp_path: Path) -> None:
-    with command(tmp_path, *VLLM, "--max_steps", "3") as run:
+@pytest.mark.parametrize("overrides", [(), ADAPTERS], ids=["whole weights", "adapters"])
+def test_a_run_trains_with_vllm(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """In turns: what a step trains on was sampled with the weights, or the adapters, of the one before."""
+    options = (*VLLM, *overrides, "--schedule", "sync", "--trainer.learning_rate", "5e-3")
+    with command(tmp_path, *options, "--max_steps", "3") as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     summary = read_summary(run.folder)
     assert (summary.steps, summary.ledger.by_state["trained"]) == (3, 12)
-    first = records(run.folder / "metrics.jsonl")[0]
-    assert first["training/logprob_difference_fresh"] < 1e-4
+    assert [line["training/logprob_difference_fresh"] < 1e-4 for line in records(run.folder / "metrics.jsonl")] == [
+        True
+    ] * 3
 
 
 @pytest.mark.long

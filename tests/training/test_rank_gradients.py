@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from tailrace.records import Batch
+from tailrace.training.adapter import Adapter, add_adapter
 from tailrace.training.gradients import GradientPasses
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, OwnLossSettings
 from tailrace.training.losses import Divisor, LossTokens, load_components, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.reference import FrozenReference
+from tailrace.training.reference import BaseOfAdapter, FrozenReference
 from tailrace.training.sharding import share_out, whole
 from tests.training.losses.support import as_any_loss
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, tiny_model
+from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, stir, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -40,6 +42,10 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "dtype": torch.float64, "loss": "gspo", "demonstrations": (0, 1, 2)},
     {"model": "qwen3", "dtype": torch.float32, "native": True},
     {"model": "llama", "dtype": torch.float32, "native": True, "checkpointing": True},
+    {"model": "qwen3", "dtype": torch.float64, "lora": 4},
+    {"model": "llama", "dtype": torch.float64, "lora": 3, "checkpointing": True},
+    {"model": "llama", "dtype": torch.float32, "lora": 4, "native": True},
+    {"model": "qwen3", "dtype": torch.float64, "lora": 4, "reference": "k3"},
 ]
 
 
@@ -57,25 +63,31 @@ LOSSES = {"short": SHORT, "any": as_any_loss(SHORT), "rejecting": Rejecting(), "
 SETTINGS = {"gspo": BY_SEQUENCE, "rejecting": OwnLossSettings(name="losses:rejecting")}
 
 
-def added(ranks: Ranks, case: dict[str, Any]) -> dict[str, Any]:
-    """Components; the divergence is from another model, shared out too."""
+def added(ranks: Ranks, case: dict[str, Any], policy: PolicyModel, adapter: Adapter | None) -> dict[str, Any]:
+    """Components; the divergence is from another model, shared out too, or from what lies under an adapter."""
     if "reference" not in case:
         demonstrations = ClippedRatioSettings.model_validate({"cross_entropy": {"coefficient": 0.7}})
         return {"components": load_components(demonstrations)} if "demonstrations" in case else {}
+    kl = {"estimator": case["reference"], "coefficient": 0.5}
+    settings = ClippedRatioSettings.model_validate({"reference_kl": kl, "cross_entropy": {"coefficient": 0.7}})
+    components = load_components(settings)
+    if adapter is not None:
+        return {"components": components, "reference": BaseOfAdapter(policy, adapter)}
     frozen = PolicyModel(
         tiny_model(case["model"], seed=1).to(case["dtype"]).requires_grad_(False), native_kernels=False
     )
     if isinstance(ranks, JoinedRanks):
         share_out(frozen, ranks)
-    kl = {"estimator": case["reference"], "coefficient": 0.5}
-    settings = ClippedRatioSettings.model_validate({"reference_kl": kl, "cross_entropy": {"coefficient": 0.7}})
-    return {"components": load_components(settings), "reference": FrozenReference(frozen)}
+    return {"components": components, "reference": FrozenReference(frozen)}
 
 
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:
     """Of two batches, one after the other, and the metrics of the second."""
+    model = tiny_model(case["model"]).to(case["dtype"])
+    adapter = add_adapter(model, LoraSettings(rank=case.get("lora")), case["model"])
+    stir(model)
     policy = PolicyModel(
-        tiny_model(case["model"]).to(case["dtype"]),
+        model,
         native_kernels=case.get("native", False),
         gradient_checkpointing=case.get("checkpointing", False),
     )
@@ -83,7 +95,11 @@ def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], di
         share_out(policy, ranks)
     settings = SETTINGS.get(case.get("loss", ""), ClippedRatioSettings())
     passes = GradientPasses(
-        policy, LOSSES[case.get("loss", "short")], Divisor.of_loss(settings), ranks=ranks, **added(ranks, case)
+        policy,
+        LOSSES[case.get("loss", "short")],
+        Divisor.of_loss(settings),
+        ranks=ranks,
+        **added(ranks, case, policy, adapter),
     )
     for seed in (1, 2):
         batch = batch_of(case, seed)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tailrace.errors import CheckpointError, ModelError, RankLost, TrainingError
 from tailrace.records import Batch
 from tailrace.training.checkpoints import verify_checkpoint
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, StepResult, Trainer
@@ -30,8 +31,9 @@ STEPS = 3
 DEADLINE_S = 2.0
 
 
-def make_trainer(model_folder: Path, ranks: Ranks = ALONE) -> Trainer:
-    settings = TrainerSettings(learning_rate=1e-3, weight_decay=0.1, checkpoint_every_steps=1)
+def make_trainer(model_folder: Path, ranks: Ranks = ALONE, lora_rank: int | None = None) -> Trainer:
+    lora = LoraSettings(rank=lora_rank)
+    settings = TrainerSettings(learning_rate=1e-3, weight_decay=0.1, checkpoint_every_steps=1, lora=lora)
     return Trainer(settings, model_name=str(model_folder), max_steps=10, max_staleness=8, ranks=ranks)
 
 
@@ -47,9 +49,11 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in trainer.snapshot().wait().items()}
 
 
-def train_and_save(ranks: Ranks, model_folder: Path, folder: Path, written: Path) -> dict[str, Any]:
+def train_and_save(
+    ranks: Ranks, model_folder: Path, folder: Path, written: Path, lora_rank: int | None
+) -> dict[str, Any]:
     """Two steps, a checkpoint, a third step; then the third again from the checkpoint of one process."""
-    trainer = make_trainer(model_folder, ranks)
+    trainer = make_trainer(model_folder, ranks, lora_rank)
     results = train(trainer, range(1, STEPS), ranks)
     path = trainer.save_checkpoint(folder)
     results += train(trainer, range(STEPS, STEPS + 1), ranks)
@@ -67,17 +71,17 @@ def train_and_save(ranks: Ranks, model_folder: Path, folder: Path, written: Path
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2, None), (3, None), (2, 4)], ids=["2", "3", "2 with adapters"])
 def found(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Any], Trainer, Path]:
     """What each rank came to; and one process's trainer after three steps, and its checkpoint of two."""
-    folder = tmp_path_factory.mktemp("ranks")
-    alone = make_trainer(model_folder)
+    folder, (size, lora_rank) = tmp_path_factory.mktemp("ranks"), request.param
+    alone = make_trainer(model_folder, lora_rank=lora_rank)
     train(alone, range(1, STEPS))
     written = alone.save_checkpoint(folder / "alone")
     train(alone, range(STEPS, STEPS + 1))
-    results = run_ranks(train_and_save, request.param, folder, model_folder, folder / "together", written)
+    results = run_ranks(train_and_save, size, folder, model_folder, folder / "together", written, lora_rank)
     return results, alone, folder / "together"
 
 
@@ -103,7 +107,7 @@ def test_one_process_reads_what_ranks_wrote(found: tuple[list[Any], Trainer, Pat
     (first, *_), alone, folder = found
     assert verify_checkpoint(first["path"]).version == STEPS - 1
     assert [path.name for path in folder.iterdir()] == [first["path"].name]
-    trainer = make_trainer(model_folder)
+    trainer = make_trainer(model_folder, lora_rank=alone.settings.lora.rank)
     trainer.restore(first["path"])
     train(trainer, range(STEPS, STEPS + 1))
     require_close(weights(trainer), weights(alone))

@@ -130,3 +130,17 @@ def test_an_estimator_that_holds_nothing_back_warns(model_folder: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         make_trainer(model_folder, **with_kl(estimator="k1"))
     assert "its gradient is 0 on average" in caplog.text
+
+
+def test_under_an_adapter_the_reference_is_the_model_without_it(model_folder: Path) -> None:
+    """And no second one, whose divergence it equals."""
+    given = {"learning_rate": 1e-2, "lora": {"rank": 4}}
+    under, beside = (
+        make_trainer(model_folder, **given, **with_kl(coefficient=0.5, **named))
+        for named in ({}, {"model": str(model_folder)})
+    )
+    found, expected = train(under, 4), train(beside, 4)
+    assert found[0]["training/reference_kl"] == pytest.approx(0, abs=1e-9)
+    assert found[-1]["training/reference_kl"] > 1e-3
+    for name in ("training/loss", "training/reference_kl", "training/grad_norm"):
+        assert [one[name] for one in found] == pytest.approx([one[name] for one in expected], rel=1e-3, abs=1e-7)

@@ -10,6 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
 
+from tailrace.training.adapter import add_adapter
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tailrace.training.utilisation import KNOWN_PEAKS, ModelFlops, peak_flops
@@ -36,6 +38,15 @@ def masked_half(flops: ModelFlops, length: int) -> float:
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
 def test_the_formula_is_what_torch_counts(name: str) -> None:
     model = tiny_model(name)
+    flops = ModelFlops.of(model)
+    expected = flops.of_samples(np.array([LENGTH])) + masked_half(flops, LENGTH)
+    assert counted(model, LENGTH) == pytest.approx(expected, rel=0.01)
+
+
+def test_no_gradients_are_made_of_what_is_frozen() -> None:
+    model = tiny_model("llama")
+    add_adapter(model, LoraSettings(rank=4), "tiny")
+    model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_())  # as inner layers get
     flops = ModelFlops.of(model)
     expected = flops.of_samples(np.array([LENGTH])) + masked_half(flops, LENGTH)
     assert counted(model, LENGTH) == pytest.approx(expected, rel=0.01)

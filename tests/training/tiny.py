@@ -55,6 +55,15 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def stir(model: PreTrainedModel, scale: float = 0.05) -> None:
+    """Let adapters, which do nothing at first, do something."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+
+
 def build_batch(
     *,
     lengths: Sequence[int] = (9, 14, 5, 12),

@@ -46,6 +46,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _replicas,
         _ranks,
         _router_replay,
+        _adapters,
         _supports,
         _batches,
         _weights,
@@ -225,6 +226,29 @@ def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
             "generator.return_routed_experts = true sends experts for every token and layer to a trainer that "
             "trainer.router_replay = 'off' keeps from using them: leave one of them out",
             *keys,
+        )
+
+
+def _adapters(settings: RunSettings) -> Iterator[Contradiction]:
+    generator, publish = settings.generator, "trainer.lora.publish"
+    if not settings.trainer.lora.publishes_adapters:
+        if generator.vllm.get("enable_lora"):
+            yield Contradiction(
+                "generator.vllm.enable_lora is for weights that come as adapters: leave it out, or write "
+                'trainer.lora.publish = "adapters", which sets it',
+                *("generator.vllm", publish),
+            )
+    elif generator.engine != "vllm":
+        yield Contradiction(
+            f"trainer.lora.publish = 'adapters' needs an engine that adds them up, and generator.engine is "
+            f'{generator.engine!r}: leave it out, or write generator.engine = "vllm"',
+            *(publish, "generator.engine"),
+        )
+    elif generator.connect:
+        yield Contradiction(
+            "trainer.lora.publish = 'adapters' needs generators that were started for it, and those of "
+            "generator.connect take whole weights: leave it out",
+            *(publish, "generator.connect"),
         )
 
 

@@ -126,6 +126,8 @@ def _reference(settings: RunSettings) -> list[str]:
     chosen = settings.trainer.loss.reference_kl
     if chosen is None:
         return []
+    if chosen.model is None and settings.trainer.lora.rank is not None:
+        return ["The model without its adapter computes every row once more, forward alone."]
     model = f"A frozen copy of {chosen.model or settings.model.name}"
     return [f"{model} lies beside the trained model, and computes every row once more, forward alone."]
 

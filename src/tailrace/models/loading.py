@@ -251,6 +251,26 @@ def _as_plain_model(model: Any) -> Any:
     return fresh
 
 
+def model_without_memory(config: Any) -> PreTrainedModel:
+    """A causal language model of transformers as its configuration describes it: names and shapes alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
+
+
+def outline_of(name: str) -> PreTrainedModel:
+    """The model called `name`, without its weights, which are not read. Raises `ModelError`."""
+    from transformers import AutoConfig
+
+    source = resolve_model(name)
+    with explained(source), quiet_transformers():
+        return model_without_memory(AutoConfig.from_pretrained(source.location, **source.arguments))
+
+
 def load_config(name: str) -> dict[str, Json]:
     """The configuration of the model called `name`, by transformers. Raises `ModelError`."""
     from transformers import AutoConfig

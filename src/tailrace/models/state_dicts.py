@@ -21,6 +21,12 @@ class StateDictLayout:
             self._shapes[name] = tensor.shape
             self._first_names[name] = first.setdefault(id(tensor), name)
 
+    def shape_of(self, name: str) -> torch.Size:
+        """Raises `ModelError` for a name that the model does not know."""
+        if name not in self._shapes:
+            raise ModelError(f"the model has no weight {name}")
+        return self._shapes[name]
+
     def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One tensor per weight, under the first of its names; tied weights may come under any or all of theirs.
 

@@ -14,6 +14,7 @@ from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.roles import Role
 from tailrace.run.ranks import FollowerSettings, Rank, follow_rank, lead
+from tailrace.training.lora_settings import LoraSettings
 
 
 def require_engine(generator: GeneratorSettings) -> None:
@@ -23,6 +24,14 @@ def require_engine(generator: GeneratorSettings) -> None:
     elif generator.vllm or (generator.tensor_parallel > 1 and not generator.lockstep):
         given = "generator.vllm" if generator.vllm else "generator.tensor_parallel"
         raise SettingsError(f"{given} is for generator.engine = 'vllm', but the engine is {generator.engine!r}")
+
+
+def with_adapters(generator: GeneratorSettings, lora: LoraSettings) -> GeneratorSettings:
+    """Settings of an engine that gets weights as `lora` publishes them."""
+    if not lora.publishes_adapters:
+        return generator
+    options = {"max_lora_rank": lora.rank, **generator.vllm, "enable_lora": True}
+    return generator.model_copy(update={"vllm": options})
 
 
 def engine_factory(

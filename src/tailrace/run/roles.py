@@ -19,7 +19,7 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.lifecycle.roles import Role
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.logs import setup_logging
-from tailrace.run.engines import engine_factory
+from tailrace.run.engines import engine_factory, with_adapters
 from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import HostTransports, Whereabouts
 from tailrace.run.memory_transports import memory_transports
@@ -225,7 +225,7 @@ async def generator(role: Role) -> None:
     settings = role_settings.run
     index = settings.generator.replica_names.index(role.spec.name)
     seed = _seed(settings.generator.seed, index, role.life)
-    seeded = settings.generator.model_copy(update={"seed": seed})
+    seeded = with_adapters(settings.generator.model_copy(update={"seed": seed}), settings.trainer.lora)
     async with _observed(role, role_settings):
         engine = engine_factory(settings.model, seeded)
         make_generator = lambda payloads: Generator(engine, settings.generator.weights, payloads=payloads)  # noqa: E731

@@ -45,6 +45,7 @@ from tailrace.run.parts import (
     within_own_context,
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
+from tailrace.training.lora_settings import require_peft
 
 _logger = logging.getLogger(__name__)
 
@@ -137,8 +138,9 @@ async def _train_in(
 
 
 def _load_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
-    """Those of the settings. Raises before anything is started where the engine or held-out tasks are missing."""
+    """Those of the settings. Raises before anything is started where an engine, an extra or tasks are missing."""
     require_engine(settings.generator)
+    require_peft(settings.trainer.lora)
     environments = load_environments(settings, given)
     if settings.evaluation.every_steps is not None:
         require_held_out_tasks(environments)

@@ -3,6 +3,7 @@
     checkpoints/step_000050/
       config.json, model.safetensors, tokenizer.json, chat_template.jinja, ...   what `from_pretrained` loads
       optimizer/         the optimizer's moments: each rank's shares in a file of its own (torch DCP)
+      adapter/           with LoRA, whose sum with the frozen weights is in model.safetensors: what peft loads
       trainer.pt         step, version, randomness
       manifest.json      written last: size and checksum of every other file
 
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tailrace.errors import CheckpointError, ModelError
 from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
+from tailrace.training.adapter import ADAPTER, Adapter, AdapterCopy, plain_weights, require_own_kind
 from tailrace.training.moments import (
     Moments,
     copy_moments,
@@ -43,7 +45,7 @@ from tailrace.training.moments import (
     write_moments,
 )
 from tailrace.training.ranks import ALONE, Ranks
-from tailrace.training.sharding import own_part, whole
+from tailrace.training.sharding import own_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,6 +85,7 @@ class StagedCheckpoint:
     moments: Moments
     """This rank's shares."""
     randomness: dict[str, Any]
+    adapter: AdapterCopy | None
     ranks: Ranks
 
     @property
@@ -113,11 +116,13 @@ class StagedCheckpoint:
         copy_tokenizer(self.model_name, folder)
         with quiet_transformers():
             self.model.save_pretrained(folder, state_dict=dict(self.weights))
+        if self.adapter is not None:
+            self.adapter.write(folder / ADAPTER)
         with (folder / TRAINER_STATE).open("wb") as file:
             torch.save(self.state._asdict() | {"randomness": self.randomness}, file)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         entries = {str(path.relative_to(folder)): _entry(path) for path in files}
-        for path in (*files, folder / OPTIMIZER):
+        for path in (*files, *{path.parent for path in files}):
             _sync(path)
         manifest = Manifest(format=_FORMAT, step=self.state.step, version=self.state.version, files=entries)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
@@ -148,6 +153,7 @@ def stage(
     optimizer: torch.optim.Optimizer,
     state: TrainerState,
     *,
+    adapter: Adapter | None = None,
     ranks: Ranks = ALONE,
 ) -> StagedCheckpoint:
     """Copy what a checkpoint under `folder` holds, and begin its folder. All ranks call it together.
@@ -157,29 +163,40 @@ def stage(
     randomness = _randomness()
     with ranks.exchanging():
         weights = _copy_weights(model, keep=ranks.rank == 0)
+        own = None if adapter is None else adapter.copy(keep=ranks.rank == 0)
     moments = copy_moments(model, optimizer, ranks)
-    staged = StagedCheckpoint(folder, state, model, model_name, weights, moments, randomness, ranks)
+    staged = StagedCheckpoint(folder, state, model, model_name, weights, moments, randomness, own, ranks)
     ranks.agree(lambda: _begin(folder, staged.state.step) if ranks.rank == 0 else None)
     return staged
 
 
 def read_checkpoint(
-    path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+    path: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    adapter: Adapter | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainerState:
-    """Load the checkpoint at `path` into a model and its optimizer, restore random generators, return the rest.
+    """Load the checkpoint at `path` into a model, its adapter and its optimizer, restore random generators, return the
+    rest.
 
-    Raises `CheckpointError` for an incomplete checkpoint, or one of another model, on all ranks alike.
+    Raises `CheckpointError` for an incomplete checkpoint, or one of another model or adapter, on all ranks alike.
     """
-    return ranks.agree(lambda: _read_checkpoint(path, model, optimizer, ranks))
+    return ranks.agree(lambda: _read_checkpoint(path, model, optimizer, adapter, ranks))
 
 
 def _read_checkpoint(
-    path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, ranks: Ranks
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, adapter: Adapter | None, ranks: Ranks
 ) -> TrainerState:
     ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None)
+    require_own_kind(path, adapter)
     try:
-        saved = load_causal_lm(str(path), dtype="float32")  # on the CPU: a GPU need not hold the model twice
-        _load_weights(model, saved.state_dict())
+        if adapter is None:
+            saved = load_causal_lm(str(path), dtype="float32")  # on the CPU: a GPU need not hold the model twice
+            _load_weights(model, saved.state_dict())
+        else:
+            adapter.load(path)
         state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
         if (path / OPTIMIZER).is_dir():
             moments = read_moments(path / OPTIMIZER, model, ranks)
@@ -277,14 +294,10 @@ def _begin(folder: Path, step: int) -> None:
 
 
 def _copy_weights(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor]:
-    """The model's state dict, tied tensors once, whole and on the CPU; gathered by all ranks, kept where asked for."""
+    """The model's state dict without adapters, whole and on the CPU; gathered by all ranks, kept where asked for."""
     copies: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        found = whole(tensor.detach())
+    for name, weight in plain_weights(model):
+        found = weight.whole()
         if keep:
             copies[name] = torch.empty_like(found, device="cpu").copy_(found)
     return copies

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tailrace.errors import ModelError
 from tailrace.models.loading import load_causal_lm
+from tailrace.training.adapter import Adapter
 from tailrace.training.head import LossOutput
 from tailrace.training.losses import LossTokens
 from tailrace.training.micro_batch import MicroBatch
@@ -37,6 +38,20 @@ class FrozenReference(Reference):
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """By the head in chunks, as the policy's are."""
         output: LossOutput = self._model(micro_batch, _score)
+        return output.logprobs
+
+
+class BaseOfAdapter(Reference):
+    """The policy without its adapter, which is the initial model: there is no second one."""
+
+    def __init__(self, policy: PolicyModel, adapter: Adapter) -> None:
+        self._policy, self._adapter = policy, adapter
+
+    @torch.no_grad()
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """By the head in chunks, as the policy's are."""
+        with self._adapter.switched_off():
+            output: LossOutput = self._policy(micro_batch, _score)
         return output.logprobs
 
 

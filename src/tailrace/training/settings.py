@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.models.devices import DeviceIds
+from tailrace.training.lora_settings import LoraSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
@@ -94,6 +95,7 @@ class TrainerSettings(BaseModel):
         " generator.return_routed_experts; auto: wherever they are returned.",
     )
     loss: LossSettings = Field(default=ClippedRatioSettings(), description="The loss, by its `name`.")
+    lora: LoraSettings = Field(default_factory=LoraSettings)
     max_nonfinite_steps: int = Field(
         default=3,
         ge=1,
@@ -117,6 +119,15 @@ class TrainerSettings(BaseModel):
     def rank_names(self) -> list[str]:
         """Of the roles, rank 0 first."""
         return ["trainer", *(f"trainer-{rank}" for rank in range(1, self.ranks))]
+
+    @model_validator(mode="after")
+    def _adapters_have_no_muon(self) -> TrainerSettings:
+        if self.lora.rank is not None and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer = 'muon' makes steps of whole matrices orthogonal, and with lora.rank a matrix is the "
+                "product of two that are trained: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -34,7 +34,7 @@ def share_out(policy: PolicyModel, ranks: JoinedRanks) -> None:
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if len({*map(str, ranks.gather(_fingerprint(policy)))}) > 1:
+    if len({*map(str, ranks.gather(sums_of_bits(policy)))}) > 1:
         raise ModelError(
             f"the trainer's ranks loaded different weights of {type(policy.model).__name__}: give all the same files"
         )
@@ -56,13 +56,6 @@ def share_out(policy: PolicyModel, ranks: JoinedRanks) -> None:
         raise ModelError(
             f"{type(policy.model).__name__} cannot be shared out over ranks: {error}; {_INSTEAD}"
         ) from error
-
-
-@torch.no_grad()
-def _fingerprint(policy: PolicyModel) -> list[int]:
-    """Of every weight the sum of its bits, which is the same in any order."""
-    words = (weight.reshape(-1).view(torch.int32) for weight in policy.parameters())
-    return [int(each.sum(dtype=torch.int64)) for each in words]
 
 
 def _units(policy: PolicyModel) -> list[nn.Module]:
@@ -91,6 +84,13 @@ def _try_out(policy: PolicyModel) -> None:
             f"{len(untouched)} weights of {type(policy.model).__name__} got no gradient ({untouched[0]}, ...), and "
             f"ranks would wait for each other's: {_INSTEAD}"
         )
+
+
+@torch.no_grad()
+def sums_of_bits(model: nn.Module) -> list[int]:
+    """Of every weight, which is whole: as good as a checksum, and the same in any order."""
+    words = (weight.reshape(-1).view(torch.int32) for weight in model.parameters())
+    return [int(each.sum(dtype=torch.int64)) for each in words]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from tailrace.records import Batch, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training import checkpoints
 from tailrace.training.acceleration import tune_process
+from tailrace.training.adapter import Adapter, add_adapter, plain_weights
 from tailrace.training.checkpoints import StagedCheckpoint
 from tailrace.training.gradients import GradientPasses
 from tailrace.training.head import LossOutput
@@ -37,7 +38,7 @@ from tailrace.training.nonfinite_rows import NonFiniteRows
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.reference import FrozenReference, load_frozen
+from tailrace.training.reference import BaseOfAdapter, FrozenReference, Reference, load_frozen
 from tailrace.training.router_replay import RouterReplay
 from tailrace.training.settings import TrainerSettings
 from tailrace.training.sharding import share_out, whole
@@ -106,6 +107,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._ranks = ranks
         open_payload = None if settings.router_replay == "off" else open_payload
+        self._adapter: Adapter | None = None
         self._model, self._replay, policy = ranks.agree(lambda: self._load(replays=open_payload is not None))
         self._flops, self._memory = ModelFlops.of(self._model), MemoryGauge(policy.device)
         self._peak_flops = peak_flops(policy.device, settings.dtype, settings.peak_flops)
@@ -158,9 +160,11 @@ class Trainer:
     def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
         """The weights by name, tied ones once, valid until the next snapshot; of several ranks only rank 0 gets them.
 
+        With `lora.publish = "adapters"` it is the adapter that is trained, and nothing else.
+
         On a GPU they are copied beside the next step; on a CPU those in float32 are the trainer's own, unless ranks
-        gathered them. With bfloat16, what autocast would not round stays float32: vectors (norms, biases), embeddings
-        and the head.
+        gathered them, or adapters were added to copies. With bfloat16, what autocast would not round stays float32:
+        vectors (norms, biases), embeddings and the head.
         """
         weights = self._weights_to_publish(dtype)
         with self._ranks.exchanging():
@@ -171,14 +175,18 @@ class Trainer:
             if self._model.device.type == "cuda":
                 self._host_copies = self._host_copies or HostCopies(self._model.device, self._optimizer)
                 return self._host_copies.take(weights, self.version)
-            return Snapshot(dict(weights), self.version, is_copy=self._ranks.size > 1)
+            # Beside an adapter the trainer's own weights stay as they are.
+            return Snapshot(dict(weights), self.version, is_copy=self._ranks.size > 1 or self._adapter is not None)
 
     def _weights_to_publish(self, dtype: Literal["float32", "bfloat16"]) -> Iterator[tuple[str, Tensor]]:
         """Name and weight, in the type that it is published in."""
+        if self._adapter is not None and self.settings.lora.publishes_adapters:
+            yield from self._adapter.published(getattr(torch, dtype))
+            return
         exact = {id(self._model.get_input_embeddings().weight), id(self._model.get_output_embeddings().weight)}
-        for name, parameter in self._model.named_parameters():
-            keeps = parameter.ndim == 1 or id(parameter) in exact
-            yield name, whole(parameter.detach().to(torch.float32 if keeps else getattr(torch, dtype)))
+        for name, weight in plain_weights(self._model):
+            keeps = weight.own.ndim <= 1 or id(weight.own) in exact
+            yield name, weight.whole(torch.float32 if keeps else getattr(torch, dtype))
 
     def stage_checkpoint(self, folder: Path) -> StagedCheckpoint:
         """Copy all that a checkpoint of the current step needs; its `write` may run beside the next steps.
@@ -186,7 +194,9 @@ class Trainer:
         Raises `CheckpointError`.
         """
         state = checkpoints.TrainerState(self.step, self.version, self._skipped_in_a_row)
-        return checkpoints.stage(folder, self._model, self.model_name, self._optimizer, state, ranks=self._ranks)
+        return checkpoints.stage(
+            *(folder, self._model, self.model_name, self._optimizer, state), adapter=self._adapter, ranks=self._ranks
+        )
 
     def save_checkpoint(self, folder: Path) -> Path:
         """Write a checkpoint of the current step under `folder`, prune old ones, return its path.
@@ -204,7 +214,9 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from `checkpoint`, which any number of ranks may have written. Raises `CheckpointError`."""
-        state = checkpoints.read_checkpoint(checkpoint, self._model, self._optimizer, self._ranks)
+        state = checkpoints.read_checkpoint(
+            checkpoint, self._model, self._optimizer, adapter=self._adapter, ranks=self._ranks
+        )
         self.step, self.version, self._skipped_in_a_row = state
 
     def close(self) -> None:
@@ -234,6 +246,7 @@ class Trainer:
         settings = self.settings
         model = load_causal_lm(self.model_name, dtype="float32", device=settings.device)
         replay = self._make_replay(model, replays=replays)
+        self._adapter = add_adapter(model, settings.lora, self.model_name)
         policy = PolicyModel(
             model,
             dtype=settings.dtype,
@@ -243,14 +256,16 @@ class Trainer:
         )
         return model, replay, policy
 
-    def _load_reference(self, policy: PolicyModel) -> FrozenReference | None:
-        """The frozen model that the loss asks for, shared out as the policy is."""
+    def _load_reference(self, policy: PolicyModel) -> Reference | None:
+        """The frozen model that the loss asks for, shared out as the policy is, or what lies under its adapter."""
         if (chosen := self.settings.loss.reference_kl) is None:
             return None
         if chosen.estimator == "k1" and chosen.coefficient:
             _log.warning(
                 "trainer.loss.reference_kl.estimator is k1: its gradient is 0 on average, and holds nothing back"
             )
+        if chosen.model is None and self._adapter is not None:
+            return BaseOfAdapter(policy, self._adapter)
         name = chosen.model or self.model_name
         frozen = self._ranks.agree(lambda: load_frozen(name, policy, self.settings))
         if isinstance(self._ranks, JoinedRanks):

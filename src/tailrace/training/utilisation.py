@@ -8,7 +8,8 @@ multiplied by: not norms, biases and embeddings (but a head that is an embedding
 is routed to. A multiplication and an addition are two operations, the backward pass is twice the forward pass, and
 causal attention sees half of n² pairs (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B, which counts all of
 them; halved as in prime-rl). What is computed again for lack of memory does not count, and tokens that samples share
-count for each sample: this is what the step is worth, not what it did.
+count for each sample: this is what the step is worth, not what it did. Of F entries that are frozen, beside an adapter,
+no gradient is made: 2 F n less.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class ModelFlops:
     """P."""
     widths: tuple[tuple[int | None, int], ...]
     """Window (None: all that came before), and heads · head_size summed over the layers of that window."""
+    frozen: int = 0
+    """F."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -62,7 +65,8 @@ class ModelFlops:
         widths = Counter[int | None]()
         for window in _windows(config):
             widths[window] += config.num_attention_heads * head_size
-        return cls(_active_parameters(model), tuple(widths.items()))
+        active = _active_parameters(model)
+        return cls(sum(active), tuple(widths.items()), frozen=active[1])
 
     def of_samples(self, lengths: NDArray[np.integer[Any]]) -> float:
         """Forward and backward of samples of these lengths, in tokens.
@@ -74,7 +78,7 @@ class ModelFlops:
         for window, width in self.widths:
             seen = counts if window is None else np.minimum(counts, window)
             attention += width * float((2 * counts * seen - seen**2).sum())
-        return 6.0 * (self.parameters * float(counts.sum()) + attention)
+        return 6.0 * (self.parameters * float(counts.sum()) + attention) - 2.0 * self.frozen * float(counts.sum())
 
 
 def peak_flops(device: torch.device, dtype: Literal["float32", "bfloat16"], chosen: float | None) -> float | None:
@@ -114,15 +118,16 @@ def _windows(config: Any) -> list[int | None]:
     return [windows[kind] for kind in kinds if kind in windows]
 
 
-def _active_parameters(model: PreTrainedModel) -> int:
-    """P, of weights that are whole or shared out over ranks."""
+def _active_parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """P - F and F, of weights that are whole or shared out over ranks."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     left_out = embeddings - ({id(head.weight)} if head is not None else set())
     shares = {f"{router.name.rpartition('.')[0]}.experts.": router for router in find_routers(model)}
-    total = 0.0
+    trained = frozen = 0.0
     for name, parameter in model.named_parameters():
         router = next((router for prefix, router in shares.items() if name.startswith(prefix)), None)
         if parameter.ndim > 1 and id(parameter) not in left_out:
-            total += parameter.numel() * (1.0 if router is None else router.top_k / router.num_experts)
-    return round(total)
+            count = parameter.numel() * (1.0 if router is None else router.top_k / router.num_experts)
+            trained, frozen = (trained + count, frozen) if parameter.requires_grad else (trained, frozen + count)
+    return round(trained), round(frozen)

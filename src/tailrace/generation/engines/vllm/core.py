@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from tailrace.errors import ModelError, SettingsError
+from tailrace.generation.engines.vllm.adapters import adapter_options
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import ModelSource, resolve_model
@@ -169,6 +170,7 @@ def _options(source: ModelSource, model: ModelSettings, generator: GeneratorSett
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
         **generator.vllm,
+        **adapter_options(generator.vllm),
         "model": source.location,
         "dtype": model.dtype,
         "max_model_len": min(capacity, _positions(source) or capacity),

@@ -137,7 +137,10 @@ class VllmEngine(Engine):
             added_s=time.monotonic(),
             experts=experts,
         )
-        self._client.add_request(core_request(request, core_id=core_id, salt=salt, experts_start=experts_start))
+        adapter = None if self._weights.adapters is None else self._weights.adapters.request
+        self._client.add_request(
+            core_request(request, core_id=core_id, salt=salt, experts_start=experts_start, adapter=adapter)
+        )
         self._core_ids[request.request_id] = core_id
         self._running[core_id] = progress
 

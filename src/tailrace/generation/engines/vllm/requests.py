@@ -13,6 +13,7 @@ from tailrace.records import GenerationRequest, SessionId
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
 _SESSIONS_REMEMBERED = 65_536
@@ -64,7 +65,14 @@ class PrefixSalts:
         self._sessions.clear()
 
 
-def core_request(request: GenerationRequest, *, core_id: str, salt: str, experts_start: int = 0) -> EngineCoreRequest:
+def core_request(
+    request: GenerationRequest,
+    *,
+    core_id: str,
+    salt: str,
+    experts_start: int = 0,
+    adapter: LoRARequest | None = None,
+) -> EngineCoreRequest:
     """What vLLM's engine core takes; an acceptable request is one that it accepts.
 
     Where routed experts are returned, they are those from position `experts_start` on.
@@ -78,7 +86,7 @@ def core_request(request: GenerationRequest, *, core_id: str, salt: str, experts
         sampling_params=sampling_params(request, experts_start),
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=salt,
         data_parallel_rank=None,
     )

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tailrace.errors import EngineFailed
+from tailrace.errors import EngineFailed, ModelError
 from tailrace.generation.engines.prefetch import StagingBuffers
+from tailrace.generation.engines.vllm.adapters import AdapterInstaller, is_adapter
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
+from tailrace.models.loading import model_without_memory
 from tailrace.models.state_dicts import StateDictLayout
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase as Worker
 
 _SHARED_MEMORY = Path("/dev/shm")
+_WRONG_KIND = (
+    "an engine with generator.vllm.enable_lora takes adapters alone, and any other whole weights: "
+    "trainer.lora.publish says what it gets"
+)
 
 
 class SavedModelStateDict(dict[str, torch.Tensor]):
@@ -29,14 +35,22 @@ class SavedModelStateDict(dict[str, torch.Tensor]):
         from safetensors.torch import save_file
 
         super().__init__()
-        where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        self.folder = tempfile.TemporaryDirectory(prefix="tailrace-vllm-", dir=where)
+        self.folder = _shared_folder()
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, Path(self.folder.name) / "model.safetensors", metadata={"format": "pt"})
 
 
 class StagedModelStateDict(dict[str, torch.Tensor]):
     """A model state dict that was checked, where the only worker can copy it."""
+
+
+class SavedAdapter(SavedModelStateDict):
+    """An adapter in a folder of peft's layout, which is removed with the last reference to this."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], adapters: AdapterInstaller) -> None:
+        dict.__init__(self)
+        self.folder = _shared_folder()
+        adapters.write(tensors, Path(self.folder.name))
 
 
 class WeightInstaller:
@@ -46,7 +60,10 @@ class WeightInstaller:
         self._core = core
         self._in_process = in_process
         """Whether the only worker lives in this process, and can be handed tensors."""
-        self._layout = _layout(config)
+        self._layout = StateDictLayout(model_without_memory(config))
+        engine_config = core.engine_core.vllm_config
+        has_adapter = engine_config.lora_config is not None
+        self.adapters = AdapterInstaller(core, self._layout, engine_config) if has_adapter else None
         self._packer = weight_packer(core) if in_process else None
         self._staging = StagingBuffers(_device_of_worker(core) if in_process else torch.device("cpu"))
 
@@ -56,6 +73,10 @@ class WeightInstaller:
         Workers that are other processes read the weights from shared memory, each its own part. Raises `ModelError` for
         what cannot be this model's.
         """
+        if is_adapter(tensors) != (self.adapters is not None):
+            raise ModelError(_WRONG_KIND)
+        if self.adapters is not None:
+            return SavedAdapter(tensors, self.adapters)
         named = self._layout.checked(tensors)
         if self._packer is not None:
             return self._packer.pack(named)
@@ -76,6 +97,10 @@ class WeightInstaller:
                 assert self._packer is not None
                 self._packer.exchange(tensors)
                 self._core.collective_rpc(_forget_derived)
+            elif isinstance(tensors, SavedAdapter):
+                assert self.adapters is not None
+                self.adapters.install(Path(tensors.folder.name))
+                tensors.folder.cleanup()
             elif isinstance(tensors, SavedModelStateDict):
                 self._core.collective_rpc(_reload, kwargs={"weights_path": tensors.folder.name})
                 tensors.folder.cleanup()
@@ -86,20 +111,15 @@ class WeightInstaller:
             raise EngineFailed(f"vLLM failed while it took over a model state dict: {error}") from error
 
 
+def _shared_folder() -> tempfile.TemporaryDirectory[str]:
+    where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    return tempfile.TemporaryDirectory(prefix="tailrace-vllm-", dir=where)
+
+
 def _device_of_worker(core: InprocClient) -> torch.device:
     worker = core.engine_core.model_executor.driver_worker.worker
     device: torch.device = next(worker.model_runner.get_model().parameters()).device
     return device
-
-
-def _layout(config: PretrainedConfig) -> StateDictLayout:
-    """As transformers lays the model out, without memory for a single weight."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    return StateDictLayout(model)
 
 
 def _forget_derived(worker: Worker) -> None:

@@ -1,0 +1,95 @@
+"""What a model's configuration alone says of its size, counted on a model without memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Numbers of weights, tied ones once, and widths of a layer's activations, per token."""
+
+    weights: int
+    precise_weights: int
+    """Of them, those that stay float32 where others are bfloat16: vectors, embeddings, head."""
+    inner_matrices: int
+    """Of them, those in matrices that are neither embeddings nor head nor stacked experts."""
+    outer_weights: int
+    """Of them, those in no decoder layer."""
+    layer_weights: int
+    """Of the largest decoder layer."""
+    head_weights: int
+    """Of the output head, also where it is the embeddings' own."""
+    layers: int
+    vocabulary: int
+    hidden: int
+    heads: int
+    queries: int
+    """All heads of them together."""
+    keys: int
+    """All heads of them together; values are as wide."""
+    intermediate: int
+    """Of the feed-forward part: of all experts that one token meets."""
+    norms_heads: bool
+    """Whether queries and keys are normed (Qwen3)."""
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers that one token leaves in the cache of a generator."""
+        return self.layers * 2 * self.keys
+
+
+def model_sizes(model: PreTrainedModel) -> ModelSizes:
+    """Of a model in transformers' layout, which may be without memory."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    config: Any = model.config.get_text_config()
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+    outer = {id(weight) for end in ends for weight in end.parameters()}
+    in_layers = sum(map(count_weights, layers))
+    weights, heads = count_weights(model), config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelSizes(
+        weights=weights,
+        precise_weights=sum(one.numel() for one in model.parameters() if one.ndim == 1 or id(one) in outer),
+        inner_matrices=sum(one.numel() for one in model.parameters() if one.ndim == 2 and id(one) not in outer),
+        outer_weights=weights - in_layers,
+        layer_weights=max(map(count_weights, layers), default=0),
+        head_weights=count_weights(ends[-1]) if ends else 0,
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        heads=heads,
+        queries=heads * head_size,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_size,
+        intermediate=_intermediate(config),
+        norms_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+    )
+
+
+def state_dict_bytes(sizes: ModelSizes, dtype: Literal["float32", "bfloat16"], *, keeps_precise: bool = True) -> int:
+    """Of the weights in `dtype`, where vectors, embeddings and head may stay in float32."""
+    precise = sizes.precise_weights if keeps_precise else 0
+    return 4 * precise + {"float32": 4, "bfloat16": 2}[dtype] * (sizes.weights - precise)
+
+
+def count_weights(module: nn.Module) -> int:
+    """Tied ones once."""
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _intermediate(config: Any) -> int:
+    """Experts that a token meets, one after the other, and those that all tokens meet."""
+    of_an_expert = getattr(config, "moe_intermediate_size", None)
+    met = getattr(config, "num_experts_per_tok", None)
+    if not met:
+        return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return int(met * (of_an_expert or config.intermediate_size) + shared)

@@ -1,0 +1,113 @@
+"""What the roles of a run need of memory, in words: worked out from the model's configuration, no weights loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tailrace.config import RunSettings
+from tailrace.errors import ModelError
+from tailrace.generation.memory import generator_memory
+from tailrace.models.loading import outline_of
+from tailrace.models.sizes import ModelSizes, model_sizes
+from tailrace.training.memory import (
+    AdapterSizes,
+    TrainerMemory,
+    adapter_sizes,
+    kept_bytes,
+    published_bytes,
+    trainer_memory,
+)
+
+_GB = 1e9
+
+
+def describe_memory(settings: RunSettings) -> list[str]:
+    """Lines for people. Imports transformers. Raises `SettingsError` for an adapter that the model cannot have."""
+    try:
+        outline = outline_of(settings.model.name)
+    except ModelError as error:
+        return [f"What it needs of memory is not known here: {error}"]
+    sizes, adapter = model_sizes(outline), adapter_sizes(outline, settings.trainer.lora)
+    return [*_trainer(settings, sizes, adapter), *_generators(settings, sizes, adapter)]
+
+
+def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> Iterator[str]:
+    trainer, row_tokens = settings.trainer, settings.scheduling.row_tokens
+    memory = trainer_memory(
+        sizes,
+        trainer,
+        row_tokens=row_tokens,
+        sample_tokens=settings.max_model_tokens,
+        published=settings.model.dtype,
+        adapter=adapter,
+        reference_weights=_reference_weights(settings, sizes, adapter),
+    )
+    who = "The trainer" if trainer.ranks == 1 else f"Each of the trainer's {trainer.ranks} ranks"
+    where = "its GPU" if trainer.device.startswith("cuda") else "memory"
+    yield f"{who} needs about {gigabytes(memory.device)} of {where}, for {sizes.weights:,} weights:"
+    for name, num_bytes in _terms(memory, row_tokens):
+        if num_bytes:
+            yield f"  {gigabytes(num_bytes):>9}  {name}"
+    for tokens in (row_tokens // 2, row_tokens, 2 * row_tokens):
+        kept = [
+            kept_bytes(
+                sizes,
+                trainer.model_copy(update={"gradient_checkpointing": once_more}),
+                tokens,
+                sample_tokens=settings.max_model_tokens,
+                trains_all=adapter.weights == 0,
+            )
+            for once_more in (False, True)
+        ]
+        yield (
+            f"  Rows of {tokens:,} tokens keep {gigabytes(kept[0])}, and {gigabytes(kept[1])} with "
+            "trainer.gradient_checkpointing."
+        )
+    yield (
+        f"On the host {'it' if trainer.ranks == 1 else 'rank 0'} needs up to {gigabytes(memory.host)} more: "
+        f"{gigabytes(memory.publication)} for weights on their way to the generators, {gigabytes(memory.checkpoint)} "
+        "while a checkpoint is written."
+    )
+
+
+def _reference_weights(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> int:
+    chosen = settings.trainer.loss.reference_kl
+    if chosen is None or (chosen.model is None and adapter.weights):
+        return 0
+    return sizes.weights if chosen.model is None else model_sizes(outline_of(chosen.model)).weights
+
+
+def _terms(memory: TrainerMemory, row_tokens: int) -> list[tuple[str, int]]:
+    return [
+        ("weights, in float32 (there is no second copy)", memory.weights),
+        ("the adapter, its gradients and its moments", memory.adapter),
+        ("gradients", memory.gradients),
+        ("the optimizer's moments", memory.moments),
+        ("the reference model", memory.reference),
+        ("weights and gradients gathered from other ranks, layer by layer", memory.gathered),
+        (f"activations of a row of {row_tokens:,} tokens", memory.kept),
+        ("the head: logits of a chunk of tokens, its gradient of a row", memory.head),
+    ]
+
+
+def _generators(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> Iterator[str]:
+    generator, dtype = settings.generator, settings.model.dtype
+    if generator.connect:
+        return
+    published = published_bytes(sizes, settings.trainer.lora, dtype, adapter)
+    memory = generator_memory(sizes, dtype, generator, max_model_tokens=settings.max_model_tokens, published=published)
+    who = "The generator" if generator.replicas == 1 else f"Each of {generator.replicas} generators"
+    yield (
+        f"{who} needs up to about {gigabytes(memory.total)}: weights {gigabytes(memory.weights)}, keys and values of "
+        f"{generator.concurrency} requests of {settings.max_model_tokens:,} tokens {gigabytes(memory.cache)}, new "
+        f"weights while they are taken over {gigabytes(memory.loading)}."
+    )
+
+
+def gigabytes(num_bytes: float) -> str:
+    """For people.
+
+    >>> gigabytes(28.4e9), gigabytes(3.2e6), gigabytes(100)
+    ('28.4 GB', '3.2 MB', '0.0 MB')
+    """
+    return f"{num_bytes / _GB:,.1f} GB" if num_bytes >= 0.1 * _GB else f"{num_bytes / 1e6:,.1f} MB"
