@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,6 +25,10 @@ NumberT = TypeVar("NumberT", np.int64, np.float64)
 
 PLANNED_AT_ONCE = 512
 """Samples; about a millisecond."""
+FEW_ROWS = 2
+"""Per rank; among more, a row that is not full hardly weighs."""
+_SLACKS = (1.01, 1.03, 1.1, 1.2)
+"""By how much a row may exceed the mean, tried in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class RowPlan:
 def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generator[None, None, RowPlan]:
     """Best-fit decreasing: longest sample first, each into the fullest row with room for it. O(samples log rows).
 
+    Where ranks get few rows each, rows are filled less, if as many hold all samples: a rank with the row that is left
+    over would wait for the others.
     Then rows are split until every rank gets as many as every other (a row is left empty where no row has two samples
     to part), and dealt by cost. Yields now and then. Raises `ValueError` for a sample longer than a row.
 
@@ -93,12 +100,12 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     ([0, 3, 2, 1], [0, 2, 4])
     >>> plan = drained(plan_rows([5, 3, 4, 2], Packing(row_tokens=16, num_ranks=2)))
     >>> plan.order.tolist(), plan.rank_offsets.tolist()
-    ([0, 3, 2, 1], [0, 1, 2])
+    ([0, 1, 2, 3], [0, 1, 2])
     """
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > packing.row_tokens:
         raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {packing.row_tokens}")
-    rows = yield from _fill_rows(lengths, packing.row_tokens)
+    rows = yield from _fill_evenly(lengths, packing)
     costs = packing.costs(lengths)
     _split_rows(rows, -len(rows) % packing.num_ranks, costs.tolist())
     yield
@@ -113,6 +120,23 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
         rank_offsets=np.arange(packing.num_ranks + 1, dtype=np.int32) * np.int32(len(rows) // packing.num_ranks),
         padding=1.0 - int(row_lengths.sum()) / int(shapes.sum(dtype=np.int64)) if len(shapes) else 0.0,
     )
+
+
+def _fill_evenly(lengths: Int32Array, packing: Packing) -> Generator[None, None, list[list[int]]]:
+    """Rows that are as full as they can be; for ranks with few rows each, about equally full."""
+    rows = yield from _fill_rows(lengths, packing.row_tokens)
+    wanted = len(rows) + -len(rows) % packing.num_ranks
+    if packing.num_ranks == 1 or not rows or wanted > FEW_ROWS * packing.num_ranks:
+        return rows
+    longest, mean = int(lengths.max()), int(lengths.sum(dtype=np.int64)) / wanted
+    for slack in _SLACKS:
+        room = max(longest, math.ceil(mean * slack))
+        if room >= packing.row_tokens:
+            break
+        even = yield from _fill_rows(lengths, room)
+        if len(even) <= wanted:
+            return even
+    return rows
 
 
 def _fill_rows(lengths: Int32Array, row_tokens: int) -> Generator[None, None, list[list[int]]]:

@@ -106,9 +106,10 @@ def _gains_by_blocks(inputs: Tensor) -> bool:
 def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
     """The transpose of `left` [rows, outputs] times `right` [rows, inputs].
 
-    oneDNN wants one side transposed in memory: the narrower one, which is fewer bytes.
+    oneDNN wants one side transposed in memory: the narrower one, which is fewer bytes, unless the other is a part of
+    wider rows, for whose transpose it has no fast program.
     """
-    if left.shape[1] > right.shape[1]:
+    if left.shape[1] > right.shape[1] and left.is_contiguous():
         return _transposed_product(right, left).t()
     found: Tensor = torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
     return found
