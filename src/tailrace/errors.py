@@ -6,7 +6,7 @@ Each message says what was found, what was expected and what to do about it, and
     ├── SettingsError, DataError, ModelError        end the command with exit code 2
     ├── RolloutError                                costs one rollout, under a reason that is counted
     │   ├── RolloutTimeout, EnvironmentFailed, InvalidReward, BudgetExceeded
-    │   └── ScoringFailed ── JudgeFailed            costs one group
+    │   └── ScoringFailed ── JudgeFailed, TeacherFailed   costs one group
     ├── ErrorBudgetSpent                            an exception group of what failed
     ├── ToolError                                   the policy reads it, the rollout continues
     ├── GenerationError                             RequestRefused, ChatFailed, EngineFailed
@@ -82,6 +82,12 @@ class JudgeFailed(ScoringFailed):
 
     reason = "judge_failed"
     may_pass = False  # a judge that gives no valid scores; one that cannot be reached says so itself
+
+
+class TeacherFailed(ScoringFailed):
+    """A teacher did not score a group's tokens, however often it was asked."""
+
+    reason = "teacher_failed"
 
 
 class BudgetExceeded(RolloutError):

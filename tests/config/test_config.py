@@ -25,6 +25,7 @@ from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.loss_settings import ClippedRatioSettings, DrGrpoSettings, GspoSettings, OwnLossSettings
 from tailrace.training.mask_settings import IcePopSettings
 
+TEACHER = ("--trainer.loss.distillation.url", "http://teacher/v1", "--trainer.loss.distillation.model", "big")
 MINIMAL = """
 max_steps = 10
 
@@ -122,6 +123,13 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
             "add generator.vllm.return_sampling_mask = true",
         ),
         (["--rollouts.top_k", "20", "--generator.engine", "vllm"], "^.*rollouts.top_k restricts"),
+        (
+            [*TEACHER, "--scheduling.group_release", "early"],
+            "asks a teacher when a group is scored, .* leave one of them",
+        ),
+        ([*TEACHER, "--rollouts.temperature", "0.7"], r"rollouts are sampled at 0.7: write rollouts.temperature = 1.0"),
+        ([*TEACHER, "--environment.temperature", "1.5"], r"rollouts are sampled at 1.5: write"),
+        ([*TEACHER, "--rollouts.top_p", "0.9"], "over the whole vocabulary, .* leave one of them out"),
         (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
         (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),
         (["--transport.weights", "whole"], "leave it out, or set generator.connect"),
@@ -408,6 +416,8 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
         (["--scheduling.over_sampling", "1.5"], "Each step starts 96 rollouts; the first 64 of finished groups"),
         (["--evaluation.every_steps", "20"], "64 held-out tasks of each environment are measured, 8 rollouts at once"),
         (["--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop"], "batches favour short rollouts."),
+        (["--trainer.loss.reference_kl.coefficient", "0.1"], "A frozen copy of bundled:quickstart lies beside"),
+        ([*TEACHER], "Each group is scored by the teacher big at http://teacher/v1 before it is trained on."),
     ],
 )
 def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: str) -> None:

@@ -21,7 +21,7 @@ from tailrace.training.settings import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.devices.stand_in import stand_in_gpu
 from tests.training.losses.support import BUILT_IN, settings_of
-from tests.training.tiny import CONFIGS, VOCABULARY, build_batch
+from tests.training.tiny import CONFIGS, VOCABULARY, build_batch, demonstrating
 
 
 def test_the_stand_in_refuses_mixed_devices() -> None:
@@ -111,6 +111,28 @@ def test_the_trainer_steps(
     assert first.version == 1
     assert all(not tensor.is_cuda for tensor in published.values())
     assert reads_of_one_row == reads_of_two_rows, "a micro-batch waits for the device"
+
+
+@pytest.mark.parametrize(
+    "loss", [{"name": "clipped_ratio"}, {"name": "gspo"}, {"name": "cispo", "masks": [{"name": "icepop"}]}], ids=str
+)
+def test_components_keep_to_the_device_and_never_wait_for_it(
+    loss: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("trainer", "reference"):
+        monkeypatch.setattr(f"tailrace.training.{module}.load_causal_lm", load)
+    components = {"reference_kl": {"coefficient": 0.1}, "cross_entropy": {"coefficient": 0.1}}
+    settings = TrainerSettings.model_validate({"device": "cuda", "loss": {**loss, **components}})
+    with stand_in_gpu() as gpu:
+        trainer = Trainer(settings, model_name="qwen3", max_steps=10, max_staleness=4)
+        before = gpu.reads
+        trainer.train_step(demonstrating(build_batch(lengths=(9, 14), rows=(2,), step=1), (1,)))
+        reads_of_one_row = gpu.reads - before
+        batch = build_batch(lengths=(9, 14, 5, 7), rows=(2, 1, 1), step=2, version=1)
+        result = trainer.train_step(demonstrating(batch, (1, 2)))
+        reads_of_three_rows = gpu.reads - before - reads_of_one_row
+    assert result.version == 2
+    assert reads_of_one_row == reads_of_three_rows, "a micro-batch waits for the device"
 
 
 MASKS = [

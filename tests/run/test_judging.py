@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tailrace.errors import ModelError
+from tailrace.models.loading import resolve_model
 from tailrace.records import Message, RunStatus
-from tests.run.runs import records, rollouts, run_inline
+from tailrace.rollouts.chat.tokenizer import ChatTokenizer
+from tests.run.runs import environment, records, rollouts, run_inline
 from tests.support.judge_endpoint import Answer, endpoint, verdict
+from tests.support.teacher_endpoint import PATHS, teacher
 
 JUDGED = (
     *("--environment.name", "examples.own_judge:names_by_key", "--max_steps", "2"),
@@ -53,6 +59,38 @@ async def test_a_judge_that_is_down_costs_groups_and_never_becomes_a_reward(tmp_
     ended = rollouts(tmp_path / "run")
     assert {one["outcome"]["reason"] for one in ended if one["outcome"]["state"] == "failed"} == {"judge_failed"}
     assert all(one["reward_components"].keys() == set() for one in ended)
+
+
+async def test_a_policy_learns_from_a_teacher_what_no_reward_says(tmp_path: Path) -> None:
+    """The teacher finds odd tokens likely; rewards are all equal."""
+    tokenizer = ChatTokenizer(resolve_model("bundled:quickstart").location)
+    async with endpoint(teacher(tokenizer.encode), paths=PATHS) as serving:
+        taught = ("--trainer.loss.distillation.url", serving.url, "--trainer.loss.distillation.model", "big")
+        kept = ("--scheduling.filter_zero_spread", "true", "--trainer.learning_rate", "3e-3", "--schedule", "sync")
+        summary = await run_inline(
+            tmp_path, *environment("praising"), *taught, *kept, "--max_epochs", "24", "--max_steps", "6"
+        )
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 6)
+    assert summary.ledger.by_state["trained"] == 6 * 4
+    lines = records(tmp_path / "run" / "metrics.jsonl")
+    found = [line["training/praising/distillation"] for line in lines]
+    assert found[-1] < 0.8 * found[0]
+    assert all(line["training/reward_loss"] == 0 for line in lines)
+
+
+async def test_a_teacher_that_is_down_costs_groups_and_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(resolve_model("bundled:quickstart").location)
+    answers = [teacher(tokenizer.encode), Answer(status=503)]
+    taught = ("--trainer.loss.distillation.retries", "0", "--trainer.loss.distillation.model", "big")
+    ended = ("--max_steps", "1", "--scheduling.max_failing_s", "0")
+    async with endpoint(*answers, paths=PATHS) as serving:
+        summary = await run_inline(tmp_path, *taught, "--trainer.loss.distillation.url", serving.url, *ended)
+    assert summary.status is RunStatus.FAILED
+    failed = [one for one in rollouts(tmp_path / "run") if one["outcome"]["state"] == "failed"]
+    assert {one["outcome"]["reason"] for one in failed} == {"teacher_failed"}
+    async with endpoint(teacher(lambda text: [1, 2]), paths=PATHS) as serving:
+        with pytest.raises(ModelError, match="has another tokenizer than the policy"):
+            await run_inline(tmp_path / "other", *taught, "--trainer.loss.distillation.url", serving.url, *ended)
 
 
 async def test_a_spent_error_budget_ends_the_run_and_says_so(tmp_path: Path) -> None:

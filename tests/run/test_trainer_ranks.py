@@ -44,6 +44,18 @@ def test_two_ranks_train_and_go_on_as_one_and_one_as_two(tmp_path: Path) -> None
     assert summary.ledger.balances
 
 
+def test_two_ranks_share_a_reference_and_learn_from_demonstrations(tmp_path: Path) -> None:
+    added = ("--trainer.loss.reference_kl.coefficient", "0.1", "--trainer.loss.cross_entropy.coefficient", "1.0")
+    summary, metrics = run(tmp_path, *environment("demonstrating"), *TWO, *added, "--max_steps", "2")
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    for line in metrics:
+        assert line["batch/cross_entropy_tokens"] > 0
+        assert line["training/demonstrating/cross_entropy"] == line["training/cross_entropy"] > 0
+    first, second = (line["training/reference_kl"] for line in metrics)
+    assert first == pytest.approx(0, abs=1e-6)  # the initial model is its own reference
+    assert second > 0
+
+
 def test_a_rank_that_is_killed_ends_the_run_which_names_it(tmp_path: Path) -> None:
     with command(tmp_path, *TWO, "--max_steps", "100000") as process:
         process.wait_for_steps(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ class Endpoint:
     asked: list[Json] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     connections: int = 0
+    paths: Sequence[str] = ("/v1/chat/completions",)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -58,7 +59,7 @@ class Endpoint:
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        assert head[0].startswith("POST /v1/chat/completions ")
+        assert head[0].split()[:2] in [["POST", path] for path in self.paths]
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
         request = json.loads(await reader.readexactly(int(headers["content-length"])))
         number = len(self.asked)
@@ -79,14 +80,16 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def endpoint(*answers: Answer | Callable[[Json], Answer]) -> AsyncIterator[Endpoint]:
+async def endpoint(
+    *answers: Answer | Callable[[Json], Answer], paths: Sequence[str] = ("/v1/chat/completions",)
+) -> AsyncIterator[Endpoint]:
     """Serves for as long as the block runs. An answer may be a function of the request's body."""
 
     def choose(request: Json, number: int) -> Answer:
         chosen = answers[min(number, len(answers) - 1)]
         return chosen if isinstance(chosen, Answer) else chosen(request)
 
-    serving = Endpoint(choose)
+    serving = Endpoint(choose, paths=paths)
     server = await asyncio.start_server(serving.serve, "127.0.0.1", 0)
     serving.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     try:

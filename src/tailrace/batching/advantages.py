@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.batching.settings import AdvantageName
 from tailrace.errors import SettingsError
-from tailrace.records import Group, Rollout
+from tailrace.records import TEACHER_LOGPROBS, Group, Rollout
 
 INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean", "rloo"})
 """Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known.
@@ -73,15 +73,15 @@ def compute_advantages(group: Group, name: AdvantageName) -> None:
 
 
 def filter_reason(group: Group, *, filter_zero_spread: bool) -> str | None:
-    """Why a group with advantages carries no gradient, or None where it does: by a demonstration, too."""
+    """Why a group with advantages carries no gradient, or None where it does: by other losses than rewards', too."""
     if not filter_zero_spread or group.advantages is None:
         return None
     for advantage in group.advantages:
         if advantage.any() if isinstance(advantage, np.ndarray) else advantage:
             return None
-    return None if any(map(demonstrates, group.rollouts)) else ZERO_SPREAD
+    return None if any(map(teaches_anyway, group.rollouts)) else ZERO_SPREAD
 
 
-def demonstrates(rollout: Rollout) -> bool:
-    """Whether some of its tokens bear cross-entropy."""
-    return any(branch.num_weighted for branch in rollout.branches)
+def teaches_anyway(rollout: Rollout) -> bool:
+    """Whether some of its tokens bear another loss than that of rewards: cross-entropy, or a teacher's."""
+    return any(branch.num_weighted or TEACHER_LOGPROBS in branch.columns for branch in rollout.branches)

@@ -50,6 +50,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _supports,
         _batches,
         _weights,
+        _teacher,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
@@ -271,6 +272,30 @@ def _batches(settings: RunSettings) -> Iterator[Contradiction]:
             f"transport.batches = {batches!r} does not go with placement = {placement!r}: batches stay in memory where"
             " all is one process, and only there; leave it out, or choose the other placement",
             *("transport.batches", "placement"),
+        )
+
+
+def _teacher(settings: RunSettings) -> Iterator[Contradiction]:
+    if settings.trainer.loss.distillation is None:
+        return
+    if settings.scheduling.group_release == "early":
+        yield Contradiction(
+            "trainer.loss.distillation asks a teacher when a group is scored, and scheduling.group_release = 'early' "
+            "trains on rollouts before: leave one of them out",
+            *("trainer.loss.distillation", "scheduling.group_release"),
+        )
+    if settings.rollouts.restricts:
+        yield Contradiction(
+            "trainer.loss.distillation compares with a teacher's log-probabilities over the whole vocabulary, and "
+            "rollouts.top_p or rollouts.top_k leaves less of it to the policy: leave one of them out",
+            *("trainer.loss.distillation", "rollouts.top_p"),
+        )
+    asked = [settings.rollouts.temperature, *(one.temperature for one in settings.environments)]
+    if odd := next((one for one in asked if one not in (None, 1.0)), None):
+        yield Contradiction(
+            f"trainer.loss.distillation compares with a teacher's log-probabilities, which are told at temperature 1, "
+            f"and rollouts are sampled at {odd}: write rollouts.temperature = 1.0",
+            *("trainer.loss.distillation", "rollouts.temperature"),
         )
 
 

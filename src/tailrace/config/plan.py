@@ -70,7 +70,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         + _ON_STALE[settings.scheduling.on_stale].format(max_restarts=settings.scheduling.max_restarts),
         f"A step trains on at most {_rollout_tokens(settings) * batch_size:,} completion tokens.",
         *_ranks(settings),
-        *_reference(settings),
+        *_components(settings),
         f"An epoch is about {steps_per_epoch:,.1f} steps, if no group is filtered.",
         f"The run finishes after about {expected_steps:,.0f} steps.",
         *_evaluation(settings),
@@ -122,14 +122,18 @@ def _ranks(settings: RunSettings) -> list[str]:
     ]
 
 
-def _reference(settings: RunSettings) -> list[str]:
-    chosen = settings.trainer.loss.reference_kl
-    if chosen is None:
-        return []
-    if chosen.model is None and settings.trainer.lora.rank is not None:
-        return ["The model without its adapter computes every row once more, forward alone."]
-    model = f"A frozen copy of {chosen.model or settings.model.name}"
-    return [f"{model} lies beside the trained model, and computes every row once more, forward alone."]
+def _components(settings: RunSettings) -> list[str]:
+    reference, teacher = settings.trainer.loss.reference_kl, settings.trainer.loss.distillation
+    sentences = []
+    if reference is not None:
+        model = f"A frozen copy of {reference.model or settings.model.name} lies beside the trained model, and"
+        if reference.model is None and settings.trainer.lora.rank is not None:
+            model = "The model without its adapter"
+        sentences.append(f"{model} computes every row once more, forward alone.")
+    if teacher is not None:
+        scored = f"Each group is scored by the teacher {teacher.model} at {teacher.url}"
+        sentences.append(f"{scored} before it is trained on.")
+    return sentences
 
 
 def _evaluation(settings: RunSettings) -> list[str]:

@@ -7,7 +7,7 @@ or imports another room of the house (but for `errors`).
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
-from tailrace.records.columns import CROSS_ENTROPY, ColumnKind
+from tailrace.records.columns import CROSS_ENTROPY, TEACHER_LOGPROBS, ColumnKind
 from tailrace.records.completion import Completion, FinishReason
 from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
 from tailrace.records.events import (
@@ -37,6 +37,7 @@ __all__ = [
     "CROSS_ENTROPY",
     "DEEPEST",
     "SUPPORT_COLUMNS",
+    "TEACHER_LOGPROBS",
     "TOKEN_COLUMNS",
     "Batch",
     "BatchRow",

@@ -16,6 +16,10 @@ CROSS_ENTROPY = "cross_entropy"
 """The column of weights that tokens have in the cross-entropy component, float32; 0: they do not bear it."""
 
 
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""The column of log-probabilities that a teacher gives to sampled tokens, float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnKind:
     """What a column holds of each token."""

@@ -174,6 +174,13 @@ _ROWS = (
     ("training/{environment}/loss_tokens", "tokens", _SUM, "One environment's tokens that bore loss."),
     ("training/{environment}/loss", "1", _MEAN, "Their mean loss, over those that were kept."),
     ("training/{environment}/kl", "nats", _MEAN, "Their divergence from the policy that sampled them."),
+    (
+        "training/distillation",
+        "nats",
+        _MEAN,
+        "log π of the policy less that of the teacher, per token: 0 where they agree.",
+    ),
+    ("training/{environment}/distillation", "nats", _MEAN, "The same of one environment's tokens."),
     ("training/cross_entropy", "nats", _MEAN, "-log π of the tokens that bear cross-entropy."),
     ("training/{environment}/cross_entropy", "nats", _MEAN, "-log π of one environment's tokens that bear it."),
     ("training/{environment}/reference_kl", "nats", _MEAN, "The trained policy's divergence from the reference there."),

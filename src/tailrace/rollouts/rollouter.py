@@ -21,7 +21,7 @@ from tailrace.rollouts.deadline import Attempts, rollout_deadline
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.policy import RolloutPolicy
-from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, RewardFunctions, Scorer
+from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, RewardFunctions, Scorer, Teacher
 from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
@@ -46,18 +46,19 @@ class Rollouter:
         max_steps: int = 0,
         records_experts: bool = False,
         takes_demonstrations: bool = True,
+        teacher: Teacher | None = None,
         worker_log: Path | None = None,
     ) -> None:
         """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told.
 
-        Agents may demonstrate where it `takes_demonstrations`; those of evaluations are left out.
+        Agents may demonstrate where it `takes_demonstrations`, and a `teacher` scores every group; not in evaluations.
         """
         self._settings = settings
         self._environments = environments
         self._renderer = renderer
         self._generate = generate
         self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
-        self._takes_demonstrations = takes_demonstrations
+        self._takes_demonstrations, self._teacher = takes_demonstrations, teacher
         self._attempts = Attempts()
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
@@ -114,6 +115,8 @@ class Rollouter:
             closing.create_task(self._workers.close())
             for judge in self._judges.values():
                 closing.create_task(judge.close())
+            if self._teacher is not None:
+                closing.create_task(self._teacher.close())
 
     @property
     def judge_usage(self) -> JudgeUsage:
@@ -172,7 +175,8 @@ class Rollouter:
         Raises `RolloutError` for the whole group.
         """
         task, environment = group.task, self._environments[group.task.environment]
-        if not environment.spec.scores_groups:
+        stages = self._group_stages(environment.spec)
+        if not stages:
             return await self._scorer.score_group(group)
         limit_s = environment.score_timeout_s
 
@@ -185,7 +189,7 @@ class Rollouter:
             return self._attempts.run(limited(work), what=what, limit_s=limit_s)
 
         with phase("score_group", track="groups", about={"group": group.group_id}):
-            return await self._scorer.score_group(group, self._group_stages(environment.spec), deadline=deadline)
+            return await self._scorer.score_group(group, stages, deadline=deadline)
 
     async def _attempt(self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment) -> None:
         """Play a rollout, then score it, within one limit."""
@@ -223,6 +227,8 @@ class Rollouter:
 
     def _group_stages(self, spec: EnvironmentSpec) -> list[ScoreGroup]:
         stages: list[ScoreGroup] = []
+        if self._teacher is not None and self._evaluation_seed is None:
+            stages.append(self._teacher)
         if any(reward.together for reward in spec.rewards.values()):
             stages.append(lambda group: self._functions.score_group(group, spec))
         last = spec.score_group or self._judge(spec)

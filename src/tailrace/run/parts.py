@@ -17,6 +17,7 @@ from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
+from tailrace.rollouts.scoring import Teacher, TeacherPlan
 
 
 def load_environments(
@@ -115,6 +116,33 @@ def require_reference(settings: RunSettings) -> None:
         )
 
 
+def make_teacher(settings: RunSettings) -> Teacher | None:
+    """The teacher that the loss asks for. Raises `SettingsError` where the variable with its key is not set."""
+    chosen = settings.trainer.loss.distillation
+    if chosen is None:
+        return None
+    return Teacher(
+        TeacherPlan(
+            chosen.url,
+            chosen.model,
+            api_key_variable=chosen.api_key_variable,
+            timeout_s=chosen.timeout_s,
+            retries=chosen.retries,
+            retry_pause_s=chosen.retry_pause_s,
+        )
+    )
+
+
+async def require_teacher(settings: RunSettings, renderer: ChatRenderer) -> None:
+    """Raise `ModelError` where the teacher cannot score what the policy samples, and `SettingsError` as above."""
+    if (teacher := make_teacher(settings)) is None:
+        return
+    try:
+        await teacher.require_fitting(renderer.tokenizer, settings.max_model_tokens)
+    finally:
+        await teacher.close()
+
+
 def make_rollouter(
     settings: RunSettings,
     environments: Mapping[str, LoadedEnvironment],
@@ -133,5 +161,6 @@ def make_rollouter(
         max_steps=settings.max_steps or 0,
         records_experts=settings.generator.return_routed_experts,
         takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
+        teacher=make_teacher(settings),
         worker_log=log_folder / "workers.log" if log_folder else None,
     )

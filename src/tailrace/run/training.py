@@ -42,6 +42,7 @@ from tailrace.run.parts import (
     make_renderer,
     require_held_out_tasks,
     require_reference,
+    require_teacher,
     within_own_context,
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
@@ -106,6 +107,7 @@ async def _train_in(
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
     given, settings = settings, within_own_context(settings, renderer)
     await asyncio.to_thread(require_reference, settings)
+    await require_teacher(settings, renderer)
     changed = record_settings(given, paths, recipe)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tailrace.batching import ZERO_SPREAD, compute_advantages, demonstrates, filter_reason
+from tailrace.batching import ZERO_SPREAD, compute_advantages, filter_reason, teaches_anyway
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Float32Array, Group, GroupId, Outcome, Rollout, RolloutId, Task
 from tailrace.scheduling.backoff import Backoff, Part
@@ -220,7 +220,7 @@ class GroupPlayer:
         self._release(group, group.release.close())
         waiting = [group.finished[number].rollout for number in group.release.waiting]
         teaches_nothing = self._settings.filter_zero_spread and not any(
-            rollout is not None and demonstrates(rollout) for rollout in waiting
+            rollout is not None and teaches_anyway(rollout) for rollout in waiting
         )
         reason = ZERO_SPREAD if waiting and teaches_nothing else None
         group.failure = ""

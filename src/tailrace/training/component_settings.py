@@ -15,6 +15,25 @@ class CrossEntropySettings(BaseModel):
     coefficient: float = Field(default=1.0, gt=0, description="What it is multiplied by, beside the loss of rewards.")
 
 
+class DistillationSettings(BaseModel):
+    """On-policy distillation from a teacher behind an endpoint, added to any loss."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    coefficient: float = Field(default=1.0, gt=0, description="What it is multiplied by, beside the loss of rewards.")
+    truncation: float = Field(default=2.0, ge=1, description="Highest importance weight that any token gets.")
+    url: str = Field(
+        pattern=r"^https?://", description="The teacher's endpoint with its `/v1`, as vLLM serves one: docs/losses.md."
+    )
+    model: str = Field(description="What the endpoint calls the teacher.")
+    api_key_variable: str | None = Field(
+        default=None, description="Environment variable with its key. Unset: no key is sent."
+    )
+    timeout_s: float = Field(default=60.0, gt=0, description="Seconds one call may take.")
+    retries: int = Field(default=2, ge=0, description="Calls after one that failed or timed out.")
+    retry_pause_s: float = Field(default=0.5, ge=0, description="Seconds before the first retry, doubled every time.")
+
+
 class ReferenceKlSettings(BaseModel):
     """A divergence from a frozen model, added to any loss; it costs one more forward pass."""
 

@@ -52,7 +52,8 @@ class ComponentSums:
         for number, component in enumerate(self._components if each else ()):
             rows = [environment[number] for environment in each]
             losses, count, measures = (sum(column) for column in zip(*rows, strict=True))
-            added += component.factor(batch) * losses
+            if factor := component.factor(batch):
+                added += factor * losses
             if count:
                 metrics[f"training/{component.name}"] = measures / count
             for environment, (_, own_count, own_measures) in zip(self._environments, rows, strict=False):

@@ -129,14 +129,14 @@ class GradientPasses:
     @torch.no_grad()
     def _count_kept(self, rows: Sequence[BatchRow], rounds: int, version: int) -> int:
         """Of all ranks' rows."""
-        kept = 0
+        kept = list[Tensor]()
         with self._ranks.exchanging():
             for row in itertools.islice(itertools.chain(rows, itertools.repeat(None)), rounds):
                 micro_batch = self._micro_batch_of(row, version)
                 with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
                     output = self._policy(micro_batch, NO_LOSS)
-                kept += int(self._of_rewards(output, micro_batch).kept.sum())  # none of an empty row
-        return sum(self._ranks.gather(kept))
+                kept.append(self._of_rewards(output, micro_batch).kept.sum())  # none of an empty row
+        return sum(self._ranks.gather(int(torch.stack(kept).sum()) if kept else 0))
 
     def _add_row(self, row: BatchRow, version: int, sums: LossSums) -> LossOutput:
         micro_batch, output = self.pass_over(row, version)

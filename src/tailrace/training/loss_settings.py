@@ -10,7 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from tailrace.training.component_settings import CrossEntropySettings, ReferenceKlSettings
+from tailrace.training.component_settings import (
+    CrossEntropySettings,
+    DistillationSettings,
+    ReferenceKlSettings,
+)
 from tailrace.training.mask_settings import MaskSettings, told_name
 
 DEFAULT_LOSS = "clipped_ratio"
@@ -63,6 +67,9 @@ class CommonLossSettings(BaseModel):
     cross_entropy: CrossEntropySettings | None = Field(
         default=None,
         description="Cross-entropy of what agents demonstrate, which is added; unset: they may demonstrate nothing.",
+    )
+    distillation: DistillationSettings | None = Field(
+        default=None, description="Reverse divergence from a teacher, which is added; unset: no teacher is asked."
     )
 
     @model_validator(mode="after")

@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.training.component_settings import CrossEntropySettings, ReferenceKlSettings
+from tailrace.training.component_settings import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 from tailrace.training.losses import LOSSES, Divisor
 from tailrace.training.losses.demonstrations import CrossEntropy
+from tailrace.training.losses.distillation import Distillation
 from tailrace.training.losses.masks import MASKS
 from tailrace.training.losses.reference_kl import ReferenceKl
 from tests.training.losses.support import BUILT_IN, settings_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")
-COMPONENTS = {ReferenceKlSettings: ReferenceKl, CrossEntropySettings: CrossEntropy}
+COMPONENTS = {
+    ReferenceKlSettings: ReferenceKl,
+    CrossEntropySettings: CrossEntropy,
+    DistillationSettings: Distillation,
+}
 MADE_BY = {**LOSSES, **MASKS}
 
 
@@ -58,5 +63,5 @@ def test_the_page_knows_every_setting_of_a_component(settings: type) -> None:
 def test_the_page_knows_every_setting(settings: type) -> None:
     fields = settings.model_fields
     section = PAGE.partition(f"`{fields['name'].default}`")[2]
-    for name in fields.keys() - {"name", "masks", "entropy", "reference_kl", "cross_entropy"}:
+    for name in fields.keys() - {"name", "masks", "entropy", "reference_kl", "cross_entropy", "distillation"}:
         assert f"`{name}" in section, name

@@ -155,3 +155,14 @@ def test_a_reference_that_finds_a_token_much_likelier_gives_no_nan(estimator: st
     assert losses.isfinite().all()
     assert derivatives.isfinite().all()
     assert losses[1] == 0
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_what_is_infinite_and_only_measured_changes_nothing(general: bool) -> None:
+    samples = draw_samples([4, 2], 0)
+    columns = {REFERENCE_LOGPROBS: torch.full((6,), math.inf, dtype=torch.float64)}
+    told = dataclasses.replace(samples, tokens=dataclasses.replace(samples.tokens, columns=columns))
+    found, gradient = summed("clipped_ratio", told, "k3", 0.0, general=general)
+    expected, plain = summed("clipped_ratio", with_reference(samples), "k3", 0.0, general=general)
+    assert found == expected
+    assert torch.equal(gradient, plain)

@@ -56,6 +56,11 @@ class ChatTokenizer:
         """Tokens that the model was made for, where its files say so."""
         self.template = ChatTemplate(_chat_templates(folder, config), self.special_tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary, added ones included."""
+        return int(self._tokenizer.get_vocab_size())
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`, by default without special tokens around it."""
         # the batch call skips the offsets, a third of the time

@@ -8,5 +8,6 @@ all, and never makes a number of an error.
 from tailrace.rollouts.scoring.functions import RewardFunctions
 from tailrace.rollouts.scoring.judge import JudgeUsage, RelativeJudge
 from tailrace.rollouts.scoring.scorer import Scorer
+from tailrace.rollouts.scoring.teacher import Teacher, TeacherPlan
 
-__all__ = ["JudgeUsage", "RelativeJudge", "RewardFunctions", "Scorer"]
+__all__ = ["JudgeUsage", "RelativeJudge", "RewardFunctions", "Scorer", "Teacher", "TeacherPlan"]

@@ -2,10 +2,9 @@ r"""What is added to the loss of rewards, each with a divisor of its own.
 
     L = Σ_t ℓ_t / D  +  Σ_c κ_c Σ_t ℓ^c_t / D_c
 
-ℓ is the loss that settings name, 0 where it or a mask rejects the token, and where the token bears none, D its
-`Divisor`; κ_c, ℓ^c and D_c are the
-coefficient, the loss and the planned tokens of component c. Every D is of the whole batch, over all rows and ranks. A
-token that ℓ rejects still counts in components.
+ℓ is the loss that settings name, 0 where it or a mask rejects the token, and where the token bears none; D is its
+`Divisor`. κ_c, ℓ^c and D_c are the coefficient, the loss and the planned tokens of component c. Every D is of the whole
+batch, over all rows and ranks. A token that ℓ rejects still counts in components.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ class Component(PointwiseLoss):
 
 def add_up(loss: Loss, divisor: float, components: Sequence[Component], batch: BatchSummary) -> Loss:
     """L, whose tokens need not be divided by anything any more. Pointwise where `loss` is; it keeps all tokens."""
-    scaled = tuple((component, component.factor(batch)) for component in components)
+    factors = ((component, component.factor(batch)) for component in components)
+    scaled = tuple((component, factor) for component, factor in factors if factor)  # 0 times what is infinite is not 0
     if isinstance(loss, PointwiseLoss):
         return _PointwiseSum(loss, divisor, scaled)
     return _Sum(loss, divisor, scaled)

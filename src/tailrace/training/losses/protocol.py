@@ -49,6 +49,11 @@ class LossTokens:
         """[num_samples], int64: how many tokens each sample has, those that this part leaves out too."""
         return self.sample_offsets.diff() if self.whole_lengths is None else self.whole_lengths
 
+    @property
+    def reward_mask(self) -> Tensor:
+        """[num_loss_tokens], bool: which bear the loss of rewards."""
+        return torch.ones_like(self.targets, dtype=torch.bool) if self.rewarded is None else self.rewarded
+
     def part(self, where: slice) -> LossTokens:
         """The tokens of a slice, as views; samples are cut at its ends, and know their whole lengths."""
         return LossTokens(

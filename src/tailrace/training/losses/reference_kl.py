@@ -73,8 +73,7 @@ class ReferenceKl(Component):
                 ratio = ratios(logprobs, tokens)
                 derivative = -weighted_logprobs(ratio, difference)
                 loss = ratio * excess(difference) + derivative
-        kept = torch.ones_like(logprobs, dtype=torch.bool) if tokens.rewarded is None else tokens.rewarded
-        return loss, derivative, kept
+        return loss, derivative, tokens.reward_mask
 
     @override
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:

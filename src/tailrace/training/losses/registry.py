@@ -19,6 +19,7 @@ from tailrace.training.losses.composition import compose
 from tailrace.training.losses.cross_entropy import SelectedCrossEntropy
 from tailrace.training.losses.dapo import Dapo
 from tailrace.training.losses.demonstrations import CrossEntropy
+from tailrace.training.losses.distillation import Distillation
 from tailrace.training.losses.dppo import Dppo
 from tailrace.training.losses.dr_grpo import DrGrpo
 from tailrace.training.losses.grpo import Grpo
@@ -61,6 +62,8 @@ def load_components(settings: LossSettings) -> tuple[Component, ...]:
         components.append(ReferenceKl(settings.reference_kl))
     if settings.cross_entropy is not None:
         components.append(CrossEntropy(settings.cross_entropy))
+    if settings.distillation is not None:
+        components.append(Distillation(settings.distillation))
     return tuple(components)
 
 

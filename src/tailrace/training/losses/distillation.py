@@ -1,0 +1,56 @@
+r"""On-policy distillation: the reverse divergence from a teacher, at every token that the policy sampled.
+
+    L = 1/N Σ_t sg[min(r_t, C) (log π(y_t) - log π_T(y_t))] log π(y_t),   r_t = π(y_t) / μ(y_t)
+
+over the N planned tokens, π_T the teacher, sg the stop-gradient: a policy gradient with the advantage
+log π_T(y_t) - log π(y_t), whose gradient is that of KL(π ‖ π_T) at the states that the policy came to, for any μ as
+far as C does not truncate it. Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649, eq. 4
+with the reverse divergence), Gu et al. 2024, "MiniLLM" (arXiv:2306.08543); in this form of a dense reward Lu et al.
+2025, "On-Policy Distillation" (Thinking Machines).
+
+Unlike a reference model (`reference_kl`), a teacher is another and better model, that the policy is to become.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from tailrace.records import TEACHER_LOGPROBS, BatchSummary
+from tailrace.training.component_settings import DistillationSettings
+from tailrace.training.losses.components import Component
+from tailrace.training.losses.protocol import LossTokens
+from tailrace.training.losses.ratios import ratios, weighted_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation(Component):
+    """min(r, C) (log π - log π_T) of each token, and that as its derivative; it keeps all that were sampled."""
+
+    name: ClassVar = "distillation"
+    settings: DistillationSettings
+
+    @property
+    @override
+    def coefficient(self) -> float:
+        return self.settings.coefficient
+
+    @override
+    def planned(self, batch: BatchSummary) -> int:
+        """The tokens that bear the loss of rewards."""
+        return batch.loss_tokens
+
+    @override
+    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """See the module."""
+        weights = ratios(logprobs, tokens).clamp(max=self.settings.truncation)
+        slope = weighted_logprobs(weights, self.measure(logprobs, tokens))
+        return slope, slope, tokens.reward_mask
+
+    @override
+    def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        """log π - log π_T."""
+        return logprobs - tokens.columns[TEACHER_LOGPROBS].to(logprobs.dtype)
