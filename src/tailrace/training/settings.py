@@ -89,6 +89,10 @@ class TrainerSettings(BaseModel):
         default=False,
         description="Compute activations twice instead of keeping them: less memory, about a third more time.",
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile layers by torch.compile, in the first step; on a CPU only without native_kernels.",
+    )
     router_replay: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Train mixture-of-experts models with the experts that generation chose, which needs"
@@ -126,6 +130,15 @@ class TrainerSettings(BaseModel):
             raise ValueError(
                 "optimizer = 'muon' makes steps of whole matrices orthogonal, and with lora.rank a matrix is the "
                 "product of two that are trained: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_computed_one_way(self) -> TrainerSettings:
+        if self.compile and self.device == "cpu" and self.native_kernels:
+            raise ValueError(
+                "compile = true gives layers to torch.compile, and on a CPU native_kernels = true computes them by "
+                "kernels of its own, which are faster: leave compile out, or write native_kernels = false"
             )
         return self
 

@@ -253,6 +253,7 @@ class Trainer:
             head_dtype=settings.head_dtype,
             native_kernels=settings.native_kernels,
             gradient_checkpointing=settings.gradient_checkpointing,
+            compiled=settings.compile,
         )
         return model, replay, policy
 
