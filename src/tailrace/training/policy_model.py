@@ -22,6 +22,7 @@ from tailrace.training.acceleration import accelerate
 from tailrace.training.attention import PACKED_ATTENTION, Segments, packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
 from tailrace.training.checkpointed_layers import checkpoint_layers
+from tailrace.training.compiled_layers import compile_layers
 from tailrace.training.head import LogprobHead, LossOutput, apply_loss, score_logits
 from tailrace.training.losses import Loss
 from tailrace.training.micro_batch import MicroBatch
@@ -47,8 +48,8 @@ class PolicyModel(nn.Module):
     Every weight is used inside its own module's forward, so that hooks on modules (FSDP's, which gather and free
     weights) see every use. `packs` says whether a row may hold several samples, `pads_segments` whether attention needs
     padded groups of them; `head` is None where logits are more than hidden states times one matrix. Raises `ModelError`
-    for `gradient_checkpointing` of a model without layers that can be checkpointed; only with it, and on a GPU, are
-    there activations to offload.
+    for `gradient_checkpointing` of a model without layers that can be checkpointed, and `compiled` of one whose layers
+    cannot be compiled; only with the former, and on a GPU, are there activations to offload.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PolicyModel(nn.Module):
         native_kernels: bool = True,
         gradient_checkpointing: bool = False,
         offload_activations: bool = False,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
@@ -69,7 +71,11 @@ class PolicyModel(nn.Module):
         if self.under_autocast:
             cast_experts_under_autocast(self.model)
         self.packs, self.pads_segments = False, True
-        self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self.under_autocast)
+        self._acceleration = None
+        if not compiled:
+            self._acceleration = accelerate(
+                self.model, native_kernels=native_kernels, under_autocast=self.under_autocast
+            )
         head = self._probe()
         rounds_head = self.under_autocast and head_dtype == "bfloat16"
         self.head = None
@@ -78,6 +84,8 @@ class PolicyModel(nn.Module):
         elif head is not None:
             exact = torch.promote_types(torch.float32, next(model.parameters()).dtype)
             self.head = LogprobHead(head, exact, products=self._acceleration)
+        if compiled:
+            compile_layers(self.model)
         if gradient_checkpointing:
             checkpoint_layers(self.model, offload_from=self.device if offload_activations else None)
 

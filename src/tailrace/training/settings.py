@@ -108,6 +108,10 @@ class TrainerSettings(BaseModel):
         description="On a GPU, with gradient_checkpointing: keep the inputs of layers, all that is left then, in the"
         " host's pinned memory until the backward pass.",
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile layers by torch.compile, in the first step; on a CPU only without native_kernels.",
+    )
     router_replay: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Train mixture-of-experts models with the experts that generation chose, which needs"
@@ -176,6 +180,11 @@ class TrainerSettings(BaseModel):
                 f"ranks = {ranks} cannot be parted into groups of sequence_parallel = {group}: write ranks = "
                 f"{-(-ranks // group) * group}, for example"
             )
+        if group > 1 and self.compile:
+            raise ValueError(
+                f"compile = true compiles layers for whole rows, and sequence_parallel = {group} has slices of rows: "
+                "leave one of them out"
+            )
         if group > 1 and self.steps_per_batch > 1:
             raise ValueError(
                 f"steps_per_batch = {self.steps_per_batch} keeps what each rank's rows were like before the first step,"
@@ -189,6 +198,15 @@ class TrainerSettings(BaseModel):
             raise ValueError(
                 "optimizer = 'muon' makes steps of whole matrices orthogonal, and with lora.rank a matrix is the "
                 "product of two that are trained: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_computed_one_way(self) -> TrainerSettings:
+        if self.compile and self.device == "cpu" and self.native_kernels:
+            raise ValueError(
+                "compile = true gives layers to torch.compile, and on a CPU native_kernels = true computes them by "
+                "kernels of its own, which are faster: leave compile out, or write native_kernels = false"
             )
         return self
 

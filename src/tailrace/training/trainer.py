@@ -257,6 +257,7 @@ class Trainer:
             native_kernels=settings.native_kernels,
             gradient_checkpointing=settings.gradient_checkpointing,
             offload_activations=settings.offload_activations,
+            compiled=settings.compile,
         )
         return model, replay, policy
 
