@@ -313,7 +313,7 @@ def test_every_name_that_is_suggested_is_a_setting(meant: str) -> None:
         (["--trainer.loss.name", "mine:"], r".*a loss of your own is written as module:function"),
         (
             ["--trainer.loss.name", "decoupled_ppo"],
-            r".*needs several optimizer steps per batch, and",
+            r".*with steps_per_batch = 1 there is no second: nothing would ever be clipped; write .* 2 or more",
         ),
         (["--trainer.loss.truncation", "1.1"], r".*truncation is 1.1, which clip_high = 0.28 would never reach"),
         (["--trainer.loss.clip_low", "2"], r"trainer.loss.clip_low = 2: input should be less than 1"),

@@ -57,13 +57,15 @@ def test_the_engine_steps(dtype: str) -> None:
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_new_weights_go_from_trainer_to_engine(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_go_from_trainer_to_engine(
+    dtype: str, lora: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
     with stand_in_gpu():
-        trainer = Trainer(
-            TrainerSettings(device="cuda", dtype=dtype), model_name="qwen3", max_steps=10, max_staleness=4
-        )
+        settings = TrainerSettings.model_validate({"device": "cuda", "dtype": dtype, "lora": lora})
+        trainer = Trainer(settings, model_name="qwen3", max_steps=10, max_staleness=4)
         published = trainer.snapshot(dtype).wait()
         assert all(not tensor.is_cuda for tensor in published.values())
         engine = TorchEngine(build("qwen3", dtype, device="cuda"), slots=4, max_model_tokens=64)

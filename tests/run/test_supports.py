@@ -59,7 +59,7 @@ async def test_a_generator_that_cannot_tell_is_refused_before_the_first_rollout(
             *("generator", server.address, GeneratorSettings()),
             epoch="run",
             model=MODEL,
-            lend_file=None,
+            lend=None,
             needs_supports=needs_supports,
         )
         client = await source.open(lambda statistics, received: None)

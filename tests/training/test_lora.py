@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tailrace.cpu.kernels import find_kernels
 from tailrace.errors import CheckpointError, SettingsError
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import Batch
@@ -28,6 +30,8 @@ from tailrace.training.trainer import Trainer
 from tests.generation.engine_support import Driver, make_engine, request
 from tests.support.expert_models import FAMILIES
 from tests.training.tiny import build_batch, stir, tiny_model
+
+COMPILES = find_kernels() is not None
 
 RANK = 4
 LORA = {"rank": RANK, "alpha": 10}
@@ -62,7 +66,8 @@ def gradients(model: PreTrainedModel, **options: Any) -> tuple[dict[str, Tensor]
         (torch.float64, {"gradient_checkpointing": True}, 1e-10),
         (torch.float32, {"native_kernels": True}, 1e-4),
         (torch.float32, {"native_kernels": True, "gradient_checkpointing": True}, 1e-4),
-        (torch.float32, {"dtype": "bfloat16"}, 6e-2),
+        (torch.float32, {"native_kernels": False, "dtype": "bfloat16"}, 6e-2),
+        (torch.float32, {"native_kernels": True, "dtype": "bfloat16"}, 6e-2),
     ],
     ids=str,
 )
@@ -98,6 +103,28 @@ def test_switched_off_the_model_is_what_it_was() -> None:
     assert torch.equal(model(row).logits, before)
     assert not torch.allclose(before, plain(row).logits, atol=0.1)
     assert all(weight.requires_grad == ("lora_" in name) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), ("v_proj", "up_proj", "o_proj")])
+def test_fused_layers_compute_adapters_beside_any_of_their_products(
+    native: bool, targets: tuple[str, ...] | None
+) -> None:
+    model = tiny_model("qwen3")
+    plain = copy.deepcopy(model)
+    adapter = adapted(model, targets=targets)
+    summed = copy.deepcopy(plain)
+    summed.load_state_dict(merged(model), strict=False)
+    expected = {weights: gradients(copy.deepcopy(one))[1] for weights, one in (("own", plain), ("summed", summed))}
+    policy = PolicyModel(model, native_kernels=native)
+    assert policy.num_fused_layers == (2 if native and COMPILES else 0)
+    passes = GradientPasses(policy, load_loss(LOSS), Divisor.of_loss(LOSS))
+    for weights, off in (("summed", nullcontext()), ("own", adapter.switched_off()), ("summed", nullcontext())):
+        with off:
+            model.get_input_embeddings().weight.requires_grad_(weights == "own")  # a backward pass needs a weight
+            metrics, _ = passes.add(build_batch(), 0).read(build_batch().summary)
+        assert metrics["training/entropy"] == pytest.approx(expected[weights]["training/entropy"], rel=1e-5)
+    assert abs(expected["own"]["training/entropy"] - expected["summed"]["training/entropy"]) > 1e-3
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "dense" not in name])

@@ -2,18 +2,22 @@
 
     x + attention(norm(x)), then x + down(silu(gate(norm(x))) * up(norm(x)))      (Llama, Qwen2, Qwen3, ...)
 
+Their linear layers may have adapters beside them.
+
 Scaled residuals and layers without positions do not show in the parts: callers compare outputs and restore the model's
 own code where these change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tailrace.cpu.adapters import AdapterBeside, parted
 from tailrace.cpu.kernels import Heads, Rotation
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -54,6 +58,8 @@ class LayerParts:
     down: nn.Linear
     heads: Heads
     scale: float
+    adapters: Mapping[nn.Linear, AdapterBeside]
+    """Beside the linear layers, of those that have one."""
 
     def rotation(self, cosine: Tensor, sine: Tensor) -> Rotation:
         """What the layer does to queries and keys, for angles [1, tokens, size] as transformers hands them out."""
@@ -86,9 +92,10 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
         return None
     attention, mlp = parts.self_attn, parts.mlp
     projections, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-    linears = (*projections, attention.o_proj, *gate_up, mlp.down_proj)
+    found = [parted(linear) for linear in (*projections, attention.o_proj, *gate_up, mlp.down_proj)]
+    linears = [linear for linear, _ in found if linear is not None]
     size, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
-    if not all(type(linear) is nn.Linear for linear in linears) or not _is_silu(mlp.act_fn):
+    if len(linears) < len(found) or not _is_silu(mlp.act_fn):
         return None
     if not isinstance(size, int) or size % 2 or not isinstance(scale, float):
         return None
@@ -103,9 +110,11 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
         head_norms = of_queries, of_keys
     if first is None or second is None:
         return None
-    heads = Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size)
+    query, key, value, output, gate, up, down = linears
+    heads = Heads(query.out_features // size, key.out_features // size, size)
+    adapters = {linear: adapter for linear, adapter in found if linear is not None and adapter is not None}
     return LayerParts(
-        first, projections, head_norms, attention, attention.o_proj, second, gate_up, mlp.down_proj, heads, scale
+        *(first, (query, key, value), head_norms, attention, output, second, (gate, up), down, heads, scale), adapters
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from tailrace.cpu.adapters import add_adapters
 from tailrace.cpu.attention import MATERIALIZE_UP_TO, attend, attend_backward
 from tailrace.cpu.kernels import Heads, Kernels, Rotation, find_kernels
 from tailrace.cpu.layers import LayerParts, Norm, known_layers
@@ -71,13 +72,18 @@ class _FusedLayer:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
         with torch.autocast("cpu", enabled=False):
             stream, normed = self._norm(hidden_states[0].contiguous(), None, parts.input_norm, dtype)
-            packed = trained_products(normed, *parts.projections)
+            packed = self._products(normed, *parts.projections)
             layout = _Layout(self.kernels, parts.heads, segments, parts.rotation(*cosine_sine))
             norms = (None, None) if parts.head_norms is None else tuple(norm.weight for norm in parts.head_norms)
             attended = _attention(packed, *norms, layout)
-            stream, normed = self._norm(stream, trained_products(attended, parts.output), parts.mlp_norm, dtype)
-            gated = _swiglu(trained_products(normed, *parts.gate_up), self.kernels)
-            return _add(stream[None], trained_products(gated, parts.down)[None])  # no view: FSDP hooks onto it
+            stream, normed = self._norm(stream, self._products(attended, parts.output), parts.mlp_norm, dtype)
+            gated = _swiglu(self._products(normed, *parts.gate_up), self.kernels)
+            return _add(stream[None], self._products(gated, parts.down)[None])  # no view: FSDP hooks onto it
+
+    def _products(self, inputs: Tensor, *linears: nn.Linear) -> Tensor:
+        """Of linear layers that share `inputs`, with the adapters beside them."""
+        beside = [self.parts.adapters.get(linear) for linear in linears]
+        return add_adapters(trained_products(inputs, *linears), inputs, linears, beside)
 
     def _knows(self, segments: Segments, arguments: dict[str, Any]) -> bool:
         """Whether this is a packed row of short segments: longer ones are left to torch's blockwise attention."""

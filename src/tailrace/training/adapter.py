@@ -163,11 +163,12 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, model_name: str)
 def target_layers(model: nn.Module, settings: LoraSettings) -> dict[str, nn.Linear]:
     """The layers that adapters go beside, by their names; the model may be without memory. Raises `SettingsError`."""
     linears = _linear_layers(model)
+    wanted = settings.targets or ()
     if settings.targets is None:
         chosen = {name: layer for name, layer in linears.items() if not _ROUTER.search(name.rpartition(".")[2])}
     else:
-        chosen = {name: layer for name, layer in linears.items() if any(_is_called(name, t) for t in settings.targets)}
-    missed = [t for t in settings.targets or () if not any(_is_called(name, t) for name in chosen)]
+        chosen = {name: layer for name, layer in linears.items() if any(_is_called(name, target) for target in wanted)}
+    missed = [target for target in wanted if not any(_is_called(name, target) for name in chosen)]
     if missed or not chosen:
         raise SettingsError(_nothing_matches(model, linears, missed))
     smallest = min(chosen, key=lambda name: min(chosen[name].weight.shape))

@@ -63,11 +63,13 @@ class GradientPasses:
         self._objective: tuple[Loss, float] = loss, 1.0
         """What the tokens of the batch that was added last sum up, and what that is divided by."""
 
-    def add(self, batch: Batch, version: int, outputs: list[LossOutput] | None = None) -> LossSums:
+    def add(
+        self, batch: Batch, version: int, outputs: list[LossOutput] | None = None, *, exports: bool = True
+    ) -> LossSums:
         """Go through this rank's rows with a trainer that holds `version`; the sums are of all ranks.
 
         The loss is divided by the planned figure of the whole batch; that of each component by its own. `outputs` gets
-        what became of each of `rows`, components left out.
+        what became of each of `rows`, components left out. Without `exports` no token of it is exported.
         """
         sums = LossSums(self._loss, self._divisor, batch.origins.environments, self._components)
         rows = self.rows(batch)
@@ -75,12 +77,12 @@ class GradientPasses:
         self._objective = self._objective_of(batch.summary, rows, rounds, version)
         with self._ranks.exchanging():
             for row in rows:
-                output = self._add_row(row, version, sums)
+                output = self._add_row(row, version, sums, exports=exports)
                 if outputs is not None:
                     outputs.append(output)
             for _ in range(rounds - len(rows)):
                 self.pass_over(None, version)
-        if self._export is not None:
+        if self._export is not None and exports:
             self._export.end_step(batch.summary.step)
         sums.reduce(self._ranks)
         return sums
@@ -138,13 +140,13 @@ class GradientPasses:
                 kept.append(self._of_rewards(output, micro_batch).kept.sum())  # none of an empty row
         return sum(self._ranks.gather(int(torch.stack(kept).sum()) if kept else 0))
 
-    def _add_row(self, row: BatchRow, version: int, sums: LossSums) -> LossOutput:
+    def _add_row(self, row: BatchRow, version: int, sums: LossSums, *, exports: bool) -> LossOutput:
         micro_batch, output = self.pass_over(row, version)
         if self._components:
             sums.add_components(output, micro_batch)
             output = self._of_rewards(output, micro_batch)
         sums.add(output, micro_batch.of_rewards())
-        if self._export is not None:
+        if self._export is not None and exports:
             self._export.add(row, output)
         return output
 

@@ -23,8 +23,6 @@ OWN = "module:function"
 """Stands for the name of every loss of one's own."""
 
 REFUSED = {
-    "decoupled_ppo": "it needs several optimizer steps per batch, and the trainer takes one: the proximal policy that"
-    " it would compute anew is then the policy itself, and nothing is left to clip; use clipped_ratio",
     "icepop": "it is a mask here: write trainer.loss.masks = [{ name = 'icepop' }] beside a loss such as cispo",
     "ppo": "it is called clipped_ratio here; dapo and grpo are its variants",
     "tis": "it is called aipo here: with one optimizer step per batch they are the same",
@@ -202,6 +200,22 @@ class DppoSettings(CommonLossSettings):
         return self.threshold or (0.15 if self.divergence == "total_variation" else 0.05)
 
 
+class DecoupledPpoSettings(CommonLossSettings):
+    """For several optimizer steps on each batch: a ratio clipped against the policy before them."""
+
+    denominator: ClassVar = Denominator.PLANNED_TOKENS
+
+    name: Literal["decoupled_ppo"] = Field(default="decoupled_ppo", description="Which loss.")
+    clip_low: float = _clip_low(0.2)
+    clip_high: float = _clip_high(0.2)
+    highest_weight: float = Field(
+        default=5.0,
+        gt=1,
+        description="A token is rejected where the policy before a batch's first step finds it so many times as likely"
+        " as the generator did.",
+    )
+
+
 class GspoSettings(CommonLossSettings):
     """One clipped ratio for each sequence, its tokens' geometric mean."""
 
@@ -274,6 +288,7 @@ LossSettings: TypeAlias = Annotated[
     | Annotated[AipoSettings, Tag("aipo")]
     | Annotated[IpoSettings, Tag("ipo")]
     | Annotated[DppoSettings, Tag("dppo")]
+    | Annotated[DecoupledPpoSettings, Tag("decoupled_ppo")]
     | Annotated[GspoSettings, Tag("gspo")]
     | Annotated[SapoSettings, Tag("sapo")]
     | Annotated[CrossEntropyLossSettings, Tag("cross_entropy")]

@@ -22,6 +22,7 @@ from tailrace.training.acceleration import accelerate
 from tailrace.training.attention import PACKED_ATTENTION, Segments, packed_attention
 from tailrace.training.autocast_experts import cast_experts_under_autocast
 from tailrace.training.checkpointed_layers import checkpoint_layers
+from tailrace.training.compiled_layers import compile_layers
 from tailrace.training.head import LogprobHead, LossOutput, apply_loss, score_logits
 from tailrace.training.losses import Loss
 from tailrace.training.micro_batch import MicroBatch
@@ -46,7 +47,8 @@ class PolicyModel(nn.Module):
     Every weight is used inside its own module's forward, so that hooks on modules (FSDP's, which gather and free
     weights) see every use. `packs` says whether a row may hold several samples, `pads_segments` whether attention needs
     padded groups of them; `head` is None where logits are more than hidden states times one matrix. Raises `ModelError`
-    for `gradient_checkpointing` of a model without layers that can be checkpointed.
+    for `gradient_checkpointing` of a model without layers that can be checkpointed, and `compiled` of one whose layers
+    cannot be compiled.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class PolicyModel(nn.Module):
         head_dtype: Literal["float32", "bfloat16"] = "float32",
         native_kernels: bool = True,
         gradient_checkpointing: bool = False,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model = model.eval()  # no dropout: the policy that is trained is the one that samples
@@ -66,7 +69,9 @@ class PolicyModel(nn.Module):
         if self._autocast:
             cast_experts_under_autocast(self.model)
         self.packs, self.pads_segments = False, True
-        self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
+        self._acceleration = None
+        if not compiled:
+            self._acceleration = accelerate(self.model, native_kernels=native_kernels, under_autocast=self._autocast)
         head = self._probe()
         rounds_head = self._autocast and head_dtype == "bfloat16"
         self.head = None
@@ -74,6 +79,8 @@ class PolicyModel(nn.Module):
             self.head = LogprobHead(head, torch.bfloat16)
         elif head is not None:
             self.head = LogprobHead(head, torch.float32, products=self._acceleration)
+        if compiled:
+            compile_layers(self.model)
         if gradient_checkpointing:
             checkpoint_layers(self.model)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.models.devices import DeviceIds
 from tailrace.training.lora_settings import LoraSettings
-from tailrace.training.loss_settings import ClippedRatioSettings, LossSettings
+from tailrace.training.loss_settings import ClippedRatioSettings, DecoupledPpoSettings, LossSettings
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 
@@ -45,6 +45,12 @@ class TrainerSettings(BaseModel):
     beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
     epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term against division by zero.")
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay, on matrices only.")
+    steps_per_batch: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Optimizer steps on each batch, every one over all of it; weights are published after the last.",
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm, at most.")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Forward and backward compute; bfloat16 is autocast, over float32 weights."
@@ -89,6 +95,10 @@ class TrainerSettings(BaseModel):
         default=False,
         description="Compute activations twice instead of keeping them: less memory, about a third more time.",
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile layers by torch.compile, in the first step; on a CPU only without native_kernels.",
+    )
     router_replay: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Train mixture-of-experts models with the experts that generation chose, which needs"
@@ -121,11 +131,30 @@ class TrainerSettings(BaseModel):
         return ["trainer", *(f"trainer-{rank}" for rank in range(1, self.ranks))]
 
     @model_validator(mode="after")
+    def _decoupled_ppo_needs_steps(self) -> TrainerSettings:
+        if isinstance(self.loss, DecoupledPpoSettings) and self.steps_per_batch == 1:
+            raise ValueError(
+                "loss.name is 'decoupled_ppo', which clips against the policy before a batch's first optimizer step, "
+                "and with steps_per_batch = 1 there is no second: nothing would ever be clipped; write steps_per_batch "
+                "= 2 or more, or choose clipped_ratio"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _adapters_have_no_muon(self) -> TrainerSettings:
         if self.lora.rank is not None and self.optimizer == "muon":
             raise ValueError(
                 "optimizer = 'muon' makes steps of whole matrices orthogonal, and with lora.rank a matrix is the "
                 "product of two that are trained: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_computed_one_way(self) -> TrainerSettings:
+        if self.compile and self.device == "cpu" and self.native_kernels:
+            raise ValueError(
+                "compile = true gives layers to torch.compile, and on a CPU native_kernels = true computes them by "
+                "kernels of its own, which are faster: leave compile out, or write native_kernels = false"
             )
         return self
 

@@ -1,6 +1,7 @@
-"""One optimizer step per batch: of one process, or of one rank of several that share a model.
+"""From a batch to a new version of the policy: of one process, or of one rank of several that share a model.
 
     train_step:  checks ─► row by row: forward, loss, backward ─► rescale, clip ─► AdamW ─► version + 1
+                              │                                                      └─ again, `steps_per_batch` times
                               └─ nothing trainable, or not finite: no weight changes, the step is skipped
 
 Ranks call the same methods in the same order. Whatever is decided is decided by sums over all ranks, so that all decide
@@ -13,8 +14,8 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -34,6 +35,7 @@ from tailrace.training.gradients import GradientPasses
 from tailrace.training.head import LossOutput
 from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import Divisor, load_components, load_loss
+from tailrace.training.losses.decoupled_ppo import PROXIMAL_LOGPROBS
 from tailrace.training.nonfinite_rows import NonFiniteRows
 from tailrace.training.optimizer import learning_rate, make_optimizer
 from tailrace.training.policy_model import PolicyModel
@@ -53,8 +55,11 @@ _log = logging.getLogger(__name__)
 
 NOTHING_TRAINABLE = "nothing_trainable"
 NOT_FINITE = "non_finite"
-_DECIDING = ("training/loss", "training/grad_norm")
+_GRAD_NORM = "training/grad_norm"
+_DECIDING = ("training/loss", _GRAD_NORM)
 """A step that has no finite value of these is skipped."""
+_OF_LAST_STEP = ("loss", "grad_norm", "clip_share", "rejected_share", "ratio_max")
+"""What is told of the last of several optimizer steps on a batch; all else is of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ class Trainer:
         self._host_copies: HostCopies | None = None
 
     def train_step(self, batch: Batch) -> StepResult:
-        """Take the optimizer step of `batch`.
+        """Take the optimizer step of `batch`, or `steps_per_batch` of them, for one new version.
 
         A batch that bears no loss, or whose loss or gradient is not finite, changes no weight: the result says why.
         Raises `TrainingError` for a batch of another step or with tokens beyond the staleness bound, and `Diverged`
@@ -141,20 +146,18 @@ class Trainer:
         self.step = batch.summary.step
         if not self._passes.teaches(batch.summary, batch.summary.loss_tokens):
             return self._skip(NOTHING_TRAINABLE, {})
-        with phase("gradients"):
-            self._optimizer.zero_grad(set_to_none=True)
-            outputs = list[LossOutput]()
-            metrics, kept = self._passes.add(batch, self.version, outputs).read(batch.summary)
-            metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
-            if not self._passes.teaches(batch.summary, kept):
-                return self._skip(NOTHING_TRAINABLE, metrics)
-            metrics["training/grad_norm"] = self._scale_gradients(self._passes.rescaling(batch.summary, kept))
-        self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
-        if not all(math.isfinite(metrics[name]) for name in _DECIDING):
+        outputs = list[LossOutput]()
+        metrics = self._compute_gradients(batch, outputs)
+        if _GRAD_NORM not in metrics:
+            return self._skip(NOTHING_TRAINABLE, metrics)
+        if not _is_finite(metrics):
             return self._skip_not_finite(metrics, self._nonfinite.report(batch, outputs, self.version))
-        with phase("optimizer"):
-            metrics["training/learning_rate"] = self._update()
-        metrics |= self._performance(batch, time.perf_counter() - started_s)
+        metrics["training/learning_rate"] = self._update()
+        if self.settings.steps_per_batch > 1:
+            metrics |= self._step_again(batch, outputs)
+        self.version += 1
+        passes = metrics.get("training/optimizer_steps", 1.0)
+        metrics |= self._performance(batch, time.perf_counter() - started_s, passes)
         return StepResult(self.step, self.version, metrics)
 
     def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
@@ -253,6 +256,7 @@ class Trainer:
             head_dtype=settings.head_dtype,
             native_kernels=settings.native_kernels,
             gradient_checkpointing=settings.gradient_checkpointing,
+            compiled=settings.compile,
         )
         return model, replay, policy
 
@@ -283,8 +287,43 @@ class Trainer:
             _log.warning("trainer.router_replay: generation returns routed experts that are of no use, since %s", error)
             return None
 
-    def _performance(self, batch: Batch, step_s: float) -> dict[str, float]:
-        """Speed, of all ranks, and the memory of the one that took the most."""
+    def _compute_gradients(self, batch: Batch, outputs: list[LossOutput], *, exports: bool = True) -> dict[str, float]:
+        """Of `batch`, with its metrics; without a gradient norm where nothing of it teaches anything."""
+        with phase("gradients"):
+            self._optimizer.zero_grad(set_to_none=True)
+            metrics, kept = self._passes.add(batch, self.version, outputs, exports=exports).read(batch.summary)
+            metrics |= {} if self._replay is None else self._replay.take_metrics(self._ranks)
+            if not self._passes.teaches(batch.summary, kept):
+                return metrics
+            metrics[_GRAD_NORM] = self._scale_gradients(self._passes.rescaling(batch.summary, kept))
+        self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
+        return metrics
+
+    def _step_again(self, batch: Batch, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        """The optimizer steps after the first, each over all of `batch`, of which `outputs` are those of the first.
+
+        Metrics are of the last one. A step that is not finite, or of which nothing is kept, ends them; those before it
+        stand.
+        """
+        batch, metrics, taken = _with_proximal_policy(batch, outputs), dict[str, float](), 1
+        while taken < self.settings.steps_per_batch:
+            again = list[LossOutput]()
+            found = self._compute_gradients(batch, again, exports=False)
+            if _GRAD_NORM not in found:
+                break
+            if not _is_finite(found):
+                rows = self._nonfinite.report(batch, again, self.version)
+                _log.warning("step %d: optimizer step %d was not taken: %s", self.step, taken + 1, rows)
+                break
+            self._update()
+            taken += 1
+            told = {f"training/last_{name}": found.get(f"training/{name}") for name in _OF_LAST_STEP}
+            metrics = {name: value for name, value in told.items() if value is not None}
+        self._optimizer.zero_grad(set_to_none=True)
+        return metrics | {"training/optimizer_steps": float(taken)}
+
+    def _performance(self, batch: Batch, step_s: float, passes: float) -> dict[str, float]:
+        """Speed, of all ranks, and the memory of the one that took the most; `passes` went over the batch."""
         own = [self._flops.of_samples(np.diff(batch.sample_offsets)), self._memory.read()]
         flops, memory = zip(*self._ranks.gather(own), strict=True)
         metrics = {
@@ -293,7 +332,7 @@ class Trainer:
             "training/memory_bytes": max(memory),
         }
         if self._peak_flops is not None:
-            metrics["training/mfu"] = sum(flops) / (step_s * len(flops) * self._peak_flops)
+            metrics["training/mfu"] = sum(flops) * passes / (step_s * len(flops) * self._peak_flops)
         return metrics
 
     def _scale_gradients(self, factor: float) -> float:
@@ -310,12 +349,12 @@ class Trainer:
 
     def _update(self) -> float:
         """One step of AdamW; returns its learning rate."""
-        rate = learning_rate(self.version + 1, self.settings, self.max_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.version += 1
+        with phase("optimizer"):
+            rate = learning_rate(self.version + 1, self.settings, self.max_steps)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         self._skipped_in_a_row = 0
         return rate
 
@@ -337,3 +376,18 @@ class Trainer:
                 "checkpoint"
             )
         return self._skip(NOT_FINITE, metrics)
+
+
+def _is_finite(metrics: Mapping[str, float]) -> bool:
+    return all(math.isfinite(metrics[name]) for name in _DECIDING)
+
+
+def _with_proximal_policy(batch: Batch, outputs: Sequence[LossOutput]) -> Batch:
+    """`batch` with what the policy says of its tokens before its first step, of which `outputs` are.
+
+    Waits for the device.
+    """
+    column = np.zeros(len(batch.token_ids), np.float32)
+    if outputs:
+        column[batch.loss_mask] = torch.cat([output.logprobs for output in outputs]).float().cpu().numpy()
+    return replace(batch, columns={**batch.columns, PROXIMAL_LOGPROBS: column})

@@ -61,10 +61,11 @@ class ModelFlops:
     def of(cls, model: PreTrainedModel) -> ModelFlops:
         """Of a transformers model, by its modules and its configuration."""
         config = model.config.get_text_config()
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         widths = Counter[int | None]()
-        for window in _windows(config):
-            widths[window] += config.num_attention_heads * head_size
+        if heads := getattr(config, "num_attention_heads", 0):  # else it attends to nothing
+            head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+            for window in _windows(config):
+                widths[window] += heads * head_size
         active = _active_parameters(model)
         return cls(sum(active), tuple(widths.items()), frozen=active[1])
 

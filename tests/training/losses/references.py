@@ -85,6 +85,14 @@ def dppo(policy: float, generator: float, advantage: float, divergence: str = "t
     return Judged(value, value, kept=not (is_far and leads_away))
 
 
+def decoupled_ppo(policy: float, generator: float, advantage: float, proximal: float | None = None) -> Judged:
+    """In a batch's first step the proximal policy is the policy itself."""
+    before = policy if proximal is None else proximal
+    weight = math.exp(before - generator)
+    judged = clip(math.exp(policy - before), advantage, 0.2, 0.2)
+    return Judged(weight * judged.loss, weight * judged.derivative, kept=weight <= 5.0)
+
+
 def sapo(policy: float, generator: float, advantage: float) -> Judged:
     ratio, temperature = math.exp(policy - generator), 1.0 if advantage > 0 else 1.05
     gate = 1 / (1 + math.exp(-temperature * (ratio - 1)))
@@ -105,6 +113,7 @@ POINTWISE: dict[str, Callable[[float, float, float], Judged]] = {
     "aipo": aipo,
     "ipo": ipo,
     "dppo": dppo,
+    "decoupled_ppo": decoupled_ppo,
     "sapo": sapo,
     "cross_entropy": cross_entropy,
 }
@@ -117,6 +126,7 @@ DIVIDED_BY = {
     "cross_entropy": KEPT,
     "ipo": PLANNED,
     "dppo": PLANNED,
+    "decoupled_ppo": PLANNED,
     "grpo": BY_SEQUENCE,
     "gspo": BY_SEQUENCE,
     "sapo": BY_SEQUENCE,

@@ -24,7 +24,8 @@ BUILT_IN = [str(settings.model_fields["name"].default) for settings in LOSSES]
 def settings_of(name: str, **given: object) -> LossSettings:
     """Of a built-in loss, as a file would give them."""
     required = {"length": LENGTH} if name == "dr_grpo" else {}
-    return TrainerSettings.model_validate({"loss": {"name": name, **required, **given}}).loss
+    steps = {"steps_per_batch": 2} if name == "decoupled_ppo" else {}
+    return TrainerSettings.model_validate({"loss": {"name": name, **required, **given}, **steps}).loss
 
 
 def as_any_loss(loss: Loss) -> Loss:

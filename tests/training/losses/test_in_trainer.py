@@ -53,7 +53,8 @@ def step(model_folder: Path, loss: str | None, **batch: object) -> tuple[StepRes
 def train(model_folder: Path, rows: tuple[int, ...] = (2, 2), **loss: object) -> dict[str, float]:
     """The metrics of a step with this loss; all of them are in the table."""
     required = {"length": 20} if loss.get("name") == "dr_grpo" else {}
-    trainer = make_trainer(model_folder, loss=loss | required)
+    steps = {"steps_per_batch": 2} if loss.get("name") == "decoupled_ppo" else {}
+    trainer = make_trainer(model_folder, loss=loss | required, **steps)
     result = trainer.train_step(build_batch(rows=rows))
     assert (result.version, result.skipped) == (1, None)
     accumulator = MetricsAccumulator()
@@ -68,7 +69,7 @@ def test_every_loss_takes_a_step_that_does_not_depend_on_rows(model_folder: Path
     for metric in ("training/loss", "training/grad_norm", *(() if name == "cross_entropy" else (EFFECTIVE,))):
         assert one[metric] == pytest.approx(many[metric], rel=1e-4)
     assert name == "cross_entropy" or 0 < one[EFFECTIVE] < 1
-    assert ("training/rejected_share" in one) == (name in {"ipo", "dppo", "cross_entropy"})
+    assert ("training/rejected_share" in one) == (name in {"ipo", "dppo", "decoupled_ppo", "cross_entropy"})
 
 
 def test_masks_and_a_bonus_are_reported_by_reason(model_folder: Path) -> None:

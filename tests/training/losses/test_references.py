@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tailrace.training.loss_settings import OwnLossSettings
 from tailrace.training.losses import LossTokens, load_loss
+from tailrace.training.losses.decoupled_ppo import PROXIMAL_LOGPROBS
 from tests.training.losses import references
 from tests.training.losses.references import OneSequence, objective
 from tests.training.losses.support import BUILT_IN, LENGTH, Samples, draw_samples, settings_of, train_on
@@ -53,6 +55,24 @@ def test_dppo_measures_by_kl_too(samples: Samples) -> None:
         for token in range(len(one.policy))
     ]
     assert found.kept.tolist() == expected
+
+
+@given(samples=SAMPLES, seed=st.integers(0, 2**31))
+@settings(max_examples=40)
+def test_decoupled_ppo_clips_against_the_proximal_policy(samples: Samples, seed: int) -> None:
+    drift = 0.3 * torch.randn(samples.logprobs.shape, generator=torch.Generator().manual_seed(seed)).double()
+    proximal = (samples.logprobs + drift).clamp(max=-1e-3)
+    tokens = replace(samples.tokens, columns={PROXIMAL_LOGPROBS: proximal})
+    leaf = samples.logprobs.clone().requires_grad_()
+    losses, kept = load_loss(settings_of("decoupled_ppo"))(leaf, samples.entropy, tokens)
+    losses.where(kept, 0.0).sum().backward()
+    columns = zip(samples.logprobs, tokens.logprobs, tokens.advantages, proximal, strict=True)
+    expected = [references.decoupled_ppo(*map(float, column)) for column in columns]
+    assert kept.tolist() == [one.kept for one in expected]
+    assert leaf.grad is not None
+    for found, name in ((losses.where(kept, 0.0).detach(), "loss"), (leaf.grad, "derivative")):
+        wanted = [getattr(one, name) * one.kept for one in expected]
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo", "gspo", "sapo"])

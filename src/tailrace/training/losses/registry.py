@@ -18,6 +18,7 @@ from tailrace.training.losses.components import Component
 from tailrace.training.losses.composition import compose
 from tailrace.training.losses.cross_entropy import SelectedCrossEntropy
 from tailrace.training.losses.dapo import Dapo
+from tailrace.training.losses.decoupled_ppo import DecoupledPpo
 from tailrace.training.losses.demonstrations import CrossEntropy
 from tailrace.training.losses.distillation import Distillation
 from tailrace.training.losses.dppo import Dppo
@@ -40,6 +41,7 @@ LOSSES: Mapping[type[settings_of.CommonLossSettings], Callable[..., Loss]] = {
     settings_of.AipoSettings: Aipo,
     settings_of.IpoSettings: Ipo,
     settings_of.DppoSettings: Dppo,
+    settings_of.DecoupledPpoSettings: DecoupledPpo,
     settings_of.GspoSettings: Gspo,
     settings_of.SapoSettings: Sapo,
     settings_of.CrossEntropyLossSettings: SelectedCrossEntropy,

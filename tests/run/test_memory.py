@@ -1,0 +1,72 @@
+"""What a dry run says of memory: the arithmetic of a model's configuration, in words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tailrace.cli import main
+from tailrace.run.memory import describe_memory, gigabytes
+from tests.run.runs import TINY, environment, tiny_settings
+
+WEIGHTS = 721_792
+"""Of the bundled model."""
+
+
+def described(*overrides: str) -> str:
+    return "\n".join(describe_memory(tiny_settings(*overrides)))
+
+
+def figure(text: str, of: str) -> str:
+    found = re.search(rf"([\d.,]+ [GM]B)  {re.escape(of)}", text)
+    assert found is not None, text
+    return found[1]
+
+
+def test_a_dry_run_tells_each_term_and_loads_no_weights(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    assert main(["train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert f"for {WEIGHTS:,} weights:" in printed
+    assert figure(printed, "weights, in float32") == figure(printed, "gradients") == gigabytes(4 * WEIGHTS)
+    assert figure(printed, "the optimizer's moments") == gigabytes(8 * WEIGHTS)
+    assert f"{gigabytes(12 * WEIGHTS)} while a checkpoint is written" in printed
+    assert len(re.findall(r"Rows of (256|512|1,024) tokens keep", printed)) == 3
+    assert "The generator needs up to about" in printed
+    assert "adapter" not in printed.partition("needs about")[2]
+
+
+def test_an_adapter_and_ranks_are_told_apart() -> None:
+    text = described("--trainer.lora.rank", "4", "--trainer.ranks", "2", "--model.dtype", "bfloat16")
+    assert "Each of the trainer's 2 ranks needs about" in text
+    assert figure(text, "weights, in float32") == gigabytes(2 * WEIGHTS)
+    assert figure(text, "the adapter, its gradients and its moments")
+    assert figure(text, "weights and gradients gathered from other ranks")
+    assert "the optimizer's moments" not in text
+
+
+def test_a_reference_is_a_second_model_but_where_it_lies_under_an_adapter() -> None:
+    beside = ("--trainer.loss.reference_kl.coefficient", "0.1")
+    assert figure(described(*beside), "the reference model") == gigabytes(4 * WEIGHTS)
+    assert "the reference model" not in described(*beside, "--trainer.lora.rank", "4")
+
+
+def test_generators_that_run_already_are_not_this_machine_s(tmp_path: Path) -> None:
+    assert "generator" not in described("--generator.connect", "tcp://127.0.0.1:5757").partition("On the host")[0]
+    assert "needs up to about" not in described("--generator.connect", "tcp://127.0.0.1:5757")
+    assert "Each of 2 generators needs" in described("--generator.replicas", "2")
+
+
+def test_a_model_that_is_not_here_is_told_and_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert described("--model.name", "nobody/no-such-model").startswith("What it needs of memory is not known here: ")
+
+
+def test_an_adapter_that_the_model_cannot_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--trainer.lora.rank", "4", "--trainer.lora.targets", "q_porj")
+    assert main(["train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", "--dry-run", *wrong]) == 2
+    assert "matches no linear layer of LlamaForCausalLM; there are q_proj" in " ".join(capsys.readouterr().err.split())

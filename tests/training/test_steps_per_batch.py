@@ -1,0 +1,135 @@
+"""Several optimizer steps on each batch are one version, of weights that a plain loop over them would come to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tailrace.records import Batch, RolloutId, SampleOrigins
+from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.training.losses import LossTokens
+from tailrace.training.ranks import ALONE, Ranks
+from tailrace.training.settings import TrainerSettings
+from tailrace.training.token_export import read_tokens
+from tailrace.training.trainer import Trainer
+from tests.training.rank_processes import run_ranks
+from tests.training.test_token_export import train
+from tests.training.test_trainer import make_trainer, trainer_logprobs, weights
+from tests.training.tiny import build_batch, rows_of
+
+DECOUPLED = {"loss": {"name": "decoupled_ppo"}, "learning_rate": 3e-3}
+
+
+def log_policy(logprobs, entropy, tokens: LossTokens):  # type: ignore[no-untyped-def]
+    """Without ratios, so that a second step does not ask where the first one began."""
+    return -tokens.advantages * logprobs, torch.ones_like(logprobs, dtype=torch.bool)
+
+
+def explodes_at_the_second_step(logprobs, entropy, tokens: LossTokens):  # type: ignore[no-untyped-def]
+    losses, kept = log_policy(logprobs, entropy, tokens)
+    return losses * (torch.inf if "proximal_logprobs" in tokens.columns else 1.0), kept
+
+
+def test_they_are_one_version_of_the_weights_that_as_many_batches_would_make(model_folder: Path) -> None:
+    loss = {"loss": {"name": f"{__name__}:log_policy"}}
+    several = make_trainer(model_folder, steps_per_batch=3, **loss)
+    result = several.train_step(build_batch())
+    assert (result.step, result.version) == (1, 1)
+    plain = make_trainer(model_folder, **loss)
+    metrics = [plain.train_step(build_batch(step=step, version=0)).metrics for step in (1, 2, 3)]
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(several)[name], tensor, rtol=0, atol=0)
+    assert result.metrics["training/optimizer_steps"] == 3
+    for name in ("loss", "grad_norm", "ratio_max"):
+        assert result.metrics[f"training/{name}"] == metrics[0][f"training/{name}"]
+        assert result.metrics[f"training/last_{name}"] == metrics[2][f"training/{name}"]
+    accumulator = MetricsAccumulator()
+    for name, value in result.metrics.items():
+        accumulator.add(name, value)  # each is in the table
+    assert several.train_step(build_batch(step=2, version=1)).version == 2
+
+
+def test_the_first_step_clips_nothing_and_the_last_clips_against_the_policy_before_it(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder, steps_per_batch=8, **DECOUPLED | {"learning_rate": 3e-2})
+    batch = build_batch()
+    metrics = trainer.train_step(trainer_logprobs(trainer, batch)).metrics
+    assert metrics["training/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["training/clip_share"] == 0
+    assert metrics["training/last_clip_share"] > 0.1
+    assert metrics["training/last_ratio_max"] > 1.2
+
+
+def test_what_is_clipped_is_not_what_is_stale(model_folder: Path) -> None:
+    """The generator was a policy far from the trainer's: a ratio to it is clipped, one to the proximal one is not."""
+    stale = build_batch(seed=3)
+    decoupled = make_trainer(model_folder, steps_per_batch=2, **DECOUPLED | {"learning_rate": 1e-6})
+    coupled = make_trainer(model_folder, steps_per_batch=2, loss={"name": "dapo"}, learning_rate=1e-6)
+    assert decoupled.train_step(stale).metrics["training/last_clip_share"] == 0
+    assert coupled.train_step(stale).metrics["training/last_clip_share"] > 0.2
+
+
+def test_a_later_step_that_is_not_finite_is_not_taken_and_those_before_it_stand(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exploding = make_trainer(model_folder, steps_per_batch=3, loss={"name": f"{__name__}:explodes_at_the_second_step"})
+    result = exploding.train_step(build_batch())
+    assert (result.version, result.skipped, result.metrics["training/optimizer_steps"]) == (1, None, 1)
+    assert "optimizer step 2 was not taken: not finite are 2 rows of rank 0" in caplog.text
+    once = make_trainer(model_folder, loss={"name": f"{__name__}:log_policy"})
+    once.train_step(build_batch())
+    for name, tensor in weights(once).items():
+        assert torch.equal(weights(exploding)[name], tensor)
+
+
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(model_folder: Path, tmp_path: Path) -> None:
+    straight, stopped = (make_trainer(model_folder, steps_per_batch=2, **DECOUPLED) for _ in range(2))
+    batches = [build_batch(step=step, version=step - 1, seed=step) for step in (1, 2, 3)]
+    for batch in batches:
+        straight.train_step(batch)
+    stopped.train_step(batches[0])
+    resumed = make_trainer(model_folder, steps_per_batch=2, **DECOUPLED)
+    resumed.restore(stopped.save_checkpoint(tmp_path))
+    assert (resumed.step, resumed.version) == (1, 1)
+    for batch in batches[1:]:
+        resumed.train_step(batch)
+    for name, tensor in weights(straight).items():
+        assert torch.equal(weights(resumed)[name], tensor), name
+
+
+def test_exported_tokens_are_those_of_the_first_step(model_folder: Path, tmp_path: Path) -> None:
+    origins = SampleOrigins.of([(RolloutId(str(index)), 0, "names") for index in range(4)])
+    batch = dataclasses.replace(build_batch(), origins=origins)
+    (metrics,) = train(tmp_path, model_folder, "jsonl", batch, steps_per_batch=2)
+    (path,) = tmp_path.iterdir()
+    tokens = read_tokens(path)
+    assert len(tokens) == batch.summary.loss_tokens
+    assert np.mean([one["ratio"] for one in tokens]) == pytest.approx(metrics["training/ratio_mean"], rel=1e-5)
+
+
+def several_steps(ranks: Ranks, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    settings = TrainerSettings.model_validate({**DECOUPLED, "steps_per_batch": 3, "native_kernels": False})
+    trainer = Trainer(settings, model_name=folder, max_steps=9, max_staleness=4, ranks=ranks)
+    metrics = [trainer.train_step(_share(step, ranks)).metrics for step in (1, 2)][-1]
+    return dict(trainer.snapshot().wait()), metrics
+
+
+def _share(step: int, ranks: Ranks) -> Batch:
+    batch = build_batch(
+        lengths=(9, 14, 5, 12, 30, 4), rows=(2, 1, 3), step=step, version=step - 1, seed=step, supports=True
+    )
+    return rows_of(batch, ranks.rank, ranks.size)
+
+
+@pytest.mark.xdist_group("trainer ranks")
+def test_ranks_come_to_the_weights_of_one_process(model_folder: Path, tmp_path: Path) -> None:
+    expected, metrics = several_steps(ALONE, str(model_folder))
+    found = run_ranks(several_steps, 2, tmp_path, str(model_folder))
+    for _, rank_metrics in found:
+        for name in ("training/loss", "training/last_loss", "training/optimizer_steps", "training/last_clip_share"):
+            assert rank_metrics[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-6)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[0][0][name], tensor, rtol=0, atol=2e-4)
