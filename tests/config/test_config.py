@@ -132,6 +132,10 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         ([*TEACHER, "--rollouts.top_p", "0.9"], "over the whole vocabulary, .* leave one of them out"),
         (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
         (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),
+        (
+            ["--trainer.loss.reference_kl.coefficient", "0.1", "--generator.return_routed_experts"],
+            "the model of trainer.loss.reference_kl chooses its own",
+        ),
         (["--transport.weights", "whole"], "leave it out, or set generator.connect"),
     ],
 )

@@ -50,7 +50,6 @@ def test_tokens_that_nothing_is_set_for_are_0_whenever_they_come() -> None:
         ("cross_entropy", [float("nan")], 1, "one finite number for each token"),
         ("cross_entropy", [[1.0]], 1, "one finite number for each token"),
         ("known", [[1.0, 2.0]], 0, r"'known' is float32 \[num_tokens\], and cannot be float32 \[num_tokens, 2\] too"),
-        ("known", [1], 0, r"'known' is float32 \[num_tokens\], and cannot be int32 \[num_tokens\] too"),
     ],
 )
 def test_what_is_no_column_of_the_branch_is_refused(name: str, values: object, start: int, message: str) -> None:
@@ -121,7 +120,22 @@ def test_each_rank_s_rows_have_the_columns_of_their_own_tokens(
     assert not planned.columns or seen == planned.num_tokens
 
 
-def test_a_name_means_one_kind_of_column_in_a_batch() -> None:
+def test_whole_numbers_and_others_by_one_name_are_all_float32() -> None:
+    columns = {0: {"gate": [1, 0, 1]}, 1: {"gate": [1.0, 0.5, 0.0]}, 2: {"gate": [0, 1, 1]}}
+    sampled = sample_group(group_of([3, 3, 3], columns), oldest_version=0)
+    batch = drained(form_batch([sampled], step=1, trainer_version=0, packing=Packing(20))).batch.assembled()
+    assert batch.columns["gate"].dtype == np.float32
+    found = dict(
+        zip(batch.origins.rollout_ids, np.split(batch.columns["gate"], batch.sample_offsets[1:-1]), strict=True)
+    )
+    assert {name: own.tolist()[:3] for name, own in found.items()} == {
+        "g.0": [1, 0, 1],
+        "g.1": [1, 0.5, 0],
+        "g.2": [0, 1, 1],
+    }
+
+
+def test_a_name_means_columns_of_one_width_in_a_batch() -> None:
     sampled = sample_group(group_of([3, 3], {0: {"top": [[1, 2]]}, 1: {"top": [[1, 2, 3]]}}), oldest_version=0)
     with pytest.raises(TrainingError, match=r"'top' is int32 \[num_tokens, 3\] in rollout g.1 and int32 .* 2\] in"):
         drained(form_batch([sampled], step=1, trainer_version=0, packing=Packing(20)))

@@ -158,6 +158,9 @@ async def test_an_agent_gives_the_tokens_of_a_reply_more_for_a_loss_to_read(rend
     talk.policy.set_column(second, "weights", np.arange(count) + 0.5)
     with pytest.raises(ValueError, match=f"has 1 values, and the reply {count} tokens"):
         talk.policy.set_column(second, "weights", [1.0])
+    for name in ("teacher_logprobs", "proximal_logprobs", "reference_logprobs"):
+        with pytest.raises(ValueError, match=f"column '{name}' is filled by Tailrace itself"):
+            talk.policy.set_column(second, name, np.ones(count))
     (branch,) = talk.rollout.branches
     start, end = branch.completion_spans[1]
     weights = branch.columns["weights"]

@@ -107,8 +107,9 @@ def test_weights_are_as_if_they_were_not_there_without_the_component(model_folde
     assert "training/cross_entropy" not in left
 
 
-def test_a_batch_of_demonstrations_alone_is_trained_on(model_folder: Path) -> None:
-    trainer = make_trainer(model_folder, learning_rate=1e-2, loss={"cross_entropy": {}})
+@pytest.mark.parametrize("others", [{}, {"distillation": {"url": "http://localhost/v1", "model": "teacher"}}])
+def test_a_batch_of_demonstrations_alone_is_trained_on(model_folder: Path, others: dict[str, Any]) -> None:
+    trainer = make_trainer(model_folder, learning_rate=1e-2, loss={"cross_entropy": {}, **others})
     found = []
     for step in range(1, 6):
         batch = demonstrating(build_batch(lengths=LENGTHS, rows=ROWS, step=step), range(len(LENGTHS)))

@@ -93,11 +93,16 @@ def _measure(
 
 
 def _add_columns(columns: dict[str, ColumnKind], sample: TrainingSample) -> None:
-    """Those of a sample. Raises `TrainingError` where it means another kind by a name than the others do."""
+    """Those of a sample; float32 where some are whole numbers and others are not.
+
+    Raises `TrainingError` where it means another width by a name than the others do.
+    """
     for name, column in sample.branch.columns.items():
         kind = ColumnKind.of(column)
-        if (other := columns.setdefault(name, kind)) != kind:
+        other = columns.get(name, kind)
+        if other.width != kind.width:
             raise TrainingError(
                 f"column {name!r} is {kind} in rollout {sample.rollout_id} and {other} in another of its batch: a "
-                "batch has one kind of column by a name"
+                "batch has columns of one width by a name"
             )
+        columns[name] = other.joined(kind)

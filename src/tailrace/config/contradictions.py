@@ -228,6 +228,12 @@ def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
             "trainer.router_replay = 'off' keeps from using them: leave one of them out",
             *keys,
         )
+    elif returned and settings.trainer.loss.reference_kl is not None:
+        yield Contradiction(
+            "generator.return_routed_experts = true trains the policy with the experts that generation chose, and the "
+            "model of trainer.loss.reference_kl chooses its own, so that equal weights would diverge: leave one out",
+            *("trainer.loss.reference_kl", "generator.return_routed_experts"),
+        )
 
 
 def _adapters(settings: RunSettings) -> Iterator[Contradiction]:

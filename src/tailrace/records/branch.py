@@ -104,15 +104,16 @@ class Branch:
         """Give tokens `start` and on more for a loss to read, under a name: [count] or [count, k] numbers.
 
         Tokens that nothing is set for are 0. Raises `ValueError` for values that are no column, that reach beyond the
-        branch, or that are of another kind than those set before.
+        branch, or that are of another width than those set before.
         """
         column, columns = as_column(name, values), self._named or {}
         end, kind = start + len(column), ColumnKind.of(column)
         if not 0 <= start <= end <= self._num_tokens:
             raise ValueError(f"column {name!r} for tokens {start} to {end}: the branch has {self._num_tokens}")
         before = columns.get(name, kind.zeros(0))
-        if (other := ColumnKind.of(before)) != kind:
+        if (other := ColumnKind.of(before)).width != kind.width:
             raise ValueError(f"column {name!r} is {other}, and cannot be {kind} too")
+        kind = other.joined(kind)
         whole = kind.zeros(max(end, len(before)))
         whole[: len(before)] = before
         whole[start:end] = column

@@ -19,6 +19,9 @@ CROSS_ENTROPY = "cross_entropy"
 TEACHER_LOGPROBS = "teacher_logprobs"
 """The column of log-probabilities that a teacher gives to sampled tokens, float32."""
 
+RESERVED = frozenset({TEACHER_LOGPROBS, "reference_logprobs", "proximal_logprobs"})
+"""Columns that scoring and the trainer fill."""
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnKind:
@@ -33,6 +36,10 @@ class ColumnKind:
     def of(cls, column: NDArray[np.generic]) -> ColumnKind:
         """That of [num_tokens, *width]."""
         return cls(column.dtype, column.shape[1:])
+
+    def joined(self, other: ColumnKind) -> ColumnKind:
+        """What holds the numbers of both, which are of one width: float32, unless both are int32."""
+        return self if self.dtype == np.float32 else ColumnKind(other.dtype, self.width)
 
     @property
     def num_bytes(self) -> int:

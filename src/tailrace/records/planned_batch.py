@@ -122,13 +122,14 @@ class PlannedBatch:
                 yield sample.loss_mask if column == "loss_mask" else getattr(branch, column)
 
     def named_pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
-        """One of `columns`, sample after sample: views of the branches, and zeros for what they lack."""
+        """One of `columns`, sample after sample: views of the branches (copies of the few of another dtype), and zeros
+        for what they lack."""
         kind = self.columns[name]
         for sample in self.samples:
             column = sample.branch.columns.get(name)
             count = 0 if column is None else len(column)
             if column is not None:
-                yield column
+                yield column.astype(kind.dtype, copy=False)
             if count < sample.num_tokens:
                 yield kind.zeros(sample.num_tokens - count)
 

@@ -52,6 +52,8 @@ class _BranchRecord(msgspec.Struct, frozen=True):
     payload_chunks: list[PayloadChunk]
     columns: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     """Those with names of their own: type, shape and content."""
+    temperature: float | None = None
+    """None: the rollout's."""
 
 
 class _RolloutRecord(msgspec.Struct, frozen=True):
@@ -198,6 +200,7 @@ def _rollout_record(rollout: Rollout) -> _RolloutRecord:
                 list(branch.mixed_spans),
                 [chunk for chunk in branch.payload_chunks if chunk.ref is not None],
                 {name: (column.dtype.str, column.shape, column.tobytes()) for name, column in branch.columns.items()},
+                branch.temperature,
             )
             for branch in rollout.branches
         ],
@@ -257,7 +260,8 @@ def _branches(records: list[_BranchRecord], columns: Mapping[str, NDArray[Any]])
     supports = None if counts is None else Supports(columns["support_ids"], counts)
     for record, start, end in zip(records, offsets[:-1], offsets[1:], strict=True):
         own = {name: columns[name][start:end] for name in ("token_ids", "logprobs", "policy_versions")}
-        branch, position, chunks = Branch(), 0, tuple(record.payload_chunks)
+        branch = Branch(temperature=record.temperature)
+        position, chunks = 0, tuple(record.payload_chunks)
         for first, last in record.spans:
             branch.extend_context(own["token_ids"][position:first])
             mixed = tuple((a - first, b - first) for a, b in record.mixed_spans if first <= a and b <= last)

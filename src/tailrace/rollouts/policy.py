@@ -37,7 +37,7 @@ from tailrace.records import (
     chunks_before,
     session_of,
 )
-from tailrace.records.columns import as_column
+from tailrace.records.columns import RESERVED, as_column
 from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings
@@ -143,6 +143,13 @@ class RolloutPolicy:
 
     def set_column(self, reply: Reply, name: str, values: object) -> None:
         """Give the tokens of a reply more for a loss to read: see `Policy.set_column`."""
+        if name in RESERVED:
+            raise ValueError(f"column {name!r} is filled by Tailrace itself: choose another name")
+        if name == CROSS_ENTROPY and self._takes_demonstrations is False:
+            raise SettingsError(
+                f"environment {self._rollout.task.environment!r} sets the column {name!r}, and nothing reads it: write "
+                "trainer.loss.cross_entropy = { coefficient = 1.0 }"
+            )
         if len(column := as_column(name, values)) != reply.completion.num_tokens:
             raise ValueError(
                 f"column {name!r} has {len(column)} values, and the reply {reply.completion.num_tokens} tokens"

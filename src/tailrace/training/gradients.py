@@ -81,7 +81,9 @@ class GradientPasses:
         The loss is divided by the planned figure of the whole batch; that of each component by its own. `outputs` gets
         what became of each of `rows`, components left out. Without `exports` no token of it is exported.
         """
-        sums = LossSums(self._loss, self._divisor, batch.origins.environments, self._components)
+        # One that no token of the batch bears may lack its column.
+        borne = [component for component in self._components if component.planned(batch.summary)]
+        sums = LossSums(self._loss, self._divisor, batch.origins.environments, borne)
         rows = self.rows(batch)
         rounds = max(self._ranks.gather(len(rows)))
         self._objective = self._objective_of(batch.summary, rows, rounds, version)

@@ -4,8 +4,8 @@
     not finite ─►   losses and log-probabilities are read; if all are finite, rows go through once more, for gradients
                ─►   nonfinite/step_000012_rank_0.npz:  dict(numpy.load(path)), columns of tokens, all of one length
 
-Every rank writes its own rows, and all name each other's files. Of a row all tokens are kept, context included, so that
-it can be trained on again; of what top-p and top-k left of the vocabulary only how much.
+Every rank writes its own rows, and all name each other's files. Of a row all tokens are kept, context included; of what
+top-p and top-k left of the vocabulary only how much, and of columns with names of their own nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class NonFiniteRows:
             with part.open("wb") as file:
                 np.savez_compressed(file, allow_pickle=False, **_columns(found[:kept]))
             part.replace(path)
-            for old in sorted(self._folder.glob(f"step_*_rank_{self._ranks.rank}.npz"))[:-KEPT_FILES]:
+            files = self._folder.glob(f"step_*_rank_{self._ranks.rank}.npz")
+            # By time: a run that was resumed writes steps anew.
+            for old in sorted(files, key=lambda file: file.stat().st_mtime_ns)[:-KEPT_FILES]:
                 old.unlink()
         except OSError as error:
             _log.warning("the rows of step %d that are not finite could not be kept in %s: %s", step, path, error)

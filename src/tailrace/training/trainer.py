@@ -314,6 +314,7 @@ class Trainer:
                 break
             if not _is_finite(found):
                 rows = self._nonfinite.report(batch, again, self.version)
+                self._forget_routings()
                 _log.warning("step %d: optimizer step %d was not taken: %s", self.step, taken + 1, rows)
                 break
             self._update()
@@ -365,10 +366,14 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(self.step, self.version, metrics, skipped=reason)
 
+    def _forget_routings(self) -> None:
+        """Rows that went through once more, to find those that are not finite, count for no step."""
+        if self._replay is not None:
+            self._replay.take_metrics(self._ranks)
+
     def _skip_not_finite(self, metrics: dict[str, float], rows: str) -> StepResult:
         """`rows` says which were not finite."""
-        if self._replay is not None:
-            self._replay.take_metrics(self._ranks)  # rows that went through once more count for no step
+        self._forget_routings()
         self._skipped_in_a_row += 1
         loss, norm = metrics["training/loss"], metrics["training/grad_norm"]
         _log.warning("step %d skipped: loss %s, gradient norm %s; %s", self.step, loss, norm, rows)

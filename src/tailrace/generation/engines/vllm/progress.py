@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tailrace.errors import EngineFailed
 from tailrace.generation.engines.protocol import SampledTokens, request_metrics
 from tailrace.generation.engines.vllm.routed_experts import ReturnedExperts
 from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array, Supports
@@ -78,7 +79,12 @@ class Progress:
         self._token_ids[self.pending : end] = output.new_token_ids[:sampled]
         self._logprobs[self.pending : end] = logprobs[:sampled]
         self._versions[self.pending : end] = version
-        if self._supports is not None and output.new_sampling_mask is not None:
+        if self._supports is not None:
+            if output.new_sampling_mask is None:
+                raise EngineFailed(
+                    "vLLM sampled under top_p or top_k and did not say what they left of the vocabulary, though it was "
+                    "asked to: leave rollouts.top_p and rollouts.top_k out"
+                )
             self._supports.append(as_supports(output.new_sampling_mask).part(0, sampled))
         self.pending = end
         if self.experts is not None:
