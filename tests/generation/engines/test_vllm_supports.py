@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailrace.errors import SettingsError
+from tailrace.errors import EngineFailed, SettingsError
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.vllm.core import make_config
 from tailrace.generation.engines.vllm.progress import Progress
@@ -19,7 +19,7 @@ from tests.generation.engine_support import request
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
-Output = tuple[list[int], list[float], list[list[int]]]
+Output = tuple[list[int], list[float], list[list[int]] | None]
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +37,15 @@ def serve(asked: GenerationRequest, outputs: list[Output]) -> list[SampledTokens
         lists = LogprobsLists(
             np.array(tokens)[:, None], np.array(logprobs, np.float32)[:, None], np.zeros(len(tokens), np.int64)
         )
-        offsets = np.cumsum([0, *map(len, kept)])
-        masks = SamplingMaskLists(np.concatenate([np.empty(0), *kept]).astype(np.int32), offsets)
+        masks = None
+        if kept is not None:
+            offsets = np.cumsum([0, *map(len, kept)])
+            masks = SamplingMaskLists(np.concatenate([np.empty(0), *kept]).astype(np.int32), offsets)
         output = EngineCoreOutput(
             request_id="r#1",
             new_token_ids=tokens,
             new_logprobs=lists,
-            new_sampling_mask=masks.slice_request(0, len(tokens)),
+            new_sampling_mask=None if masks is None else masks.slice_request(0, len(tokens)),
         )
         progress.take(output, 0, 1.0)
         if progress.pending >= 4:
@@ -72,6 +74,11 @@ def test_tokens_from_one_that_is_not_finite_on_leave_no_support_behind() -> None
     (chunk,) = serve(asked, [([4], [-0.5], [[4, 6]]), ([5, 7], [-0.5, float("nan")], [[1, 5, 9], [7]])])
     assert chunk.supports is not None
     assert chunk.supports.counts.tolist() == [2, 3]
+
+
+def test_masks_that_do_not_come_fail_the_engine_instead_of_meaning_the_whole_vocabulary() -> None:
+    with pytest.raises(EngineFailed, match="did not say what they left of the vocabulary"):
+        serve(request("r", [1, 2], top_p=0.9, returns_supports=True), [([4], [-0.5], None)])
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"returns_supports": True}])
