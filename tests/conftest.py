@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 
@@ -16,6 +17,9 @@ import pytest
 from hypothesis import settings as _hypothesis
 
 from tailrace.reporting import logs
+
+# Who starts the tests under nohup has it ignored, which processes inherit and a run respects.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"

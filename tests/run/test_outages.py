@@ -67,7 +67,11 @@ async def test_an_outage_costs_some_rollouts_and_the_run_goes_on_to_its_end(
     run = asyncio.create_task(run_inline(tmp_path, *called, "--max_steps", "10"))
     await service.is_used.wait()
     await service.close()
-    assert [await pauses.get() for _ in PAUSES_S] == PAUSES_S  # a group tried between each two of them
+    begun = [await pauses.get()]
+    while begun[-1] < PAUSES_S[-1]:
+        begun.append(await pauses.get())
+    # A group tried between each two of them; one that had connected before may have ended after the first, and well.
+    assert begun[-len(PAUSES_S) :] == PAUSES_S
     await service.open()
     summary = await run
     await service.close()
@@ -75,10 +79,11 @@ async def test_an_outage_costs_some_rollouts_and_the_run_goes_on_to_its_end(
     assert summary.ledger.balances
     failed = summary.ledger.by_reason["failed"]
     assert failed.keys() == {"environment_failed"}
-    tries = len(PAUSES_S) + pauses.qsize()
-    assert FAILURES_IN_A_ROW <= failed["environment_failed"] <= FAILURES_IN_A_ROW + 2 * RUNNING + 4 * tries
+    tries, streaks = len(begun) + pauses.qsize(), begun.count(PAUSES_S[0])
+    most = streaks * (FAILURES_IN_A_ROW + 2 * RUNNING) + 4 * tries
+    assert FAILURES_IN_A_ROW <= failed["environment_failed"] <= most
     log = (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
-    assert log.count("'calling' all failed: it pauses") == log.count("'calling' works again") == 1
+    assert log.count("'calling' all failed: it pauses") == log.count("'calling' works again") == streaks
 
 
 async def test_an_outage_that_outlives_its_time_ends_the_run_and_names_what_failed(
