@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -61,6 +62,31 @@ def now() -> tuple[float, float]:
     return times.user + times.system + times.children_user + times.children_system, time.perf_counter()
 
 
+def grpo_config(job: dict[str, Any], **own: object) -> GRPOConfig:
+    """What all comparisons set alike: the loss and optimizer of ours, no reference model, nothing written."""
+    return GRPOConfig(
+        output_dir=job["folder"],
+        use_cpu=True,
+        lr_scheduler_type="constant",
+        adam_beta2=0.99,
+        per_device_train_batch_size=job["tuning"]["micro_batch"],
+        temperature=1.0,
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        loss_type="dapo",
+        scale_rewards="none",
+        bf16=job["precision"] == "bfloat16",
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32", "attn_implementation": job["tuning"]["attention"]},
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **own,
+    )
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     tuning = job["tuning"]
@@ -73,34 +99,17 @@ def main() -> None:
     dataset = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows]
     )
-    config = GRPOConfig(
-        output_dir=job["folder"],
-        use_cpu=True,
+    config = grpo_config(
+        job,
         seed=job["seed"],
         max_steps=job["steps"],
         learning_rate=job["learning_rate"],
-        lr_scheduler_type="constant",
-        adam_beta2=0.99,
-        per_device_train_batch_size=tuning["micro_batch"],
         gradient_accumulation_steps=job["batch_size"] // tuning["micro_batch"],
         steps_per_generation=tuning["steps_per_generation"],
         use_transformers_continuous_batching=tuning["continuous_batching"],
         num_generations=job["group_size"],
         max_completion_length=job["max_tokens_per_completion"],
-        temperature=1.0,
-        beta=0.0,
         num_iterations=1,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        loss_type="dapo",
-        scale_rewards="none",
-        bf16=job["precision"] == "bfloat16",
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32", "attn_implementation": tuning["attention"]},
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     trainer = GRPOTrainer(
         model=job["model"], reward_funcs=meter.reward, args=config, train_dataset=dataset, callbacks=[meter]

@@ -18,7 +18,11 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.trl_peer import grpo_config
 
 
 class GivenTokens:
@@ -80,32 +84,15 @@ def main() -> None:
     group_size = len(groups[0]["completions"])
     rollouts = len(groups) * group_size
     meter = Meter()
-    config = GRPOConfig(
-        output_dir=job["folder"],
-        use_cpu=True,
+    config = grpo_config(
+        job,
         max_steps=len(job["batches"]),
         learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        adam_beta2=0.99,
-        per_device_train_batch_size=tuning["micro_batch"],
         gradient_accumulation_steps=rollouts // tuning["micro_batch"],
         num_generations=group_size,
         max_completion_length=max(
             len(one) for batch in job["batches"] for group in batch for one in group["completions"]
         ),
-        temperature=1.0,
-        beta=0.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        loss_type="dapo",
-        scale_rewards="none",
-        bf16=job["precision"] == "bfloat16",
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32", "attn_implementation": tuning["attention"]},
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
     trainer = MeteredTrainer(
         model=job["model"],

@@ -25,7 +25,7 @@ OWN = "module:function"
 REFUSED = {
     "icepop": "it is a mask here: write trainer.loss.masks = [{ name = 'icepop' }] beside a loss such as cispo",
     "ppo": "it is called clipped_ratio here; dapo and grpo are its variants",
-    "tis": "it is called aipo here: with one optimizer step per batch they are the same",
+    "tis": "it is called aipo here",
 }
 """Names that are no loss here, and why."""
 

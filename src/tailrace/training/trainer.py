@@ -352,7 +352,7 @@ class Trainer:
             return float(whole(norm))
 
     def _update(self) -> float:
-        """One step of AdamW; returns its learning rate."""
+        """One step of the optimizer; returns its learning rate."""
         with phase("optimizer"):
             rate = learning_rate(self.version + 1, self.settings, self.max_steps)
             for group in self._optimizer.param_groups:

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.records import BatchRow, BatchSummary, BoolArray
+from tailrace.training.component_settings import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 from tailrace.training.losses.protocol import Loss, LossTokens, PointwiseLoss
 
 
@@ -26,15 +27,12 @@ class Component(PointwiseLoss):
     """One of them: `with_derivative` is without its coefficient, and not divided by anything."""
 
     name: ClassVar[str]
+    settings: CrossEntropySettings | DistillationSettings | ReferenceKlSettings
+    """Of which it is made; their `coefficient` is κ."""
 
-    @property
-    @abstractmethod
-    def coefficient(self) -> float:
-        """κ."""
-
-    @abstractmethod
     def planned(self, batch: BatchSummary) -> int:
-        """D: how many tokens of the whole batch bear it."""
+        """D: how many tokens of the whole batch bear it; those that bear the loss of rewards, unless it says."""
+        return batch.loss_tokens
 
     @abstractmethod
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
@@ -48,7 +46,7 @@ class Component(PointwiseLoss):
     def factor(self, batch: BatchSummary) -> float:
         """κ / D; 0 where no token bears it."""
         planned = self.planned(batch)
-        return self.coefficient / planned if planned else 0.0
+        return self.settings.coefficient / planned if planned else 0.0
 
 
 def add_up(loss: Loss, divisor: float, components: Sequence[Component], batch: BatchSummary) -> Loss:

@@ -36,11 +36,6 @@ class CrossEntropy(Component):
     name: ClassVar = "cross_entropy"
     settings: CrossEntropySettings
 
-    @property
-    @override
-    def coefficient(self) -> float:
-        return self.settings.coefficient
-
     @override
     def planned(self, batch: BatchSummary) -> int:
         """The tokens with a weight."""

@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.records import TEACHER_LOGPROBS, BatchSummary
+from tailrace.records import TEACHER_LOGPROBS
 from tailrace.training.component_settings import DistillationSettings
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.protocol import LossTokens
@@ -32,16 +32,6 @@ class Distillation(Component):
 
     name: ClassVar = "distillation"
     settings: DistillationSettings
-
-    @property
-    @override
-    def coefficient(self) -> float:
-        return self.settings.coefficient
-
-    @override
-    def planned(self, batch: BatchSummary) -> int:
-        """The tokens that bear the loss of rewards."""
-        return batch.loss_tokens
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.records import BatchSummary
 from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.protocol import LossTokens
@@ -47,16 +46,6 @@ class ReferenceKl(Component):
 
     name: ClassVar = "reference_kl"
     settings: ReferenceKlSettings
-
-    @property
-    @override
-    def coefficient(self) -> float:
-        return self.settings.coefficient
-
-    @override
-    def planned(self, batch: BatchSummary) -> int:
-        """The tokens that bear loss."""
-        return batch.loss_tokens
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
