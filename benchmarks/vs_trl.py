@@ -51,10 +51,10 @@ GROUP_SIZE, BATCH_SIZE = 8, 64
 END_PROBABILITY = {"fixed": 1e-9, "natural": 0.00206}
 """Of every token; under the second one the mean of lengths cut at 256 is 200."""
 CAP = {"fixed": 64, "natural": 256}
-STEPS = {"fixed": (24, 16, 8), "natural": (12, 8, 4)}
+STEPS = (24, 16, 8)
 """Of Tailrace, of Tailrace with one step's slots, and of TRL, which trains on all that it generated; figures are rates,
 and Tailrace's include its start from empty slots and its end."""
-QUICK_STEPS = {"fixed": (4, 2, 1), "natural": (3, 2, 1)}
+QUICK_STEPS = (3, 2, 1)
 TARGETS = {
     ("fixed", "float32"): 1.5,
     ("fixed", "bfloat16"): 2.0,
@@ -262,7 +262,7 @@ def main() -> None:
         for turn in range(arguments.repeats):
             for name, done in repeats.items():
                 workload, _, precision = name.partition("-")
-                steps = (QUICK_STEPS if options.quick else STEPS)[workload]
+                steps = QUICK_STEPS if options.quick else STEPS
                 done.append(run_sides(workload, precision, folder, steps, f"{name}-{turn}"))
                 progress(f"{name}: {done[-1].ratio:.2f}")
         rows += [speed_row(*name.split("-"), done) for name, done in repeats.items()]
