@@ -59,7 +59,7 @@ def group_of(rewards: list[float], *, tokens: list[int] | None = None, versions:
 def demonstrate(rollout: Rollout, tokens: int = 2) -> None:
     branch = Branch(temperature=1.0)
     branch.extend_context([1, *range(tokens)])
-    branch.set_column("cross_entropy", [1] * tokens, start=1)
+    branch.set_column("cross_entropy_weights", [1] * tokens, start=1)
     rollout.branches.append(branch)
 
 
@@ -69,13 +69,13 @@ def test_demonstrations_are_samples_without_a_loss_of_rewards(per_token: bool) -
     if per_token:
         group.advantages = [np.ones(rollout.branches[0].num_tokens, np.float32) for rollout in group.rollouts]
     demonstrate(group.rollouts[1])
-    group.rollouts[0].branches[0].set_column("cross_entropy", [1.0, 0.0, 0.5], start=2)
+    group.rollouts[0].branches[0].set_column("cross_entropy_weights", [1.0, 0.0, 0.5], start=2)
     batch = drained(form_batch([sample_group(group, oldest_version=0)], step=1, trainer_version=0, packing=Packing(9)))
     summary = batch.batch.summary
     assert (summary.num_samples, summary.num_demonstrations, summary.num_sequences) == (3, 1, 2)
     assert (summary.loss_tokens, summary.cross_entropy_tokens) == (7, 4)
     received = batch.batch.assembled()
-    weights = received.columns["cross_entropy"]
+    weights = received.columns["cross_entropy_weights"]
     assert np.count_nonzero(weights) == 4
     assert sorted(weights[~received.loss_mask].tolist()) == [0.0] * (len(weights) - 9) + [1.0, 1.0]
     assert sorted(received.temperatures.tolist()) == [1.0, 1.0, 1.0]

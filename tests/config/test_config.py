@@ -129,6 +129,11 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         ),
         ([*TEACHER, "--rollouts.temperature", "0.7"], r"rollouts are sampled at 0.7: write rollouts.temperature = 1.0"),
         ([*TEACHER, "--environment.temperature", "1.5"], r"rollouts are sampled at 1.5: write"),
+        ([*TEACHER, "--trainer.loss.distillation.divergence", "forward"], "set top_k, or leave divergence out"),
+        (
+            [*TEACHER, "--trainer.loss.distillation.top_k", "8", "--trainer.loss.distillation.truncation", "3"],
+            "truncation bounds importance weights, and there are none with top_k: leave one of them out",
+        ),
         ([*TEACHER, "--rollouts.top_p", "0.9"], "over the whole vocabulary, .* leave one of them out"),
         (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
         (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),

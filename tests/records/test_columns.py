@@ -46,9 +46,9 @@ def test_tokens_that_nothing_is_set_for_are_0_whenever_they_come() -> None:
         ("weights", ["x"], 0, "needs numbers"),
         ("weights", np.zeros((3, 0)), 0, "needs numbers"),
         ("ids", [2**31], 0, "that int32 cannot hold"),
-        ("cross_entropy", [1.0, 1.0], 0, "a weight for the first token, which nothing before it predicts"),
-        ("cross_entropy", [float("nan")], 1, "one finite number for each token"),
-        ("cross_entropy", [[1.0]], 1, "one finite number for each token"),
+        ("cross_entropy_weights", [1.0, 1.0], 0, "a weight for the first token, which nothing before it predicts"),
+        ("cross_entropy_weights", [float("nan")], 1, "one finite number for each token"),
+        ("cross_entropy_weights", [[1.0]], 1, "one finite number for each token"),
         ("known", [[1.0, 2.0]], 0, r"'known' is float32 \[num_tokens\], and cannot be float32 \[num_tokens, 2\] too"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from tailrace.reporting.gauges import ProcessGauge, SchedulerGauge, judge_gauge
+from tailrace.reporting.gauges import ProcessGauge, SchedulerGauge, usage_gauge
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.scheduling import SchedulerStatistics, Verdict
@@ -59,7 +59,7 @@ def test_cpu_time_is_that_since_the_last_reading() -> None:
 
 def test_judges_that_were_never_asked_have_no_metrics() -> None:
     usage = JudgeUsage()
-    gauge = judge_gauge(lambda: usage)
+    gauge = usage_gauge(lambda: usage)
     assert gauge() == {}
     usage = JudgeUsage(calls=3, prompt_tokens=40)
     assert gauge()["judge/calls"] == 3

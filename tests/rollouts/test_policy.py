@@ -186,7 +186,7 @@ async def test_a_demonstration_is_the_tokens_that_would_have_been_sampled(
     assert not shown.loss_mask.any()
     assert (shown.num_completion_tokens, shown.temperature) == (0, 1.0)
     start, end = sampled.completion_spans[1]
-    assert shown.columns["cross_entropy"].tolist() == [0.0] * start + [0.5] * (end - start)
+    assert shown.columns["cross_entropy_weights"].tolist() == [0.0] * start + [0.5] * (end - start)
     assert shown.num_weighted == end - start
     assert int(shown.token_ids[-1]) in renderer.stop_token_ids
 
@@ -195,7 +195,7 @@ async def test_a_family_s_renderer_shows_a_demonstration_too(renderer_of: Callab
     talk = Talk(renderer_of("qwen3"))
     talk.policy.demonstrate([user("b"), said("Bob")])
     (branch,) = talk.rollout.branches
-    shown = branch.columns["cross_entropy"] > 0
+    shown = branch.columns["cross_entropy_weights"] > 0
     assert talk.tokenizer.decode(branch.token_ids[shown].tolist()).endswith("Bob<|im_end|>")
     assert talk.tokenizer.decode(branch.token_ids[~shown].tolist()).endswith("<|im_start|>assistant\n")
 
@@ -207,7 +207,7 @@ async def test_a_tool_call_is_demonstrated_as_the_template_shows_it(
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     talk.policy.demonstrate([user("1+1?"), said("", tool_calls=[call])], tools=[ADD])
     (branch,) = talk.rollout.branches
-    weights = branch.columns["cross_entropy"]
+    weights = branch.columns["cross_entropy_weights"]
     assert '"name": "add", "arguments": {"a": 1}' in talk.tokenizer.decode(branch.token_ids[weights > 0].tolist())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tailrace.records import CROSS_ENTROPY, Batch, SampleOrigins
+from tailrace.records import CROSS_ENTROPY_WEIGHTS, Batch, SampleOrigins
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.model.policy_model import PolicyModel
@@ -25,6 +25,7 @@ from tests.training.reports.test_token_export import train as export_of
 from tests.training.test_trainer import make_trainer, weights
 from tests.training.tiny import build_batch, demonstrating, tiny_model
 
+TEACHER = {"url": "http://localhost/v1", "model": "teacher"}
 LENGTHS, ROWS = (9, 14, 5, 12, 7), (2, 1, 2)
 SHOWN = (1, 2)
 """A sample beside another, and one that is a row by itself."""
@@ -35,7 +36,7 @@ LOSSES: list[tuple[str, dict[str, Any]]] = [
     ("dr_grpo", {}),
     ("dppo", {}),
     ("gspo", {"masks": [{"name": "sequence_ratio"}], "entropy": 0.01}),
-    ("cross_entropy", {}),
+    ("selected_cross_entropy", {}),
 ]
 
 
@@ -53,7 +54,7 @@ def gradients(loss: str, given: dict[str, Any], batch: Batch) -> tuple[dict[str,
 def demonstrated(batch: Batch) -> tuple[dict[str, Tensor], float]:
     """Gradients of the mean weighted cross-entropy, and the mean without weights, by transformers and torch alone."""
     model = tiny_model("qwen3").double()
-    shown = batch.columns[CROSS_ENTROPY]
+    shown = batch.columns[CROSS_ENTROPY_WEIGHTS]
     total, plain = torch.zeros(()), 0.0
     for start, end in zip(batch.sample_offsets[:-1], batch.sample_offsets[1:], strict=True):
         ids, own = torch.tensor(batch.token_ids[start:end].astype(np.int64)), torch.tensor(shown[start + 1 : end])
@@ -92,7 +93,7 @@ def test_tokens_that_were_sampled_may_have_a_weight_too() -> None:
     plain = build_batch(lengths=LENGTHS, rows=ROWS)
     shown = plain.loss_mask * np.float32(0.5)
     summary = msgspec.structs.replace(plain.summary, cross_entropy_tokens=int(plain.loss_mask.sum()))
-    batch = dataclasses.replace(plain, columns={CROSS_ENTROPY: shown}, summary=summary)
+    batch = dataclasses.replace(plain, columns={CROSS_ENTROPY_WEIGHTS: shown}, summary=summary)
     both, _ = gradients("clipped_ratio", {"cross_entropy": {"coefficient": 2.0}}, batch)
     rewards, _ = gradients("clipped_ratio", {}, batch)
     alone, _ = demonstrated(batch)
@@ -107,7 +108,7 @@ def test_weights_are_as_if_they_were_not_there_without_the_component(model_folde
     assert "training/cross_entropy" not in left
 
 
-@pytest.mark.parametrize("others", [{}, {"distillation": {"url": "http://localhost/v1", "model": "teacher"}}])
+@pytest.mark.parametrize("others", [{}, {"distillation": TEACHER}, {"distillation": {**TEACHER, "top_k": 4}}])
 def test_a_batch_of_demonstrations_alone_is_trained_on(model_folder: Path, others: dict[str, Any]) -> None:
     trainer = make_trainer(model_folder, learning_rate=1e-2, loss={"cross_entropy": {}, **others})
     found = []

@@ -26,7 +26,7 @@ from tailrace.training.step.gradients import GradientPasses
 from tests.support.expert_models import expert_model
 from tests.training.losses.support import as_any_loss, settings_of
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, stir, tiny_model
+from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, stir, taught, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -60,6 +60,8 @@ CASES: list[dict[str, Any]] = [
     {"model": "llama", "dtype": torch.float64, "lora": 3, "checkpointing": True},
     {"model": "llama", "dtype": torch.float32, "lora": 4, "native": True},
     {"model": "qwen3", "dtype": torch.float64, "lora": 4, "reference": "k3"},
+    {"model": "qwen3", "dtype": torch.float64, "teacher": "reverse"},
+    {"model": "llama", "dtype": torch.float64, "loss": "rejecting", "teacher": "forward", "demonstrations": (2, 4)},
 ]
 
 
@@ -104,6 +106,10 @@ SETTINGS = {**BY_SEQUENCE, "rejecting": OwnLossSettings(name="losses:rejecting")
 
 def added(ranks: Ranks, case: dict[str, Any], policy: PolicyModel, adapter: Adapter | None) -> dict[str, Any]:
     """Components; the divergence is from another model, shared out too, or from what lies under an adapter."""
+    if "teacher" in case:
+        teacher = {"url": "http://teacher/v1", "model": "big", "top_k": 5, "divergence": case["teacher"]}
+        settings = {"distillation": {**teacher, "coefficient": 0.5}, "cross_entropy": {"coefficient": 0.7}}
+        return {"components": load_components(ClippedRatioSettings.model_validate(settings))}
     if "reference" not in case:
         demonstrations = ClippedRatioSettings.model_validate({"cross_entropy": {"coefficient": 0.7}})
         return {"components": load_components(demonstrations)} if "demonstrations" in case else {}
@@ -155,7 +161,8 @@ def batch_of(case: dict[str, Any], seed: int) -> Batch:
     token_ids[offsets[6] :] = token_ids[offsets[5] : offsets[5] + offsets[-1] - offsets[6]]
     if not case.get("supports"):
         batch = dataclasses.replace(batch, token_ids=token_ids)
-    return demonstrating(batch, case["demonstrations"]) if "demonstrations" in case else batch
+    batch = demonstrating(batch, case["demonstrations"]) if "demonstrations" in case else batch
+    return taught(batch, 5) if "teacher" in case else batch
 
 
 def all_gradients(ranks: Ranks) -> list[tuple[dict[str, Tensor], dict[str, float], int]]:

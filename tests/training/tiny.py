@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tailrace.records import CROSS_ENTROPY, Batch, BatchRow, BatchSummary
+from tailrace.records import CROSS_ENTROPY_WEIGHTS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, Batch, BatchRow, BatchSummary
 
 VOCABULARY = 64
 
@@ -140,8 +140,22 @@ def demonstrating(batch: Batch, samples: Sequence[int], *, weight: float = 1.0, 
         loss_mask=loss_mask,
         policy_versions=versions,
         logprobs=np.where(loss_mask, batch.logprobs, np.float32(0)),
-        columns={CROSS_ENTROPY: weights},
+        columns={CROSS_ENTROPY_WEIGHTS: weights},
     )
+
+
+def taught(batch: Batch, top_k: int, *, seed: int = 0) -> Batch:
+    """The batch with what a random teacher finds likeliest, for sampled tokens; for some of them it names fewer."""
+    generator = np.random.default_rng(seed)
+    count = len(batch.token_ids)
+    scores = generator.normal(size=(count, VOCABULARY)) * 2
+    logprobs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    top_ids = np.argsort(-logprobs, axis=1)[:, :top_k].astype(np.int32)
+    top_logprobs = np.take_along_axis(logprobs, top_ids, 1).astype(np.float32)
+    absent = ~batch.loss_mask[:, None] | (np.arange(top_k) >= generator.integers(1, 2 * top_k, (count, 1)))
+    top_ids[absent], top_logprobs[absent] = -1, 0
+    columns = {**batch.columns, TEACHER_TOP_IDS: top_ids, TEACHER_TOP_LOGPROBS: top_logprobs}
+    return dataclasses.replace(batch, columns=columns)
 
 
 def rows_of(batch: Batch, rank: int, size: int) -> Batch:

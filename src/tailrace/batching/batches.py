@@ -12,7 +12,7 @@ from tailrace.batching.samples import SampledGroup
 from tailrace.batching.slices import SAMPLES_AT_ONCE
 from tailrace.batching.whitening import whiten
 from tailrace.errors import TrainingError
-from tailrace.records import CROSS_ENTROPY, BatchSummary, ColumnKind, Int32Array, PlannedBatch, TrainingSample
+from tailrace.records import CROSS_ENTROPY_WEIGHTS, BatchSummary, ColumnKind, Int32Array, PlannedBatch, TrainingSample
 from tailrace.tracing.phases import phase
 
 
@@ -39,7 +39,9 @@ def form_batch(
     samples = [sample for group in groups for sample in group.samples]
     with phase("plan_rows"):
         lengths, versions, columns = yield from _measure(samples)
-        demonstrations = sum(not sample.loss_versions() for sample in samples) if CROSS_ENTROPY in columns else 0
+        demonstrations = (
+            sum(not sample.loss_versions() for sample in samples) if CROSS_ENTROPY_WEIGHTS in columns else 0
+        )
         plan = yield from plan_rows(lengths, packing)
     if len(samples) > SAMPLES_AT_ONCE:
         yield
@@ -61,7 +63,9 @@ def form_batch(
         padding=plan.padding,
         environments=tuple(sorted({group.group.task.environment for group in groups})),
         num_demonstrations=demonstrations,
-        cross_entropy_tokens=sum(sample.branch.num_weighted for sample in samples) if CROSS_ENTROPY in columns else 0,
+        cross_entropy_tokens=sum(sample.branch.num_weighted for sample in samples)
+        if CROSS_ENTROPY_WEIGHTS in columns
+        else 0,
     )
     batch = PlannedBatch(
         summary=summary,

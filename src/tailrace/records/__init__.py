@@ -7,7 +7,13 @@ or imports another room of the house (but for `errors`).
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
-from tailrace.records.columns import CROSS_ENTROPY, TEACHER_LOGPROBS, ColumnKind
+from tailrace.records.columns import (
+    CROSS_ENTROPY_WEIGHTS,
+    TEACHER_LOGPROBS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+    ColumnKind,
+)
 from tailrace.records.completion import Completion, FinishReason
 from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
 from tailrace.records.events import (
@@ -30,14 +36,18 @@ from tailrace.records.payload_table import PayloadTable
 from tailrace.records.planned_batch import SUPPORT_COLUMNS, TOKEN_COLUMNS, PlannedBatch, Whitening
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
+from tailrace.records.scores import NO_TOKEN, TokenScores
 from tailrace.records.supports import Supports, ragged_places
 from tailrace.records.task import Task
 
 __all__ = [
-    "CROSS_ENTROPY",
+    "CROSS_ENTROPY_WEIGHTS",
     "DEEPEST",
+    "NO_TOKEN",
     "SUPPORT_COLUMNS",
     "TEACHER_LOGPROBS",
+    "TEACHER_TOP_IDS",
+    "TEACHER_TOP_LOGPROBS",
     "TOKEN_COLUMNS",
     "Batch",
     "BatchRow",
@@ -83,6 +93,7 @@ __all__ = [
     "Task",
     "TaskId",
     "TerminalState",
+    "TokenScores",
     "ToolCall",
     "ToolSpec",
     "TrainerEnded",

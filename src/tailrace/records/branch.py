@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, readonly
-from tailrace.records.columns import CROSS_ENTROPY, ColumnKind, as_column
+from tailrace.records.columns import CROSS_ENTROPY_WEIGHTS, ColumnKind, as_column
 from tailrace.records.completion import Completion
 from tailrace.records.payload import PayloadChunk, PayloadChunks
 from tailrace.records.supports import Supports
@@ -117,7 +117,7 @@ class Branch:
         whole = kind.zeros(max(end, len(before)))
         whole[: len(before)] = before
         whole[start:end] = column
-        if name == CROSS_ENTROPY:
+        if name == CROSS_ENTROPY_WEIGHTS:
             if len(whole) and whole[0]:
                 raise ValueError(f"column {name!r} has a weight for the first token, which nothing before it predicts")
             self._num_weighted = int(np.count_nonzero(whole))

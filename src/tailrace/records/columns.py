@@ -12,14 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-CROSS_ENTROPY = "cross_entropy"
+CROSS_ENTROPY_WEIGHTS = "cross_entropy_weights"
 """The column of weights that tokens have in the cross-entropy component, float32; 0: they do not bear it."""
 
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """The column of log-probabilities that a teacher gives to sampled tokens, float32."""
 
-RESERVED = frozenset({TEACHER_LOGPROBS, "reference_logprobs", "proximal_logprobs"})
+TEACHER_TOP_IDS = "teacher_top_ids"
+"""The column of the k tokens that a teacher finds likeliest in the place of each sampled one, int32 [num_tokens, k];
+-1 where it names fewer."""
+
+TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
+"""The column of their log-probabilities, float32 [num_tokens, k]; 0 where it names none."""
+
+RESERVED = frozenset(
+    {TEACHER_LOGPROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS, "reference_logprobs", "proximal_logprobs"}
+)
 """Columns that scoring and the trainer fill."""
 
 
@@ -70,9 +79,9 @@ def as_column(name: str, values: object) -> NDArray[np.generic]:
             f"column {name!r} needs numbers, [num_tokens] or [num_tokens, k]; it was given {given.dtype} "
             f"{list(given.shape)}"
         )
-    is_whole = given.dtype.kind in "iu" and name != CROSS_ENTROPY
+    is_whole = given.dtype.kind in "iu" and name != CROSS_ENTROPY_WEIGHTS
     column = np.ascontiguousarray(given, np.int32 if is_whole else np.float32)
-    if name == CROSS_ENTROPY and not (column.ndim == 1 and np.isfinite(column).all()):
+    if name == CROSS_ENTROPY_WEIGHTS and not (column.ndim == 1 and np.isfinite(column).all()):
         raise ValueError(f"column {name!r} holds weights: one finite number for each token")
     if column.dtype == np.int32 and given.dtype.itemsize >= 4 and not np.array_equal(column, given):
         raise ValueError(f"column {name!r} has numbers that int32 cannot hold")

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import psutil
 
 from tailrace.generation.router.replica import Replica
-from tailrace.rollouts.scoring import JudgeUsage
+from tailrace.rollouts.scoring import ModelUsage
 from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
@@ -115,9 +115,9 @@ def replica_gauge(replicas: Sequence[Replica]) -> Gauge:
     return lambda: {name: value for replica in replicas for name, value in replica.metrics().items()}
 
 
-def judge_gauge(usage: Callable[[], JudgeUsage]) -> Gauge:
-    """What judges took; nothing where none was asked yet."""
-    before = JudgeUsage()
+def usage_gauge(usage: Callable[[], ModelUsage]) -> Gauge:
+    """What judges or a teacher took; nothing where none was asked yet."""
+    before = usage()
 
     def read() -> dict[str, float]:
         nonlocal before

@@ -19,7 +19,7 @@ import numpy as np
 
 from tailrace.errors import BudgetExceeded, RolloutError, SettingsError
 from tailrace.records import (
-    CROSS_ENTROPY,
+    CROSS_ENTROPY_WEIGHTS,
     Branch,
     Completion,
     FinishReason,
@@ -138,14 +138,14 @@ class RolloutPolicy:
         branch = Branch(temperature=1.0)
         branch.extend_context(prompt)
         branch.extend_context(reply)
-        branch.set_column(CROSS_ENTROPY, np.full(len(reply), weight, np.float32), start=len(prompt))
+        branch.set_column(CROSS_ENTROPY_WEIGHTS, np.full(len(reply), weight, np.float32), start=len(prompt))
         self._rollout.branches.append(branch)
 
     def set_column(self, reply: Reply, name: str, values: object) -> None:
         """Give the tokens of a reply more for a loss to read: see `Policy.set_column`."""
         if name in RESERVED:
             raise ValueError(f"column {name!r} is filled by Tailrace itself: choose another name")
-        if name == CROSS_ENTROPY and self._takes_demonstrations is False:
+        if name == CROSS_ENTROPY_WEIGHTS and self._takes_demonstrations is False:
             raise SettingsError(
                 f"environment {self._rollout.task.environment!r} sets the column {name!r}, and nothing reads it: write "
                 "trainer.loss.cross_entropy = { coefficient = 1.0 }"

@@ -21,7 +21,14 @@ from tailrace.rollouts.deadline import Attempts, rollout_deadline
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.policy import RolloutPolicy
-from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, RewardFunctions, Scorer, Teacher
+from tailrace.rollouts.scoring import (
+    JudgeUsage,
+    RelativeJudge,
+    RewardFunctions,
+    Scorer,
+    Teacher,
+    TeacherUsage,
+)
 from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
@@ -125,6 +132,11 @@ class Rollouter:
         for judge in self._judges.values():
             usage.add(judge.usage)
         return usage
+
+    @property
+    def teacher_usage(self) -> TeacherUsage:
+        """What the teacher did so far."""
+        return TeacherUsage() if self._teacher is None else copy(self._teacher.usage)
 
     async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int = 0) -> Rollout:
         """One attempt at a task, scored.

@@ -25,10 +25,10 @@ from tailrace.reporting.gauges import (
     ProcessGauge,
     SchedulerGauge,
     environment_gauge,
-    judge_gauge,
     payload_gauge,
     phase_gauge,
     replica_gauge,
+    usage_gauge,
     weights_gauge,
 )
 from tailrace.reporting.observer import MetricsListener, RunObserver
@@ -165,7 +165,8 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
-            judge_gauge(lambda: rollouter.judge_usage),
+            usage_gauge(lambda: rollouter.judge_usage),
+            usage_gauge(lambda: rollouter.teacher_usage),
             payload_gauge(roles.payloads),
             weights_gauge(lambda: roles.lending),
         )

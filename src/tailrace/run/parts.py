@@ -17,7 +17,8 @@ from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
-from tailrace.rollouts.scoring import Teacher, TeacherPlan
+from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
+from tailrace.training.settings.components import DistillationSettings
 
 
 def load_environments(
@@ -116,31 +117,35 @@ def require_reference(settings: RunSettings) -> None:
         )
 
 
-def make_teacher(settings: RunSettings) -> Teacher | None:
-    """The teacher that the loss asks for. Raises `SettingsError` where the variable with its key is not set."""
+async def require_teacher(settings: RunSettings, renderer: ChatRenderer) -> None:
+    """Raise `ModelError` where the teacher cannot score what the policy samples; `SettingsError` without its key."""
+    chosen = settings.trainer.loss.distillation
+    if chosen is None:
+        return
+    scorer = _endpoint_scorer(chosen, renderer)
+    try:
+        await scorer.require_fitting(renderer.tokenizer, settings.max_model_tokens)
+    finally:
+        await scorer.close()
+
+
+def _make_teacher(settings: RunSettings, renderer: ChatRenderer) -> Teacher | None:
     chosen = settings.trainer.loss.distillation
     if chosen is None:
         return None
-    return Teacher(
-        TeacherPlan(
-            chosen.url,
-            chosen.model,
-            api_key_variable=chosen.api_key_variable,
-            timeout_s=chosen.timeout_s,
-            retries=chosen.retries,
-            retry_pause_s=chosen.retry_pause_s,
-        )
+    plan = TeacherPlan(timeout_s=chosen.timeout_s, retries=chosen.retries, retry_pause_s=chosen.retry_pause_s)
+    return Teacher(_endpoint_scorer(chosen, renderer), plan)
+
+
+def _endpoint_scorer(chosen: DistillationSettings, renderer: ChatRenderer) -> EndpointScorer:
+    """Raises `SettingsError` where the variable with its key is not set."""
+    return EndpointScorer(
+        chosen.url,
+        chosen.model,
+        vocabulary=renderer.tokenizer.num_tokens,
+        top_k=chosen.top_k or 0,
+        api_key_variable=chosen.api_key_variable,
     )
-
-
-async def require_teacher(settings: RunSettings, renderer: ChatRenderer) -> None:
-    """Raise `ModelError` where the teacher cannot score what the policy samples, and `SettingsError` as above."""
-    if (teacher := make_teacher(settings)) is None:
-        return
-    try:
-        await teacher.require_fitting(renderer.tokenizer, settings.max_model_tokens)
-    finally:
-        await teacher.close()
 
 
 def make_rollouter(
@@ -161,6 +166,6 @@ def make_rollouter(
         max_steps=settings.max_steps or 0,
         records_experts=settings.generator.return_routed_experts,
         takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
-        teacher=make_teacher(settings),
+        teacher=_make_teacher(settings, renderer),
         worker_log=log_folder / "workers.log" if log_folder else None,
     )

@@ -12,10 +12,10 @@ import pytest
 from tailrace.errors import ModelError, ScoringFailed, SettingsError, TeacherFailed
 from tailrace.records import Branch, Group, GroupId, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer
-from tailrace.rollouts.scoring import Teacher, TeacherPlan
+from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
 from tests.scheduling.world import make_rollout
 from tests.support.judge_endpoint import Answer, endpoint
-from tests.support.teacher_endpoint import PATHS, likelihood, prompt_logprobs, teacher
+from tests.support.teacher_endpoint import PATHS, likeliest, likelihood, prompt_logprobs, teacher
 
 TASK = Task(TaskId("toy/0"), "toy", 0, {})
 
@@ -28,14 +28,15 @@ def group_of(*tokens: int) -> Group:
     return Group(GroupId("g"), TASK, rollouts)
 
 
-def plan_of(url: str, **given: Any) -> TeacherPlan:
-    return dataclasses.replace(TeacherPlan(url, "big", retry_pause_s=0.001), **given)
+def teacher_at(url: str, *, top_k: int = 0, vocabulary: int = 1024, **given: Any) -> Teacher:
+    scorer = EndpointScorer(url, "big", vocabulary=vocabulary, top_k=top_k)
+    return Teacher(scorer, dataclasses.replace(TeacherPlan(retry_pause_s=0.001), **given))
 
 
 async def scored(group: Group, *answers: Any, **given: Any) -> list[Any]:
     """What was asked."""
     async with endpoint(*answers, paths=PATHS) as serving:
-        asking = Teacher(plan_of(serving.url, **given))
+        asking = teacher_at(serving.url, **given)
         try:
             assert await asking(group) is group
         finally:
@@ -47,7 +48,7 @@ async def test_each_sampled_token_of_each_branch_is_scored_where_it_stands() -> 
     group = group_of(3, 5)
     shown = Branch(temperature=1.0)
     shown.extend_context([1, 2, 3])
-    shown.set_column("cross_entropy", [1.0], start=2)
+    shown.set_column("cross_entropy_weights", [1.0], start=2)
     group.rollouts[0].branches.append(shown)
     asked = await scored(group, teacher(list))
     branches = [rollout.branches[0] for rollout in group.rollouts]
@@ -56,7 +57,25 @@ async def test_each_sampled_token_of_each_branch_is_scored_where_it_stands() -> 
     for branch in branches:
         expected = [likelihood(token) for token in branch.token_ids.tolist()]
         np.testing.assert_allclose(branch.columns["teacher_logprobs"], np.where(branch.loss_mask, expected, 0))
+    assert set(branches[0].columns) == {"teacher_logprobs"}
     assert "teacher_logprobs" not in shown.columns
+    assert group.metrics["teacher_calls"] == 2
+    assert group.metrics["teacher_scored_tokens"] == sum(branch.num_tokens for branch in branches)
+
+
+async def test_its_likeliest_tokens_are_told_in_order_and_those_that_the_policy_has_not_are_left_out() -> None:
+    group = group_of(3, 5)
+    await scored(group, teacher(list, top_k=4), top_k=4, vocabulary=5)
+    for rollout in group.rollouts:
+        (branch,) = rollout.branches
+        ids, logprobs = branch.columns["teacher_top_ids"], branch.columns["teacher_top_logprobs"]
+        assert (ids.dtype, logprobs.dtype, ids.shape) == (np.int32, np.float32, (branch.num_tokens, 4))
+        assert (ids[~branch.loss_mask] == -1).all()
+        expected = [(1, 3) if token <= 3 else (1, 3, *([token] if token < 5 else [])) for token in branch.token_ids]
+        for told, own, wanted in zip(ids, branch.loss_mask, expected, strict=True):
+            assert not own or [one for one in told if one >= 0] == list(wanted)
+        likely = likeliest(4)
+        np.testing.assert_allclose(logprobs[branch.loss_mask][:, :2], [[likely[1], likely[3]]] * branch.loss_mask.sum())
 
 
 @pytest.mark.parametrize(
@@ -82,6 +101,7 @@ async def test_a_call_that_fails_is_repeated_and_then_costs_the_group(failure: A
     (failed,) = caught.value.exceptions
     assert isinstance(failed, TeacherFailed)
     assert failed.may_pass
+    assert (again.metrics["teacher_calls"], again.metrics["teacher_failed_groups"]) == (2, 1)
     assert str(failed).startswith("task toy/0: the teacher scored nothing; the last answer: http")
     assert not again.rollouts[0].branches[0].columns
 
@@ -89,7 +109,7 @@ async def test_a_call_that_fails_is_repeated_and_then_costs_the_group(failure: A
 async def test_a_call_that_cannot_succeed_is_not_repeated() -> None:
     async with endpoint(Answer(status=404, body=b"no such model"), paths=PATHS) as serving:
         with pytest.raises(ExceptionGroup) as caught:
-            await Teacher(plan_of(serving.url))(group_of(3))
+            await teacher_at(serving.url)(group_of(3))
     assert len(serving.asked) == 1
     assert "answered 404: no such model" in str(caught.value.exceptions[0])
 
@@ -107,17 +127,18 @@ async def test_a_turn_at_another_temperature_cannot_be_scored() -> None:
         await scored(group, teacher(list))
 
 
-async def fitting(renderer: ChatRenderer, answer: Any, max_tokens: int = 512) -> None:
+async def fitting(renderer: ChatRenderer, answer: Any, max_tokens: int = 512, top_k: int = 0) -> None:
     async with endpoint(answer, paths=PATHS) as serving:
-        asking = Teacher(plan_of(serving.url, timeout_s=5.0))
+        scorer = EndpointScorer(serving.url, "big", vocabulary=renderer.tokenizer.num_tokens, top_k=top_k)
         try:
-            await asking.require_fitting(renderer.tokenizer, max_tokens)
+            await scorer.require_fitting(renderer.tokenizer, max_tokens)
         finally:
-            await asking.close()
+            await scorer.close()
 
 
 async def test_a_teacher_with_the_policy_s_tokenizer_fits(renderer: ChatRenderer) -> None:
     await fitting(renderer, teacher(renderer.tokenizer.encode))
+    await fitting(renderer, teacher(renderer.tokenizer.encode, top_k=3), top_k=3)
 
 
 def shifted(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
@@ -134,11 +155,32 @@ async def test_a_teacher_that_does_not_fit_is_refused(renderer: ChatRenderer) ->
     with pytest.raises(ModelError, match=r"does not say which tokenizer it has: .* answered 404"):
         await fitting(renderer, Answer(status=404))
     with pytest.raises(ModelError, match="does not say which tokenizer it has"):
-        await Teacher(plan_of("http://127.0.0.1:9/v1")).require_fitting(renderer.tokenizer, 512)
+        await EndpointScorer("http://127.0.0.1:9/v1", "big", vocabulary=9).require_fitting(renderer.tokenizer, 512)
+
+
+async def test_a_teacher_that_has_an_added_token_less_is_refused(renderer: ChatRenderer) -> None:
+    last = renderer.tokenizer.num_tokens - 1
+    with pytest.raises(ModelError, match="has another tokenizer than the policy"):
+        await fitting(renderer, teacher(lambda text: [one for one in renderer.tokenizer.encode(text) if one != last]))
+
+
+async def test_a_teacher_that_does_not_score_or_names_too_few_tokens_is_refused(renderer: ChatRenderer) -> None:
+    tokenizes = teacher(renderer.tokenizer.encode)
+
+    def only_tokenizes(request: Any) -> Answer:
+        return Answer(status=400, body=b"no") if isinstance(request["prompt"], list) else tokenizes(request)
+
+    def names_two(request: Any) -> Answer:
+        return prompt_logprobs(request["prompt"], 2) if isinstance(request["prompt"], list) else tokenizes(request)
+
+    with pytest.raises(ModelError, match=r"does not score tokens: .* answered 400: no"):
+        await fitting(renderer, only_tokenizes)
+    with pytest.raises(ModelError, match=r"names 3 likely tokens, and .*top_k is 5: start it with `--max-logprobs`"):
+        await fitting(renderer, names_two, top_k=5)
 
 
 def test_a_key_that_is_not_there_is_told() -> None:
     with pytest.raises(
         SettingsError, match=r"trainer\.loss\.distillation\.api_key_variable is 'NO_SUCH_KEY', and no such"
     ):
-        Teacher(plan_of("http://127.0.0.1:9/v1", api_key_variable="NO_SUCH_KEY"))
+        EndpointScorer("http://127.0.0.1:9/v1", "big", vocabulary=9, api_key_variable="NO_SUCH_KEY")

@@ -115,7 +115,7 @@ POINTWISE: dict[str, Callable[[float, float, float], Judged]] = {
     "dppo": dppo,
     "decoupled_ppo": decoupled_ppo,
     "sapo": sapo,
-    "cross_entropy": cross_entropy,
+    "selected_cross_entropy": cross_entropy,
 }
 KEPT, PLANNED, BY_SEQUENCE, FIXED = "kept tokens", "planned tokens", "mean of each sequence", "sequences x length"
 DIVIDED_BY = {
@@ -123,7 +123,7 @@ DIVIDED_BY = {
     "dapo": KEPT,
     "cispo": KEPT,
     "aipo": KEPT,
-    "cross_entropy": KEPT,
+    "selected_cross_entropy": KEPT,
     "ipo": PLANNED,
     "dppo": PLANNED,
     "decoupled_ppo": PLANNED,

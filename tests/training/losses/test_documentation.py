@@ -13,6 +13,7 @@ from tailrace.training.losses.demonstrations import CrossEntropy
 from tailrace.training.losses.distillation import Distillation
 from tailrace.training.losses.masks import MASKS
 from tailrace.training.losses.reference_kl import ReferenceKl
+from tailrace.training.losses.top_distillation import TopDistillation
 from tailrace.training.settings.components import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 from tests.training.losses.support import BUILT_IN, settings_of
 
@@ -22,10 +23,12 @@ COMPONENTS = {
     CrossEntropySettings: CrossEntropy,
     DistillationSettings: Distillation,
 }
+VARIANTS = [TopDistillation]
+"""Other forms of one."""
 MADE_BY = {**LOSSES, **MASKS}
 
 
-@pytest.mark.parametrize("made", [*MADE_BY.values(), *COMPONENTS.values()])
+@pytest.mark.parametrize("made", [*MADE_BY.values(), *COMPONENTS.values(), *VARIANTS])
 def test_each_states_an_equation_and_a_source(made: type) -> None:
     module = importlib.import_module(made.__module__ if hasattr(made, "__module__") else "")
     text = module.__doc__ or ""

@@ -66,10 +66,10 @@ def train(model_folder: Path, rows: tuple[int, ...] = (2, 2), **loss: object) ->
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_loss_takes_a_step_that_does_not_depend_on_rows(model_folder: Path, name: str) -> None:
     one, many = (train(model_folder, rows, name=name) for rows in ((4,), (1, 2, 1)))
-    for metric in ("training/loss", "training/grad_norm", *(() if name == "cross_entropy" else (EFFECTIVE,))):
+    for metric in ("training/loss", "training/grad_norm", *(() if name == "selected_cross_entropy" else (EFFECTIVE,))):
         assert one[metric] == pytest.approx(many[metric], rel=1e-4)
-    assert name == "cross_entropy" or 0 < one[EFFECTIVE] < 1
-    assert ("training/rejected_share" in one) == (name in {"ipo", "dppo", "decoupled_ppo", "cross_entropy"})
+    assert name == "selected_cross_entropy" or 0 < one[EFFECTIVE] < 1
+    assert ("training/rejected_share" in one) == (name in {"ipo", "dppo", "decoupled_ppo", "selected_cross_entropy"})
 
 
 def test_masks_and_a_bonus_are_reported_by_reason(model_folder: Path) -> None:

@@ -6,8 +6,20 @@ all, and never makes a number of an error.
 """
 
 from tailrace.rollouts.scoring.functions import RewardFunctions
-from tailrace.rollouts.scoring.judge import JudgeUsage, RelativeJudge
+from tailrace.rollouts.scoring.judge import RelativeJudge
 from tailrace.rollouts.scoring.scorer import Scorer
-from tailrace.rollouts.scoring.teacher import Teacher, TeacherPlan
+from tailrace.rollouts.scoring.teacher import EndpointScorer, Teacher, TeacherPlan, TokenScorer
+from tailrace.rollouts.scoring.usage import JudgeUsage, ModelUsage, TeacherUsage
 
-__all__ = ["JudgeUsage", "RelativeJudge", "RewardFunctions", "Scorer", "Teacher", "TeacherPlan"]
+__all__ = [
+    "EndpointScorer",
+    "JudgeUsage",
+    "ModelUsage",
+    "RelativeJudge",
+    "RewardFunctions",
+    "Scorer",
+    "Teacher",
+    "TeacherPlan",
+    "TeacherUsage",
+    "TokenScorer",
+]

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from tailrace.errors import ChatFailed, SettingsError
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class HttpClient:
 
         Raises `SettingsError` where there is no such variable.
         """
-        self._headers = _authorization(api_key_variable, setting)
+        self._headers = {"Content-Type": "application/json", **_authorization(api_key_variable, setting)}
         self._client: httpx.AsyncClient | None = None
 
     async def post(self, url: str, body: Mapping[str, Any]) -> bytes:
@@ -36,7 +38,8 @@ class HttpClient:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
         try:
-            response = await self._client.post(url, json=body)
+            content = msgspec.json.encode(body)  # httpx's own takes ten times as long for token ids
+            response = await self._client.post(url, content=content)
         except httpx.HTTPError as error:
             raise ChatFailed(f"{url}: {type(error).__name__}: {error}", may_recover=True) from error
         status = response.status_code

@@ -7,21 +7,33 @@ A `Component` is added to it, with a divisor of its own (`add_up`).
 never divides by a figure of the batch (its `Divisor` says by which), and never waits for the device.
 """
 
-from tailrace.training.losses.components import Component, add_up
+from tailrace.training.losses.components import (
+    CandidateComponent,
+    Component,
+    ScaledCandidates,
+    TokenComponent,
+    add_up,
+    candidates_of,
+)
 from tailrace.training.losses.divisor import Divisor
-from tailrace.training.losses.protocol import Loss, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss
+from tailrace.training.losses.protocol import CandidateLoss, Loss, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss
 from tailrace.training.losses.registry import LOSSES, load_components, load_loss
 
 __all__ = [
     "LOSSES",
+    "CandidateComponent",
+    "CandidateLoss",
     "Component",
     "Divisor",
     "Loss",
     "LossTokens",
     "MeasuredLoss",
     "PointwiseLoss",
+    "ScaledCandidates",
+    "TokenComponent",
     "WeightedLoss",
     "add_up",
+    "candidates_of",
     "load_components",
     "load_loss",
 ]

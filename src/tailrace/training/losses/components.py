@@ -5,11 +5,13 @@ r"""What is added to the loss of rewards, each with a divisor of its own.
 ℓ is the loss that settings name, 0 where it or a mask rejects the token, and where the token bears none; D is its
 `Divisor`. κ_c, ℓ^c and D_c are the coefficient, the loss and the planned tokens of component c. Every D is of the whole
 batch, over all rows and ranks. A token that ℓ rejects still counts in components.
+
+Most components judge a token by its log-probability; one may judge it by those of k candidates in its place.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,12 +21,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.records import BatchRow, BatchSummary, BoolArray
-from tailrace.training.losses.protocol import Loss, LossTokens, PointwiseLoss
+from tailrace.training.losses.protocol import CandidateLoss, Loss, LossTokens, PointwiseLoss
 from tailrace.training.settings.components import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 
 
-class Component(PointwiseLoss):
-    """One of them: `with_derivative` is without its coefficient, and not divided by anything."""
+class Component(ABC):
+    """One of them: a `TokenComponent` or a `CandidateComponent`."""
 
     name: ClassVar[str]
     settings: CrossEntropySettings | DistillationSettings | ReferenceKlSettings
@@ -33,10 +35,6 @@ class Component(PointwiseLoss):
     def planned(self, batch: BatchSummary) -> int:
         """D: how many tokens of the whole batch bear it; those that bear the loss of rewards, unless it says."""
         return batch.loss_tokens
-
-    @abstractmethod
-    def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """[num_loss_tokens], of which `training/<name>` is the mean over the tokens that it keeps. Without gradient."""
 
     def bears(self, row: BatchRow) -> BoolArray | None:
         """[num_tokens of the row]: which tokens bear it, where others may than those that bear the loss of rewards."""
@@ -49,20 +47,52 @@ class Component(PointwiseLoss):
         return self.settings.coefficient / planned if planned else 0.0
 
 
+class TokenComponent(Component, PointwiseLoss):
+    """Of the sampled token: `with_derivative` is without its coefficient, and not divided by anything."""
+
+    @abstractmethod
+    def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        """[num_loss_tokens], of which `training/<name>` is the mean over the tokens that it keeps. Without gradient."""
+
+
+class CandidateComponent(Component, CandidateLoss):
+    """Of candidates in its place, as `with_derivatives` says, which is as bare; `training/<name>` is its mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCandidates:
+    """A loss of candidates with what it is multiplied by, coefficient and divisor together."""
+
+    loss: CandidateLoss
+    factor: float
+
+
+def candidates_of(loss: Loss) -> ScaledCandidates | None:
+    """What a loss that components were added to says of candidates; the head adds that."""
+    return loss.candidates if isinstance(loss, _Sum | _PointwiseSum) else None
+
+
 def add_up(loss: Loss, divisor: float, components: Sequence[Component], batch: BatchSummary) -> Loss:
-    """L, whose tokens need not be divided by anything any more. Pointwise where `loss` is; it keeps all tokens."""
-    factors = ((component, component.factor(batch)) for component in components)
-    scaled = tuple((component, factor) for component, factor in factors if factor)  # 0 times what is infinite is not 0
+    """L, whose tokens need not be divided by anything any more. Pointwise where `loss` is; it keeps all tokens.
+
+    Of `components` one at most judges candidates.
+    """
+    factors = [(component, component.factor(batch)) for component in components]
+    borne = [(component, factor) for component, factor in factors if factor]  # 0 times what is infinite is not 0
+    of_tokens = tuple((one, factor) for one, factor in borne if isinstance(one, TokenComponent))
+    of_candidates = [ScaledCandidates(one, factor) for one, factor in borne if isinstance(one, CandidateComponent)]
+    candidates = of_candidates[0] if of_candidates else None
     if isinstance(loss, PointwiseLoss):
-        return _PointwiseSum(loss, divisor, scaled)
-    return _Sum(loss, divisor, scaled)
+        return _PointwiseSum(loss, divisor, of_tokens, candidates)
+    return _Sum(loss, divisor, of_tokens, candidates)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
     loss: Loss
     divisor: float
-    components: tuple[tuple[Component, float], ...]
+    components: tuple[tuple[TokenComponent, float], ...]
+    candidates: ScaledCandidates | None = None
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
         total = self._of_rewards(logprobs, entropy, tokens) / self.divisor
@@ -87,7 +117,8 @@ class _Sum:
 class _PointwiseSum(PointwiseLoss):
     loss: PointwiseLoss
     divisor: float
-    components: tuple[tuple[Component, float], ...]
+    components: tuple[tuple[TokenComponent, float], ...]
+    candidates: ScaledCandidates | None = None
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,8 +2,8 @@ r"""Cross-entropy of demonstrated tokens: supervised fine-tuning, beside a loss 
 
     ℓ_t = -w_t log π(y_t)
 
-of each token whose weight w_t, in the column `cross_entropy`, is not 0; divided by their number in the whole batch, so
-that a weight of 0.5 halves what its token teaches. Maximum likelihood of demonstrations beside the policy gradient is
+of each token whose weight w_t, in the column `cross_entropy_weights`, is not 0; divided by their number in the whole
+batch, so that a weight of 0.5 halves what its token teaches. Maximum likelihood of demonstrations beside the policy gradient is
 what Ouyang et al. 2022, "Training language models to follow instructions with human feedback" (arXiv:2203.02155, eq. 2,
 γ) add, and Rajeswaran et al. 2018 (arXiv:1709.10087, eq. 5: DAPG).
 
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.records import CROSS_ENTROPY, BatchRow, BatchSummary, BoolArray
-from tailrace.training.losses.components import Component
+from tailrace.records import CROSS_ENTROPY_WEIGHTS, BatchRow, BatchSummary, BoolArray
+from tailrace.training.losses.components import TokenComponent
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import weighted_logprobs
 from tailrace.training.settings.components import CrossEntropySettings
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropy(Component):
+class CrossEntropy(TokenComponent):
     """-w log π of each token; it keeps those with a weight, unless they have become impossible."""
 
     name: ClassVar = "cross_entropy"
@@ -43,7 +43,7 @@ class CrossEntropy(Component):
 
     @override
     def bears(self, row: BatchRow) -> BoolArray | None:
-        weights = row.columns.get(CROSS_ENTROPY)
+        weights = row.columns.get(CROSS_ENTROPY_WEIGHTS)
         return None if weights is None else np.asarray(weights != 0)
 
     @override
@@ -59,5 +59,5 @@ class CrossEntropy(Component):
 
 
 def _weights(logprobs: Tensor, tokens: LossTokens) -> Tensor:
-    weights = tokens.columns.get(CROSS_ENTROPY)
+    weights = tokens.columns.get(CROSS_ENTROPY_WEIGHTS)
     return torch.zeros_like(logprobs) if weights is None else weights.to(logprobs.dtype)

@@ -20,14 +20,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.records import TEACHER_LOGPROBS
-from tailrace.training.losses.components import Component
+from tailrace.training.losses.components import TokenComponent
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import ratios, weighted_logprobs
 from tailrace.training.settings.components import DistillationSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Distillation(Component):
+class Distillation(TokenComponent):
     """min(r, C) (log π - log π_T) of each token, and that as its derivative; it keeps all that were sampled."""
 
     name: ClassVar = "distillation"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from tailrace.records import BatchSummary
 from tailrace.training.settings.losses import (
-    CrossEntropyLossSettings,
     Denominator,
     DrGrpoSettings,
     LossSettings,
     OwnLossSettings,
+    SelectedCrossEntropySettings,
 )
 
 
@@ -32,7 +32,7 @@ class Divisor:
     def of_loss(cls, settings: LossSettings) -> Divisor:
         """That of the loss."""
         denominator = Denominator(settings.denominator)
-        may_reject = bool(settings.masks) or isinstance(settings, OwnLossSettings | CrossEntropyLossSettings)
+        may_reject = bool(settings.masks) or isinstance(settings, OwnLossSettings | SelectedCrossEntropySettings)
         return cls(
             denominator,
             settings.length if isinstance(settings, DrGrpoSettings) else 1,

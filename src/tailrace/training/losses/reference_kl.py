@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.losses.components import Component
+from tailrace.training.losses.components import TokenComponent
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import excess, ratios, weighted_logprobs
 from tailrace.training.settings.components import ReferenceKlSettings
@@ -41,7 +41,7 @@ REFERENCE_LOGPROBS = "reference_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceKl(Component):
+class ReferenceKl(TokenComponent):
     """One of the estimators of each token; it keeps all that bear a loss of rewards."""
 
     name: ClassVar = "reference_kl"

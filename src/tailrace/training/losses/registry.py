@@ -14,7 +14,6 @@ from tailrace.training.losses.cispo import Cispo
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.composition import compose
-from tailrace.training.losses.cross_entropy import SelectedCrossEntropy
 from tailrace.training.losses.dapo import Dapo
 from tailrace.training.losses.decoupled_ppo import DecoupledPpo
 from tailrace.training.losses.demonstrations import CrossEntropy
@@ -28,6 +27,8 @@ from tailrace.training.losses.masks import load_mask
 from tailrace.training.losses.protocol import Loss, PointwiseLoss
 from tailrace.training.losses.reference_kl import ReferenceKl
 from tailrace.training.losses.sapo import Sapo
+from tailrace.training.losses.selected_cross_entropy import SelectedCrossEntropy
+from tailrace.training.losses.top_distillation import TopDistillation
 from tailrace.training.settings import losses as settings_of
 from tailrace.training.settings.losses import Denominator, LossSettings, OwnLossSettings
 from tailrace.user_code import describe_failure, import_attribute
@@ -44,7 +45,7 @@ LOSSES: Mapping[type[settings_of.CommonLossSettings], Callable[..., Loss]] = {
     settings_of.DecoupledPpoSettings: DecoupledPpo,
     settings_of.GspoSettings: Gspo,
     settings_of.SapoSettings: Sapo,
-    settings_of.CrossEntropyLossSettings: SelectedCrossEntropy,
+    settings_of.SelectedCrossEntropySettings: SelectedCrossEntropy,
 }
 """By the class of their settings, from which each is made."""
 
@@ -76,7 +77,8 @@ def load_components(settings: LossSettings) -> tuple[Component, ...]:
     if settings.cross_entropy is not None:
         components.append(CrossEntropy(settings.cross_entropy))
     if settings.distillation is not None:
-        components.append(Distillation(settings.distillation))
+        chosen = Distillation if settings.distillation.top_k is None else TopDistillation
+        components.append(chosen(settings.distillation))
     return tuple(components)
 
 

@@ -11,7 +11,10 @@ With z the logits at the sample's temperature, p = softmax(z), y the target and 
 
     d logprob / d z = onehot(y) - p,      d H / d z = -p (log p + H)
 
-Where top-p or top-k restricted sampling, p is over what they left (`losses.supports`), and 0 elsewhere.
+Where top-p or top-k restricted sampling, p is over what they left (`losses.supports`), and 0 elsewhere. A loss of
+candidates c in the target's place (`losses.CandidateLoss`), with derivatives g_c, is judged over the same logits:
+
+    d loss / d z = Σ_c g_c (onehot(c) - p)
 
 The head's gradient grows in float32, or the head's own wider type, whatever logits are computed in.
 """
@@ -27,7 +30,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.models.heads import OutputHead
-from tailrace.training.losses import Loss, LossTokens, PointwiseLoss
+from tailrace.training.losses import CandidateLoss, Loss, LossTokens, PointwiseLoss, candidates_of
 from tailrace.training.losses.supports import TokenSupports
 
 GPU_CHUNK_BYTES = 256 << 20
@@ -53,6 +56,8 @@ class LossOutput(NamedTuple):
     kept: Tensor
     logprobs: Tensor
     entropy: Tensor
+    candidate_losses: Tensor
+    """What a loss of candidates says, neither multiplied nor divided by anything; 0 without one."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device, chunk_bytes: int | None = None) -> int:
@@ -108,26 +113,78 @@ class LogprobHead:
             tokens.supports,
             self._products,
         )
+        judged = _JudgedCandidates.of(loss, tokens)
         if isinstance(loss, PointwiseLoss):
-            return LossOutput(*_pointwise_head(hidden, weight, bias, rule, loss, tokens))
-        return apply_loss(loss, *logprobs_and_entropy(hidden, weight, bias, rule), tokens)
+            return LossOutput(*_pointwise_head(hidden, weight, bias, rule, loss, tokens, judged))
+        scores = _recomputing_head(hidden, weight, bias, rule, judged)
+        return _apply_loss(loss, scores, tokens, judged)
 
 
-def apply_loss(loss: Loss, logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> LossOutput:
-    """Apply `loss` to differentiable `logprobs` and `entropy`, both [num_loss_tokens]."""
-    losses, kept = loss(logprobs, entropy, tokens)
-    losses = losses.where(kept, 0.0)
-    return LossOutput(losses.sum(), losses.detach(), kept, logprobs.detach(), entropy.detach())
+def loss_of_logits(loss: Loss, logits: Tensor, tokens: LossTokens) -> LossOutput:
+    """Apply `loss` where the head is not known; holds [num_loss_tokens, vocabulary] several times."""
+    scores = _scores_of_logits(logits, tokens)
+    judged = _JudgedCandidates.of(loss, tokens)
+    losses = torch.zeros_like(scores[:, 0])
+    if judged is not None:
+        token_ids, losses, slopes = judged.judge(scores.detach(), torch.zeros_like(losses), slice(0, len(scores)))
+        found = scores.gather(1, token_ids)
+        losses = losses + (slopes * (found - found.detach())).sum(1)
+    return _apply_loss(loss, (*_logprobs_and_entropy_of(scores, tokens), losses), tokens, judged)
 
 
 def score_logits(logits: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Differentiable log-probabilities and entropies where the head is not known; holds [tokens, vocabulary]."""
+    return _logprobs_and_entropy_of(_scores_of_logits(logits, tokens), tokens)
+
+
+def _scores_of_logits(logits: Tensor, tokens: LossTokens) -> Tensor:
+    """[num_loss_tokens, vocabulary]: log-probabilities at the tokens' temperatures, over their supports."""
     scaled = logits.float() * tokens.temperatures.reciprocal()[:, None]
     if tokens.supports is not None:
         tokens.supports.restrict(scaled)
-    scaled = torch.log_softmax(scaled, dim=-1)
-    logprobs = scaled.gather(1, tokens.targets[:, None]).squeeze(1)
-    return logprobs, -(scaled.exp() * scaled).sum(-1)
+    return torch.log_softmax(scaled, dim=-1)
+
+
+def _logprobs_and_entropy_of(scores: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    return scores.gather(1, tokens.targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1)
+
+
+def _apply_loss(
+    loss: Loss, scores: tuple[Tensor, Tensor, Tensor], tokens: LossTokens, judged: _JudgedCandidates | None
+) -> LossOutput:
+    """Apply `loss` to log-probabilities and entropies, and add the losses of candidates; all are differentiable."""
+    logprobs, entropy, candidate_losses = scores
+    losses, kept = loss(logprobs, entropy, tokens)
+    losses = losses.where(kept, 0.0)
+    if judged is not None:
+        losses = losses + candidate_losses * judged.factor
+    columns = (losses, kept, logprobs, entropy, candidate_losses)
+    return LossOutput(losses.sum(), *(column.detach() for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class _JudgedCandidates:
+    """What a loss of candidates says of tokens."""
+
+    loss: CandidateLoss
+    factor: float
+    tokens: LossTokens
+
+    @classmethod
+    def of(cls, loss: Loss, tokens: LossTokens) -> _JudgedCandidates | None:
+        """None where `loss` has none."""
+        chosen = candidates_of(loss)
+        return None if chosen is None else cls(chosen.loss, chosen.factor, tokens)
+
+    def judge(self, logits: Tensor, normaliser: Tensor, where: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the tokens of a chunk, by their `logits` [chunk, vocabulary] and log-sum-exps `normaliser` [chunk].
+
+        Token ids of the candidates, [chunk, k], losses, [chunk], and derivatives by the candidates' log-probabilities,
+        [chunk, k]: 0 where there is no candidate, and any id.
+        """
+        part = self.tokens.part(where)
+        token_ids = self.loss.candidates(part).clamp(min=0)
+        return token_ids, *self.loss.with_derivatives(logits.gather(1, token_ids) - normaliser[:, None], part)
 
 
 class Products(Protocol):
@@ -189,34 +246,49 @@ class LogitRule:
 
 class _RecomputingHead(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule
-    ) -> tuple[Tensor, Tensor]:
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rule: LogitRule,
+        judged: _JudgedCandidates | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         head = _Head(hidden, weight, bias, rule)
         logprobs, entropy, normaliser = (head.new_column() for _ in range(3))
+        candidate_losses, found = torch.zeros_like(logprobs), list[tuple[Tensor, Tensor]]()
 
         def score(where: slice) -> None:
             logits, _, _ = head.logits(where)
             logprobs[where], entropy[where], normaliser[where], _ = _normalise(logits, rule.targets[where, None])
+            if judged is not None:
+                token_ids, candidate_losses[where], slopes = judged.judge(logits, normaliser[where], where)
+                found.append((token_ids, slopes))
 
         rule.for_each_chunk(score)
-        ctx.save_for_backward(hidden, weight, bias, entropy, normaliser)
+        candidates = (torch.cat(columns) for columns in zip(*found, strict=True)) if found else (None, None)
+        ctx.save_for_backward(hidden, weight, bias, entropy, normaliser, *candidates)
         ctx.rule = rule
         ctx.set_materialize_grads(False)  # a loss without entropy needs no gradient of it
-        return logprobs, entropy
+        return logprobs, entropy, candidate_losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, entropy, normaliser = ctx.saved_tensors
+        hidden, weight, bias, entropy, normaliser, candidates, slopes = ctx.saved_tensors
         rule: LogitRule = ctx.rule
         head = _Head(hidden, weight, bias, rule)
         found = _HeadGradients(head, ctx.needs_input_grad, rule.products)
-        by_logprob, by_entropy = grads
+        by_logprob, by_entropy, by_candidates = grads
         by_logprob = torch.zeros_like(normaliser) if by_logprob is None else by_logprob
 
         def add(where: slice) -> None:
             logits, scales, bend = head.logits(where)
             slope = by_logprob[where, None] * scales
+            targets, shares = rule.targets[where, None], slope
+            if candidates is not None and by_candidates is not None:
+                targets = torch.cat((targets, candidates[where]), dim=1)
+                shares = torch.cat((slope, slopes[where] * (by_candidates[where, None] * scales)), dim=1)
+                slope = shares.sum(1, keepdim=True)
             log_probabilities = logits.sub_(normaliser[where, None])
             if by_entropy is None:
                 gradient = log_probabilities.exp_().mul_(-slope)
@@ -224,10 +296,10 @@ class _RecomputingHead(torch.autograd.Function):
                 probabilities = log_probabilities.exp()
                 gradient = log_probabilities.add_(entropy[where, None]).mul_(by_entropy[where, None] * scales)
                 gradient = gradient.add_(slope).mul_(probabilities).neg_()
-            found.add(where, gradient.scatter_add_(1, rule.targets[where, None], slope), bend)
+            found.add(where, gradient.scatter_add_(1, targets, shares), bend)
 
         rule.for_each_chunk(add)
-        return *found.of(hidden, weight, bias), None
+        return *found.of(hidden, weight, bias), None, None
 
 
 class _PointwiseHead(torch.autograd.Function):
@@ -240,30 +312,39 @@ class _PointwiseHead(torch.autograd.Function):
         rule: LogitRule,
         loss: PointwiseLoss,
         tokens: LossTokens,
+        judged: _JudgedCandidates | None,
     ) -> tuple[Tensor, ...]:
         head = _Head(hidden, weight, bias, rule)
         found = _HeadGradients(head, ctx.needs_input_grad, rule.products)
         losses, logprobs, entropy = (head.new_column() for _ in range(3))
+        candidate_losses = torch.zeros_like(losses)
         kept = torch.empty_like(losses, dtype=torch.bool)
 
         def add(where: slice) -> None:
             logits, scales, bend = head.logits(where)
             targets = rule.targets[where, None]
-            logprobs[where], entropy[where], _, probabilities = _normalise(logits, targets)
+            logprobs[where], entropy[where], normaliser, probabilities = _normalise(logits, targets)
             each, derivatives, keeps = loss.with_derivative(logprobs[where], tokens.part(where))
             losses[where], kept[where] = each.where(keeps, 0.0), keeps
-            slope = derivatives.where(keeps, 0.0)[:, None] * scales
-            found.add(where, probabilities.mul_(-slope).scatter_add_(1, targets, slope), bend)
+            slope = shares = derivatives.where(keeps, 0.0)[:, None] * scales
+            if judged is not None:
+                token_ids, candidate_losses[where], slopes = judged.judge(logits, normaliser, where)
+                losses[where] += candidate_losses[where] * judged.factor
+                targets = torch.cat((targets, token_ids), dim=1)
+                shares = torch.cat((slope, slopes * (scales * judged.factor)), dim=1)
+                slope = shares.sum(1, keepdim=True)
+            found.add(where, probabilities.mul_(-slope).scatter_add_(1, targets, shares), bend)
 
         rule.for_each_chunk(add)
         ctx.save_for_backward(*found.of(hidden, weight, bias))
-        ctx.mark_non_differentiable(losses, kept, logprobs, entropy)
-        return losses.sum(), losses, kept, logprobs, entropy
+        columns = (losses, kept, logprobs, entropy, candidate_losses)
+        ctx.mark_non_differentiable(*columns)
+        return losses.sum(), *columns
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nobody else holds these, and a second backward pass is refused because they changed.
-        return *(None if grad is None else grad.mul_(grads[0]) for grad in ctx.saved_tensors), None, None, None
+        return *(None if grad is None else grad.mul_(grads[0]) for grad in ctx.saved_tensors), *[None] * 4
 
 
 class _Head:
@@ -337,12 +418,15 @@ def _normalise(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return chosen - normaliser, entropy, normaliser, probabilities
 
 
-logprobs_and_entropy: Callable[[Tensor, Tensor, Tensor | None, LogitRule], tuple[Tensor, Tensor]] = (
-    _RecomputingHead.apply
-)
-"""Differentiable log-probabilities of the targets and entropies, both [num_tokens].
+def logprobs_and_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> tuple[Tensor, Tensor]:
+    """Differentiable log-probabilities of the targets and entropies, both [num_tokens].
 
-Of hidden states [num_tokens, size], the head's weight [vocabulary, size] and bias. Kept for the backward pass are the
-hidden states and two numbers per token.
-"""
+    Of hidden states [num_tokens, size], the head's weight [vocabulary, size] and bias. Kept for the backward pass are
+    the hidden states and two numbers per token.
+    """
+    logprobs, entropy, _ = _recomputing_head(hidden, weight, bias, rule, None)
+    return logprobs, entropy
+
+
+_recomputing_head: Callable[..., tuple[Tensor, Tensor, Tensor]] = _RecomputingHead.apply
 _pointwise_head: Callable[..., tuple[Tensor, ...]] = _PointwiseHead.apply

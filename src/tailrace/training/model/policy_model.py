@@ -23,7 +23,7 @@ from tailrace.training.model.acceleration import accelerate
 from tailrace.training.model.autocast_experts import cast_experts_under_autocast
 from tailrace.training.model.checkpointed_layers import checkpoint_layers
 from tailrace.training.model.compiled_layers import compile_layers
-from tailrace.training.model.head import LogprobHead, LossOutput, apply_loss, score_logits
+from tailrace.training.model.head import LogprobHead, LossOutput, loss_of_logits
 from tailrace.training.rows.attention import PACKED_ATTENTION, Segments, packed_attention
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.rows.row_sharing import RowCut
@@ -112,7 +112,7 @@ class PolicyModel(nn.Module):
             else:
                 hidden = self.model.base_model(**inputs).last_hidden_state[0].index_select(0, micro_batch.predictors)
         if self.head is None:
-            return apply_loss(loss, *score_logits(logits, tokens), tokens)
+            return loss_of_logits(loss, logits, tokens)
         return self.head(hidden, tokens, loss)
 
     def _inputs(self, input_ids: Tensor, segments: Segments, cut: RowCut | None = None) -> dict[str, Any]:

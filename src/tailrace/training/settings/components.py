@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class CrossEntropySettings(BaseModel):
@@ -21,7 +21,21 @@ class DistillationSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     coefficient: float = Field(default=1.0, gt=0, description="What it is multiplied by, beside the loss of rewards.")
-    truncation: float = Field(default=2.0, ge=1, description="Highest importance weight that any token gets.")
+    truncation: float = Field(
+        default=2.0, ge=1, description="Highest importance weight that any token gets; with top_k there are none."
+    )
+    top_k: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Compare with the teacher over so many tokens that it finds likeliest, wherever one was sampled; "
+        "unset: at the sampled token alone.",
+    )
+    divergence: Literal["reverse", "forward"] = Field(
+        default="reverse",
+        description="From policy to teacher, which leaves what the teacher finds unlikely (reverse), or from teacher "
+        "to policy, which covers all that it finds likely (forward: with top_k alone).",
+    )
     url: str = Field(
         pattern=r"^https?://", description="The teacher's endpoint with its `/v1`, as vLLM serves one: docs/losses.md."
     )
@@ -32,6 +46,18 @@ class DistillationSettings(BaseModel):
     timeout_s: float = Field(default=60.0, gt=0, description="Seconds one call may take.")
     retries: int = Field(default=2, ge=0, description="Calls after one that failed or timed out.")
     retry_pause_s: float = Field(default=0.5, ge=0, description="Seconds before the first retry, doubled every time.")
+
+    @model_validator(mode="after")
+    def _says_what_it_uses(self) -> Self:
+        if self.top_k is None and self.divergence == "forward":
+            raise ValueError(
+                "divergence is 'forward', which the sampled token alone cannot tell: set top_k, or leave divergence out"
+            )
+        if self.top_k is not None and "truncation" in self.model_fields_set:
+            raise ValueError(
+                "truncation bounds importance weights, and there are none with top_k: leave one of them out"
+            )
+        return self
 
 
 class ReferenceKlSettings(BaseModel):

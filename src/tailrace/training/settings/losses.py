@@ -67,7 +67,7 @@ class CommonLossSettings(BaseModel):
         description="Cross-entropy of what agents demonstrate, which is added; unset: they may demonstrate nothing.",
     )
     distillation: DistillationSettings | None = Field(
-        default=None, description="Reverse divergence from a teacher, which is added; unset: no teacher is asked."
+        default=None, description="A divergence from a teacher, which is added; unset: no teacher is asked."
     )
 
     @model_validator(mode="after")
@@ -240,12 +240,12 @@ class SapoSettings(CommonLossSettings):
     )
 
 
-class CrossEntropyLossSettings(CommonLossSettings):
+class SelectedCrossEntropySettings(CommonLossSettings):
     """Cross-entropy of what was better than its group: rejection-sampling fine-tuning."""
 
     denominator: ClassVar = Denominator.KEPT_TOKENS
 
-    name: Literal["cross_entropy"] = Field(default="cross_entropy", description="Which loss.")
+    name: Literal["selected_cross_entropy"] = Field(default="selected_cross_entropy", description="Which loss.")
 
 
 class OwnLossSettings(CommonLossSettings):
@@ -291,7 +291,7 @@ LossSettings: TypeAlias = Annotated[
     | Annotated[DecoupledPpoSettings, Tag("decoupled_ppo")]
     | Annotated[GspoSettings, Tag("gspo")]
     | Annotated[SapoSettings, Tag("sapo")]
-    | Annotated[CrossEntropyLossSettings, Tag("cross_entropy")]
+    | Annotated[SelectedCrossEntropySettings, Tag("selected_cross_entropy")]
     | Annotated[OwnLossSettings, Tag(OWN)],
     Discriminator(_loss),
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tailrace.records import BatchSummary
-from tailrace.training.losses import Component
+from tailrace.training.losses import Component, TokenComponent
 from tailrace.training.model.head import LossOutput
 from tailrace.training.rows.micro_batch import MicroBatch
 
@@ -27,8 +27,12 @@ class ComponentSums:
             return
         tokens, columns = micro_batch.tokens, list[Tensor]()
         for component in self._components:
-            losses, _, kept = component.with_derivative(output.logprobs, tokens)
-            measures = component.measure(output.logprobs, tokens)
+            if isinstance(component, TokenComponent):
+                losses, _, kept = component.with_derivative(output.logprobs, tokens)
+                measures = component.measure(output.logprobs, tokens)
+            else:
+                losses = measures = output.candidate_losses
+                kept = tokens.reward_mask
             columns += [losses.where(kept, 0.0).double(), kept.double(), measures.where(kept, 0.0).double()]
         values = torch.stack(columns, dim=1).view(-1, len(self._components), 3)
         if self._sums is None:

@@ -7,6 +7,6 @@ be read as valid scores is requested again and then fails; it never becomes a re
 
 from tailrace.rollouts.scoring.judge.endpoint import EndpointChat
 from tailrace.rollouts.scoring.judge.engine import EngineChat
-from tailrace.rollouts.scoring.judge.relative import JudgeUsage, RelativeJudge
+from tailrace.rollouts.scoring.judge.relative import RelativeJudge
 
-__all__ = ["EndpointChat", "EngineChat", "JudgeUsage", "RelativeJudge"]
+__all__ = ["EndpointChat", "EngineChat", "RelativeJudge"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 from tailrace.environments import AgentResult, JudgeFormat, JudgeSettings
 from tailrace.environments.judge import RUBRIC
@@ -12,32 +11,7 @@ from tailrace.errors import ChatFailed, JudgeFailed
 from tailrace.records import Group, Message, Rollout
 from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 from tailrace.rollouts.scoring.judge.ranking import ScoresById, valid_score
-
-
-@dataclass(slots=True)
-class JudgeUsage:
-    """What judging cost, failed calls included."""
-
-    calls: int = 0
-    retries: int = 0
-    failed_groups: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float = 0.0
-    """By the prices of the settings."""
-
-    def add(self, other: JudgeUsage) -> None:
-        """Add the usage of another judge or group."""
-        for name, amount in asdict(other).items():
-            setattr(self, name, getattr(self, name) + amount)
-
-    def since(self, earlier: JudgeUsage) -> JudgeUsage:
-        """Usage after `earlier`."""
-        return JudgeUsage(**{name: amount - getattr(earlier, name) for name, amount in asdict(self).items()})
-
-    def metrics(self, separator: str = "_") -> dict[str, float]:
-        """Under the names that a group's metrics have (`judge_calls`), or a run's (`judge/calls`)."""
-        return {f"judge{separator}{name}": amount for name, amount in asdict(self).items()}
+from tailrace.rollouts.scoring.usage import JudgeUsage
 
 
 class RelativeJudge:

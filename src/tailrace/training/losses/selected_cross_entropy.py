@@ -19,14 +19,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
-from tailrace.training.settings.losses import CrossEntropyLossSettings
+from tailrace.training.settings.losses import SelectedCrossEntropySettings
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedCrossEntropy(PointwiseLoss):
     """-log π of each token with an advantage above 0; it rejects the others, and what has become impossible."""
 
-    settings: CrossEntropyLossSettings
+    settings: SelectedCrossEntropySettings
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,4 +36,4 @@ class SelectedCrossEntropy(PointwiseLoss):
 
     def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
         """Which tokens are not imitated."""
-        return {"training/rejected_share/cross_entropy": ~self.with_derivative(logprobs, tokens)[2]}
+        return {"training/rejected_share/selected_cross_entropy": ~self.with_derivative(logprobs, tokens)[2]}
