@@ -179,7 +179,9 @@ def batch_with(step: int, top_k: int) -> Batch:
 @pytest.mark.parametrize("loss", ["clipped_ratio", "gspo"])
 def test_a_trainer_comes_nearer_to_its_teacher_and_says_so(model_folder: Path, loss: str, chosen: str) -> None:
     teacher = {**TEACHER, "top_k": 6, "divergence": chosen, "coefficient": 5.0}
-    trainer = make_trainer(model_folder, learning_rate=1e-2, loss={"name": loss, "distillation": teacher})
+    trainer = make_trainer(
+        model_folder, max_staleness=9, learning_rate=1e-2, loss={"name": loss, "distillation": teacher}
+    )
     found = [trainer.train_step(batch_with(step, 6)).metrics for step in range(1, 7)]
     divergences = [metrics["training/distillation"] for metrics in found]
     assert divergences[-1] < 0.7 * divergences[0]

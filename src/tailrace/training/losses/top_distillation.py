@@ -1,7 +1,10 @@
 r"""On-policy distillation from what a teacher finds likely: a divergence at every place where the policy sampled.
 
-With S_t the teacher's k likeliest tokens, q and π the probabilities that teacher and policy give to them, and one
-bucket, 0, for all other tokens, q_0 = 1 - Σ_{i ∈ S} q_i and π_0 = 1 - Σ_{i ∈ S} π_i, each with ε added:
+    L = 1/N Σ_t d(π, q)
+
+over the N planned tokens. With S the teacher's k likeliest tokens there, q and π the probabilities that teacher and
+policy give to them, and one bucket, 0, for all other tokens, q_0 = 1 - Σ_{i ∈ S} q_i and π_0 = 1 - Σ_{i ∈ S} π_i, each
+with ε added, d is
 
     divergence   added per token                          its derivative by log π_i, i ∈ S
     reverse      Σ_{i ∈ S ∪ {0}} π_i log(π_i / q_i)       π_i (log(π_i / q_i) - log(π_0 / q_0))
