@@ -61,11 +61,13 @@ async def test_a_judge_that_is_down_costs_groups_and_never_becomes_a_reward(tmp_
     assert all(one["reward_components"].keys() == set() for one in ended)
 
 
-async def test_a_policy_learns_from_a_teacher_what_no_reward_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("top_k", [0, 4])
+async def test_a_policy_learns_from_a_teacher_what_no_reward_says(tmp_path: Path, top_k: int) -> None:
     """The teacher finds odd tokens likely; rewards are all equal."""
     tokenizer = ChatTokenizer(resolve_model("bundled:quickstart").location)
-    async with endpoint(teacher(tokenizer.encode), paths=PATHS) as serving:
+    async with endpoint(teacher(tokenizer.encode, top_k=top_k), paths=PATHS) as serving:
         taught = ("--trainer.loss.distillation.url", serving.url, "--trainer.loss.distillation.model", "big")
+        taught += ("--trainer.loss.distillation.top_k", str(top_k)) if top_k else ()
         kept = ("--scheduling.filter_zero_spread", "true", "--trainer.learning_rate", "3e-3", "--schedule", "sync")
         summary = await run_inline(
             tmp_path, *environment("praising"), *taught, *kept, "--max_epochs", "24", "--max_steps", "6"
@@ -76,11 +78,13 @@ async def test_a_policy_learns_from_a_teacher_what_no_reward_says(tmp_path: Path
     found = [line["training/praising/distillation"] for line in lines]
     assert found[-1] < 0.8 * found[0]
     assert all(line["training/reward_loss"] == 0 for line in lines)
+    assert sum(line["teacher/calls"] for line in lines) >= 6 * 4
 
 
 async def test_a_teacher_that_is_down_costs_groups_and_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(resolve_model("bundled:quickstart").location)
-    answers = [teacher(tokenizer.encode), Answer(status=503)]
+    fits = teacher(tokenizer.encode)
+    answers = [fits, fits, Answer(status=503)]  # it says which tokens a text has, and scores them
     taught = ("--trainer.loss.distillation.retries", "0", "--trainer.loss.distillation.model", "big")
     ended = ("--max_steps", "1", "--scheduling.max_failing_s", "0")
     async with endpoint(*answers, paths=PATHS) as serving:
