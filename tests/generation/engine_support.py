@@ -115,6 +115,7 @@ def request(
     group: str | None = None,
     owner: str | None = "rollout",
     prefix: Completion | None = None,
+    score_top_k: int | None = None,
     sampling: SamplingParams | None = None,
     **sampled: object,
 ) -> GenerationRequest:
@@ -126,6 +127,7 @@ def request(
         sampling=sampling or SamplingParams(**sampled),
         owner=owner,
         prefix=prefix,
+        score_top_k=score_top_k,
     )
 
 
@@ -159,6 +161,7 @@ class Driver:
                     policy_versions=np.concatenate([c.policy_versions for c in chunks]),
                     finish_reason=FinishReason(chunk.finish_reason),
                     supports=Supports.concatenated([c.supports for c in chunks]) if chunk.supports else None,
+                    scores=chunk.scores,
                     metrics=chunk.metrics | {"mixed_cache_tokens": sum(c.mixed_cache_tokens for c in chunks)},
                 )
 
@@ -194,6 +197,12 @@ def forward_logprobs(
     logits = model(torch.tensor([[*context, *token_ids.tolist()]])).logits[0].float() / temperature
     predicted = logits.log_softmax(-1)[len(context) - 1 : -1]
     return predicted[torch.arange(len(token_ids)), torch.tensor(token_ids.tolist())].numpy()
+
+
+@torch.no_grad()
+def forward_logprobs_of_all(model: PreTrainedModel, context: list[int]) -> np.ndarray:
+    """[vocabulary]: log-probabilities of what follows a context."""
+    return model(torch.tensor([context])).logits[0, -1].float().log_softmax(-1).numpy()
 
 
 @torch.no_grad()

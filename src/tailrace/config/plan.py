@@ -134,7 +134,8 @@ def _components(settings: RunSettings) -> list[str]:
             model = "The model without its adapter"
         sentences.append(f"{model} computes every row once more, forward alone.")
     if teacher is not None:
-        scored = f"Each group is scored by the teacher {teacher.model} at {teacher.url}"
+        where = f"at {teacher.url}" if teacher.url else "on an engine of its own"
+        scored = f"Each group is scored by the teacher {teacher.model} {where}"
         sentences.append(f"{scored} before it is trained on.")
     return sentences
 

@@ -28,6 +28,7 @@ def as_chunk(sampled: SampledTokens) -> Completion:
         finish_reason=sampled.finish_reason or FinishReason.RUNNING,
         mixed_spans=((size - sampled.mixed_cache_tokens, size),) if sampled.mixed_cache_tokens else (),
         supports=sampled.supports,
+        scores=sampled.scores,
     )
 
 
@@ -68,6 +69,7 @@ def joined(
         routed_experts=() if prefix is None else prefix.routed_experts,
         mixed_spans=_mixed_spans(parts),
         supports=_supports(parts),
+        scores=next((part.scores for part in parts if part.scores is not None), None),
         metrics=own if prefix is None else _together(prefix, own),
     )
 

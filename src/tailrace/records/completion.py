@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tailrace.records.arrays import Float32Array, Int32Array
 from tailrace.records.payload import PayloadChunk
+from tailrace.records.scores import TokenScores
 from tailrace.records.supports import Supports
 
 
@@ -42,6 +43,8 @@ class Completion:
     """First token and end of each stretch sampled over keys and values that older weights had a part in, in order."""
     supports: Supports | None = None
     """What each token was sampled from, where `sampling.returns_supports` asked; None: the whole vocabulary."""
+    scores: TokenScores | None = None
+    """Of the prompt's tokens, where `score_top_k` asked."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`queue_s`, `time_to_first_token_s`, `decode_s`, `cached_prompt_tokens`, ...; JSON-friendly."""
 

@@ -30,6 +30,10 @@ class GenerationRequest:
     prefix: Completion | None = None
     """Already sampled by an earlier, interrupted request; counts against `sampling.max_tokens`, never sampled again."""
 
+    score_top_k: int | None = None
+    """Score the prompt's tokens, naming so many that are likely in each one's place: the completion has `scores`, and
+    what it sampled, a token at most, means nothing. None: no scores."""
+
     @property
     def prefix_tokens(self) -> int:
         """Tokens of the completion that are there already."""

@@ -25,6 +25,15 @@ class TokenScores:
     top_logprobs: Float32Array
     """[num_tokens, k]: theirs; 0 where there is none."""
 
+    def __post_init__(self) -> None:
+        count = len(self.logprobs)
+        for name in ("top_ids", "top_logprobs"):
+            column = getattr(self, name)
+            if column.ndim == 1:  # arrays lie flat in messages
+                object.__setattr__(self, name, column.reshape(count, len(column) // max(1, count)))
+        if not self.top_ids.shape == self.top_logprobs.shape == (count, self.top_ids.shape[1]):
+            raise ValueError(f"scores of {count} tokens came with {self.top_ids.shape} and {self.top_logprobs.shape}")
+
     @classmethod
     def of_entries(
         cls,

@@ -104,7 +104,7 @@ class Rollouter:
         return other
 
     async def start(self) -> None:
-        """Start the workers that environments need, where one does, and make their judges.
+        """Start the workers that environments need, where one does, make their judges, and wait for the teacher.
 
         Raises `SettingsError` where one needs a worker and cannot have one, or a judge has no key; `EnvironmentFailed`
         (inside an exception group) where one cannot be loaded in a worker.
@@ -115,6 +115,8 @@ class Rollouter:
         for name in names:
             self._workers.require(name)
         await self._workers.start(names)
+        if self._teacher is not None:
+            await self._teacher.ready()
 
     async def close(self) -> None:
         """End the worker processes and judges' connections. No rollout may be running."""

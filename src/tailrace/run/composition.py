@@ -41,6 +41,7 @@ from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import held_out_tasks, make_rollouter
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
+from tailrace.run.teacher import make_teacher
 from tailrace.scheduling import Evaluator, StreamScheduler, TaskSource, TaskStream
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.lag import LoopLagMonitor
@@ -131,7 +132,14 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
         rollouter = await stack.enter_async_context(
-            make_rollouter(settings, environments, renderer=ground.renderer, generate=generate, log_folder=paths.logs)
+            make_rollouter(
+                settings,
+                environments,
+                renderer=ground.renderer,
+                generate=generate,
+                teacher=make_teacher(settings, ground.renderer, roles.teacher),
+                log_folder=paths.logs,
+            )
         )
         sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
         tasks = TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)

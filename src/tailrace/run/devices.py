@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 
 from tailrace.config import RunSettings
@@ -10,6 +11,7 @@ from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.devices import DeviceNeed, assign_devices
 from tailrace.lifecycle.launchers import launcher_class
+from tailrace.run.teacher import TEACHER, teacher_settings
 from tailrace.training.settings.trainer import TrainerSettings
 
 
@@ -46,8 +48,16 @@ def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
     needs = []
     if trainer.device.startswith("cuda"):
         needs += _rank_needs(trainer, pool)
-    if generator.connect:
-        return needs
+    if not generator.connect:
+        needs += _generator_needs(generator, pool)
+    if (teacher := teacher_settings(settings)) is not None:  # the generators' choice of GPUs is theirs alone
+        chosen = teacher.generator.model_copy(update={"devices": None})
+        own = [replace(need, role=TEACHER, chosen=None) for need in _generator_needs(chosen, pool)]
+        needs += own
+    return needs
+
+
+def _generator_needs(generator: GeneratorSettings, pool: Sequence[str]) -> list[DeviceNeed]:
     if generator.engine == "vllm":
         count = generator.tensor_parallel if pool and not _is_cpu_build() else 0
         setting, chosen = "generator.engine = 'vllm'", generator.devices
@@ -55,8 +65,8 @@ def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
         count = generator.tensor_parallel
         setting, chosen = _choice("generator", generator.device, generator.devices, pool)
     else:
-        return needs
-    return [*needs, *_replica_needs(generator, count, setting, chosen)]
+        return []
+    return _replica_needs(generator, count, setting, chosen)
 
 
 def _rank_needs(trainer: TrainerSettings, pool: Sequence[str]) -> list[DeviceNeed]:

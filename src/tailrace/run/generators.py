@@ -60,7 +60,7 @@ class Generators:
         self._settings = chosen = settings.generator
         self.awaits_weights = awaits_weights
         self.router = Router(
-            chosen.replica_names,
+            [source.name for source in sources],
             chosen.router,
             chosen.weights,
             max_staleness=settings.max_staleness,

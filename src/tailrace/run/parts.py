@@ -10,15 +10,12 @@ import numpy as np
 
 from tailrace.config import RunSettings
 from tailrace.environments import load_environment
-from tailrace.errors import DataError, ModelError, SettingsError
-from tailrace.models.files import own_context
-from tailrace.models.identity import identify
+from tailrace.errors import DataError, SettingsError
 from tailrace.models.loading import require_weights, tokenizer_folder
-from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
-from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
-from tailrace.training.settings.components import DistillationSettings
+from tailrace.rollouts.scoring import Teacher
+from tailrace.run.teacher import require_frozen
 
 
 def load_environments(
@@ -106,46 +103,7 @@ def require_reference(settings: RunSettings) -> None:
     chosen = settings.trainer.loss.reference_kl
     if chosen is None or chosen.model is None or chosen.model == settings.model.name:
         return
-    setting = "trainer.loss.reference_kl.model"
-    require_weights(chosen.model)
-    require_same_vocabulary(settings.model.name, chosen.model, setting=setting)
-    context = own_context(identify(chosen.model, with_weights=False).config)
-    if context is not None and context < settings.max_model_tokens:
-        raise ModelError(
-            f"{setting} is {chosen.model!r}, which was made for {context} tokens, and a rollout's branch may have "
-            f"{settings.max_model_tokens}: choose another one, or lower model.max_model_tokens"
-        )
-
-
-async def require_teacher(settings: RunSettings, renderer: ChatRenderer) -> None:
-    """Raise `ModelError` where the teacher cannot score what the policy samples; `SettingsError` without its key."""
-    chosen = settings.trainer.loss.distillation
-    if chosen is None:
-        return
-    scorer = _endpoint_scorer(chosen, renderer)
-    try:
-        await scorer.require_fitting(renderer.tokenizer, settings.max_model_tokens)
-    finally:
-        await scorer.close()
-
-
-def _make_teacher(settings: RunSettings, renderer: ChatRenderer) -> Teacher | None:
-    chosen = settings.trainer.loss.distillation
-    if chosen is None:
-        return None
-    plan = TeacherPlan(timeout_s=chosen.timeout_s, retries=chosen.retries, retry_pause_s=chosen.retry_pause_s)
-    return Teacher(_endpoint_scorer(chosen, renderer), plan)
-
-
-def _endpoint_scorer(chosen: DistillationSettings, renderer: ChatRenderer) -> EndpointScorer:
-    """Raises `SettingsError` where the variable with its key is not set."""
-    return EndpointScorer(
-        chosen.url,
-        chosen.model,
-        vocabulary=renderer.tokenizer.num_tokens,
-        top_k=chosen.top_k or 0,
-        api_key_variable=chosen.api_key_variable,
-    )
+    require_frozen(settings, chosen.model, "trainer.loss.reference_kl.model")
 
 
 def make_rollouter(
@@ -154,6 +112,7 @@ def make_rollouter(
     *,
     renderer: ChatRenderer,
     generate: Generate,
+    teacher: Teacher | None = None,
     log_folder: Path | None = None,
 ) -> Rollouter:
     """The rollouter over all environments."""
@@ -166,6 +125,6 @@ def make_rollouter(
         max_steps=settings.max_steps or 0,
         records_experts=settings.generator.return_routed_experts,
         takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
-        teacher=_make_teacher(settings, renderer),
+        teacher=teacher,
         worker_log=log_folder / "workers.log" if log_folder else None,
     )

@@ -16,6 +16,7 @@ import numpy as np
 from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError
 from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.roles import Role
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.logs import setup_logging
@@ -25,6 +26,7 @@ from tailrace.run.host_transports import HostTransports, Whereabouts
 from tailrace.run.memory_transports import memory_transports
 from tailrace.run.phases import observed_process
 from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.teacher import teacher_settings
 from tailrace.run.trainer_ranks import trainer_store
 from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
+TEACHER_ENTRY = "tailrace.run.roles:teacher"
 
 _ENDLESS = 2**31 - 1
 """Steps of a run that ends by epochs: the learning rate's decay has no end to fall to."""
@@ -233,9 +236,21 @@ async def generator(role: Role) -> None:
     index = settings.generator.replica_names.index(role.spec.name)
     seed = _seed(settings.generator.seed, index, role.life)
     seeded = with_adapters(settings.generator.model_copy(update={"seed": seed}), settings.trainer.lora)
+    await _serve(role, role_settings, settings.model, seeded)
+
+
+async def teacher(role: Role) -> None:
+    """Scores tokens until its client closes it, with the weights that it began with."""
+    role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    settings = teacher_settings(role_settings.run)
+    assert settings is not None, "no teacher"
+    await _serve(role, role_settings, settings.model, settings.generator)
+
+
+async def _serve(role: Role, role_settings: RoleSettings, model: ModelSettings, chosen: GeneratorSettings) -> None:
     async with _observed(role, role_settings):
-        engine = engine_factory(settings.model, seeded)
-        make_generator = lambda payloads: Generator(engine, settings.generator.weights, payloads=payloads)  # noqa: E731
+        engine = engine_factory(model, chosen)
+        make_generator = lambda payloads: Generator(engine, chosen.weights, payloads=payloads)  # noqa: E731
         await role_settings.transports().serve_generator(role, make_generator)
 
 

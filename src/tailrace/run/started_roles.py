@@ -2,6 +2,7 @@
 
 orchestrator ── generate, load_model_state_dict ──► generators
              ── batches ──► trainer ── model state dicts ──► generators
+             ── groups to be scored ──► teacher, where the loss has one that is not behind an endpoint
              ◄── event log ──►
 """
 
@@ -33,7 +34,8 @@ from tailrace.run.generators import Generators
 from tailrace.run.host_transports import HostTransports, host_transports
 from tailrace.run.memory_transports import new_memory_transports
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
-from tailrace.run.roles import GENERATOR, TRAINER, RoleSettings
+from tailrace.run.roles import GENERATOR, TEACHER_ENTRY, TRAINER, RoleSettings
+from tailrace.run.teacher import TEACHER, teacher_settings
 from tailrace.run.trainer_ranks import LaunchedRanks, launched_rank
 from tailrace.run.transports import Transports
 from tailrace.transport.events.log import MemoryEventLog
@@ -55,10 +57,13 @@ class StartedRoles:
         self._end_log = self._transports.serve_log(log)
         self.payloads = self._transports.payload_accounts()
         self.generators = starter.start_generators(payloads=self.payloads)
+        self.teacher = starter.start_teacher()
+        """Of one generator, which no weights are sent to; None where the loss needs none here."""
 
     async def watch(self) -> NoReturn:
         """Wait for a role that leaves early, or for the last generator's failure, and raise it."""
-        await first_done(self._launcher.watch(), self.generators.watch())
+        teachers = [] if self.teacher is None else [self.teacher.watch()]
+        await first_done(self._launcher.watch(), self.generators.watch(), *teachers)
 
     @property
     def lending(self) -> LendingFigures:
@@ -75,7 +80,7 @@ class StartedRoles:
         """In this order, each stage with its deadline. Rollouts are cancelled and the trainer has saved before."""
         for stage, action in (
             (ShutdownStage.CLOSE_TRANSPORTS, self.batches.close),
-            (ShutdownStage.STOP_GENERATORS, self.generators.close),
+            (ShutdownStage.STOP_GENERATORS, self._stop_generators),
             (ShutdownStage.CLOSE_EVENT_LOG, self._let_trainer_leave),
         ):
             await run_stage(stage, SHUTDOWN, action)
@@ -85,6 +90,10 @@ class StartedRoles:
         """End every role at once, without waiting, and remove what they shared."""
         self._launcher.kill()
         self._transports.remove()
+
+    async def _stop_generators(self) -> None:
+        teachers = [] if self.teacher is None else [self.teacher.close()]
+        await asyncio.gather(self.generators.close(), *teachers)
 
     async def _let_trainer_leave(self) -> None:
         """The event log has ended, and the trainer leaves by itself; the launcher ends it if it doesn't in time."""
@@ -165,6 +174,13 @@ class _RoleStarter:
         )
         connected = map(connect, chosen.replica_names, chosen.connect)
         return Generators(self.settings, [*connected], awaits_weights=with_trainer)
+
+    def start_teacher(self) -> Generators | None:
+        """A generator that holds the teacher of the loss, where it is not behind an endpoint."""
+        if (settings := teacher_settings(self.settings)) is None:
+            return None
+        spec = self._spec(TEACHER, TEACHER_ENTRY, settings.generator.threads)
+        return Generators(settings, [StartedGenerator(spec, self.launcher, self.transports)])
 
     def _spec(self, name: str, entry: str, threads: int, environment: Mapping[str, str] | None = None) -> RoleSpec:
         return RoleSpec(name, entry, self.role_settings, threads, self.devices.get(name), environment or {})

@@ -42,10 +42,10 @@ from tailrace.run.parts import (
     make_renderer,
     require_held_out_tasks,
     require_reference,
-    require_teacher,
     within_own_context,
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
+from tailrace.run.teacher import require_teacher
 from tailrace.training.settings.lora import require_peft
 
 _logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from tests.generation.engine_kinds import BLOCK_TOKENS, MAX_MODEL_TOKENS, SLOTS,
 from tests.generation.engine_support import (
     VOCAB,
     forward_logprobs,
+    forward_logprobs_of_all,
     greedy_reference,
     prompts,
     request,
@@ -69,6 +70,44 @@ def test_what_was_sampled_from_is_told_or_asking_for_it_refused(engines: EngineK
         engines.require_close(done.logprobs, expected)
         assert done.supports is not None
         assert 1 <= done.supports.counts.min() < done.supports.counts.max() <= 30
+
+
+def test_prompts_are_scored_as_by_a_plain_forward_pass_beside_what_runs(engines: EngineKind) -> None:
+    driver = engines.make()
+    asked = [[3], LONG_PROMPT, *prompts(5, seed=1), LONG_PROMPT]
+    running = request("running", LONG_PROMPT, temperature=0, max_tokens=30)
+    driver.engine.add(running)
+    driver.step()
+    scoring = [request(f"s{i}", prompt, score_top_k=i % 4, max_tokens=1) for i, prompt in enumerate(asked)]
+    for number, (prompt, done) in enumerate(zip(asked, driver.run(*scoring), strict=True)):
+        scores = done.scores
+        assert scores is not None
+        assert scores.top_ids.shape == scores.top_logprobs.shape == (len(prompt), number % 4)
+        assert scores.logprobs[0] == 0
+        if len(prompt) == 1:
+            continue
+        own = forward_logprobs(contract_model(), prompt[:1], np.array(prompt[1:]))
+        engines.require_close(scores.logprobs[1:], own)
+        for place in range(1, len(prompt)):
+            whole = forward_logprobs_of_all(contract_model(), prompt[:place])
+            found = whole[scores.top_ids[place]]
+            if number % 4:
+                engines.require_close(scores.top_logprobs[place], found)
+                engines.require_close(found, np.sort(whole)[::-1][: number % 4])
+    assert driver.done["running"].token_ids.tolist() == greedy_reference(contract_model(), LONG_PROMPT, 30)
+    with pytest.raises(RequestRefused, match="one of which must be left"):
+        driver.engine.add(request("long", [1] * MAX_MODEL_TOKENS, score_top_k=1, max_tokens=1))
+
+
+def test_scoring_can_be_aborted(engines: EngineKind) -> None:
+    driver = engines.make()
+    driver.engine.add(request("s", LONG_PROMPT, score_top_k=1, max_tokens=1))
+    driver.engine.add(request("other", LONG_PROMPT, score_top_k=1, max_tokens=1))
+    driver.engine.abort("s")
+    driver.finish()
+    assert driver.done["s"].finish_reason is FinishReason.ABORTED
+    assert driver.done["s"].scores is None
+    assert driver.done["other"].scores is not None
 
 
 def test_a_greedy_completion_has_the_logprobs_of_temperature_1(engines: EngineKind) -> None:

@@ -17,6 +17,7 @@ from tailrace.records import (
     Int32Array,
     RequestId,
     Supports,
+    TokenScores,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class SampledTokens:
     routed_experts_start: int = 0
     supports: Supports | None = None
     """What each token was sampled from, where `sampling.returns_supports` asks and top-p or top-k restrict it."""
+    scores: TokenScores | None = None
+    """Of the prompt's tokens, on the last chunk of a request with `score_top_k`."""
     metrics: dict[str, float] = field(default_factory=dict)
     """On the last chunk: those of `request_metrics`. `nonfinite_logprobs` are of tokens that the engine left out."""
 
@@ -123,6 +126,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and completion together."""
     returns_supports: bool = False
     """Whether it can tell what top-p and top-k left of the vocabulary."""
+    scores_prompts: bool = False
+    """Whether it takes requests with `score_top_k`."""
 
     def require_acceptable(self, request: GenerationRequest, running: Container[str] = ()) -> None:
         """Raise `RequestRefused`, naming the request, for one that no engine with these limits can serve,
@@ -137,6 +142,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestRefused(f"{name}: {error}") from error
         if request.sampling.returns_supports and request.sampling.restricts and not self.returns_supports:
             raise RequestRefused(f"{name} is for training with top-p or top-k: {NO_SUPPORTS}")
+        if request.score_top_k is not None and not self.scores_prompts:
+            raise RequestRefused(f"{name} asks for scores of its tokens, which this engine does not give")
         if len(request.prompt_token_ids) == 0:
             raise RequestRefused(f"{name} has an empty prompt; it must hold one token at least")
         context = request.context_token_ids

@@ -16,7 +16,7 @@ class CrossEntropySettings(BaseModel):
 
 
 class DistillationSettings(BaseModel):
-    """On-policy distillation from a teacher behind an endpoint, added to any loss."""
+    """On-policy distillation from a teacher, behind an endpoint or on an engine of the run, added to any loss."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,10 +36,15 @@ class DistillationSettings(BaseModel):
         description="From policy to teacher, which leaves what the teacher finds unlikely (reverse), or from teacher "
         "to policy, which covers all that it finds likely (forward: with top_k alone).",
     )
-    url: str = Field(
-        pattern=r"^https?://", description="The teacher's endpoint with its `/v1`, as vLLM serves one: docs/losses.md."
+    url: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="The teacher's endpoint with its `/v1`, as vLLM serves one: docs/losses.md. Unset: the run starts "
+        "an engine for it.",
     )
-    model: str = Field(description="What the endpoint calls the teacher.")
+    model: str = Field(
+        description="The teacher, named as model.name is, of the same tokenizer; with url, what the endpoint calls it."
+    )
     api_key_variable: str | None = Field(
         default=None, description="Environment variable with its key. Unset: no key is sent."
     )
@@ -53,6 +58,8 @@ class DistillationSettings(BaseModel):
             raise ValueError(
                 "divergence is 'forward', which the sampled token alone cannot tell: set top_k, or leave divergence out"
             )
+        if self.url is None and self.api_key_variable is not None:
+            raise ValueError("api_key_variable is for url, and there is none: leave it out, or set url")
         if self.top_k is not None and "truncation" in self.model_fields_set:
             raise ValueError(
                 "truncation bounds importance weights, and there are none with top_k: leave one of them out"

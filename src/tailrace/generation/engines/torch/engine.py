@@ -29,6 +29,7 @@ from tailrace.generation.engines.torch.cache import SlotCache
 from tailrace.generation.engines.torch.experts import ExpertStore, RouterTap
 from tailrace.generation.engines.torch.model import SlotModel
 from tailrace.generation.engines.torch.sampler import Sampled, sample, uniforms
+from tailrace.generation.engines.torch.scoring import score_prompts
 from tailrace.generation.engines.torch.slots import (
     Move,
     Placement,
@@ -47,6 +48,10 @@ from tailrace.records import FinishReason, GenerationRequest, RequestId
 
 ROUND_TOKENS = 16
 """Attention reads multiples of this many positions: kernels that are made per shape see fewer shapes."""
+
+
+_SCORED_TOKENS = 2048
+"""Of prompts that one step scores, unless a single one is longer."""
 
 
 def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], TorchEngine]:
@@ -103,7 +108,12 @@ class TorchEngine(Engine):
     ):
         self._model = SlotModel(model, native_kernels=native_kernels)
         capacity = min(max_model_tokens, self._model.max_positions() or max_model_tokens)
-        self._limits = EngineLimits(vocab_size=self._model.vocab_size, max_model_tokens=capacity, returns_supports=True)
+        self._limits = EngineLimits(
+            vocab_size=self._model.vocab_size,
+            max_model_tokens=capacity,
+            returns_supports=True,
+            scores_prompts=not return_routed_experts,  # routers are tapped for what runs in slots
+        )
         self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)
         self._supports = SupportLog(self._table)
         self._cache = SlotCache(
@@ -117,6 +127,7 @@ class TorchEngine(Engine):
         self._reuse = Reuse(version, kv_cache, share_prefix_across_versions)
         self._seeds = np.random.default_rng(seed)
         self._waiting: deque[GenerationRequest] = deque()
+        self._to_score: deque[GenerationRequest] = deque()
         self._added_s: dict[RequestId, float] = {}
         self._outbox: list[SampledTokens] = []
         self._counts = EngineCounts()
@@ -139,16 +150,17 @@ class TorchEngine(Engine):
     def add(self, request: GenerationRequest) -> None:
         self._limits.require_acceptable(request, self._added_s)
         self._added_s[request.request_id] = time.perf_counter()
-        self._waiting.append(request)
+        (self._waiting if request.score_top_k is None else self._to_score).append(request)
 
     @override
     def abort(self, request_id: str) -> None:
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                del self._added_s[request.request_id]
-                self._outbox.append(_nothing_sampled(request.request_id))
-                return
+        for queue in (self._waiting, self._to_score):
+            for request in queue:
+                if request.request_id == request_id:
+                    queue.remove(request)
+                    del self._added_s[request.request_id]
+                    self._outbox.append(_nothing_sampled(request.request_id))
+                    return
         for row in self._table.running().tolist():
             held = self._table.requests[row]
             if held is not None and held.request_id == request_id:
@@ -160,6 +172,8 @@ class TorchEngine(Engine):
     def step(self) -> list[SampledTokens]:
         started_s = time.perf_counter()
         chunks, self._outbox = self._outbox, []
+        if self._to_score:
+            chunks += self._score(started_s)
         self._place_waiting(started_s)
         self._bring_decoding_rows_to_front()
         count = self._table.num_decoding()
@@ -212,7 +226,7 @@ class TorchEngine(Engine):
         return EngineStatistics(
             policy_version=self._version,
             running=running,
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._to_score),
             running_tokens=int(self._table.total[state >= RowState.PREFILL].sum()),
             kv_tokens=int(self._table.cached.sum()),
             kv_capacity_tokens=self._table.slots * self._table.capacity,
@@ -226,6 +240,26 @@ class TorchEngine(Engine):
     @property
     def _version(self) -> int:
         return self._reuse.version
+
+    def _score(self, started_s: float) -> list[SampledTokens]:
+        """Score the oldest prompts, as many as suit one step, and one at least."""
+        chosen, left = [self._to_score.popleft()], _SCORED_TOKENS
+        left -= len(chosen[0].prompt_token_ids)
+        while self._to_score and len(self._to_score[0].prompt_token_ids) <= left:
+            chosen.append(self._to_score.popleft())
+            left -= len(chosen[-1].prompt_token_ids)
+        scored, now_s = score_prompts(self._model, chosen), time.perf_counter()
+        self._counts.prefilled_tokens_total += sum(len(one.prompt_token_ids) for one in chosen)
+        return [
+            replace(
+                _nothing_sampled(request.request_id, FinishReason.LENGTH),
+                scores=scores,
+                metrics=request_metrics(
+                    now_s, added_s=self._added_s.pop(request.request_id), started_s=started_s, first_token_s=now_s
+                ),
+            )
+            for request, scores in zip(chosen, scored, strict=True)
+        ]
 
     def _place_waiting(self, now_s: float) -> None:
         """Oldest first; one that waits for its group's prompt lets others pass."""
@@ -426,11 +460,11 @@ def _require_device(device: str) -> None:
         raise SettingsError(f"generator.device = {device!r} cannot be used here: {reason}") from error
 
 
-def _nothing_sampled(request_id: RequestId) -> SampledTokens:
+def _nothing_sampled(request_id: RequestId, reason: FinishReason = FinishReason.ABORTED) -> SampledTokens:
     return SampledTokens(
         request_id=request_id,
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),
         policy_versions=np.empty(0, np.int32),
-        finish_reason=FinishReason.ABORTED,
+        finish_reason=reason,
     )

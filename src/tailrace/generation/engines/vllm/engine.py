@@ -81,6 +81,7 @@ class VllmEngine(Engine):
             vocab_size=config.model_config.get_vocab_size(),
             max_model_tokens=config.model_config.max_model_len,
             returns_supports=config.model_config.return_sampling_mask,
+            scores_prompts=True,
         )
         parallel = config.parallel_config
         in_process = parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher"

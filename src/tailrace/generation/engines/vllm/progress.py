@@ -10,11 +10,11 @@ import numpy as np
 from tailrace.errors import EngineFailed
 from tailrace.generation.engines.protocol import SampledTokens, request_metrics
 from tailrace.generation.engines.vllm.routed_experts import ReturnedExperts
-from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array, Supports
+from tailrace.records import FinishReason, Float32Array, GenerationRequest, Int32Array, Supports, TokenScores
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.outputs import SamplingMaskLists
+    from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
 
 _LONG_AGO_S = -1.0
 
@@ -47,6 +47,7 @@ class Progress:
     _token_ids: Int32Array = field(init=False)
     _logprobs: Float32Array = field(init=False)
     _versions: Int32Array = field(init=False)
+    _scores: TokenScores | None = field(init=False, default=None)
     _supports: list[Supports] | None = field(init=False)
     """One for each output with unreported tokens; None where they are not asked for."""
 
@@ -61,6 +62,8 @@ class Progress:
         is not finite. Speculative decoding apart, a step samples one token.
         """
         self._note_events(output)
+        if output.new_prompt_logprobs_tensors is not None:
+            self._scores = as_scores(output.new_prompt_logprobs_tensors)
         sampled = len(output.new_token_ids)
         if sampled == 0:
             return 0
@@ -117,6 +120,7 @@ class Progress:
             routed_experts=experts.whole() if experts else None,
             routed_experts_start=experts.start if experts else 0,
             supports=supports,
+            scores=None if reason is None else self._scores,
             metrics={}
             if reason is None
             else request_metrics(
@@ -144,6 +148,15 @@ class Progress:
         self._token_ids = np.resize(self._token_ids, size)
         self._logprobs = np.resize(self._logprobs, size)
         self._versions = np.resize(self._versions, size)
+
+
+def as_scores(told: LogprobsTensors) -> TokenScores:
+    """vLLM's of a prompt, [num_tokens - 1, 1 + k]: of each token after the first its own, then the likeliest."""
+    scores = TokenScores.unknown(len(told.logprobs) + 1, told.logprobs.shape[1] - 1)
+    logprobs = told.logprobs.float().cpu().numpy()
+    scores.logprobs[1:], scores.top_logprobs[1:] = logprobs[:, 0], logprobs[:, 1:]
+    scores.top_ids[1:] = told.logprob_token_ids[:, 1:].cpu().numpy()
+    return scores
 
 
 def as_supports(mask: SamplingMaskLists) -> Supports:

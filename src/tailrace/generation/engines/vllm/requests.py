@@ -106,6 +106,7 @@ def sampling_params(request: GenerationRequest, experts_start: int = 0) -> VllmS
         stop_token_ids=list(sampling.stop_token_ids),
         seed=None if sampling.seed is None else _continued_seed(sampling.seed, sampled),
         logprobs=0,
+        prompt_logprobs=request.score_top_k,
         ignore_eos=True,
         detokenize=False,
         routed_experts_prompt_start=experts_start,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -13,12 +14,26 @@ from tailrace.errors import ChatFailed, ModelError
 from tailrace.records import Int32Array, TokenScores, as_token_ids
 from tailrace.rollouts.scoring.http_client import HttpClient
 from tailrace.rollouts.scoring.teacher.prompt_logprobs import read_prompt_logprobs
-from tailrace.rollouts.scoring.teacher.teacher import Tokenizes, TokenScorer
+from tailrace.rollouts.scoring.teacher.teacher import TokenScorer
 
 _PROBED_TOKENS = 512
 _PROBED_LAST = 64
 """Of the vocabulary's end, where what a family's later models added lies."""
 _PROBE_TIMEOUT_S = 60.0
+
+
+class Tokenizes(Protocol):
+    """What a teacher is compared with."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens."""
 
 
 class _Tokenized(msgspec.Struct):
@@ -43,9 +58,11 @@ class EndpointScorer(TokenScorer):
         self._top_k, self._vocabulary = top_k, vocabulary
         self._client = HttpClient(api_key_variable, setting="trainer.loss.distillation.api_key_variable")
 
-    @override
     async def require_fitting(self, tokenizer: Tokenizes, max_tokens: int) -> None:
-        """A text of some hundred tokens from all over the vocabulary must become the same ids there, and be scored."""
+        """Raise `ModelError` unless it has this tokenizer, room for branches of `max_tokens`, and scores tokens.
+
+        A text of some hundred tokens from all over the vocabulary must become the same ids there.
+        """
         text = tokenizer.decode(_probe(tokenizer.num_tokens))
         expected = tokenizer.encode(text)
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
@@ -69,6 +86,10 @@ class EndpointScorer(TokenScorer):
                 "one more that the teacher samples: give it a longer context, or lower model.max_model_tokens"
             )
         await self._require_scores(expected[: max(2, max_tokens)])
+
+    @override
+    async def ready(self) -> None:
+        pass  # it answered before the run
 
     @override
     async def score(self, token_ids: Int32Array) -> TokenScores:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,25 +22,11 @@ from tailrace.records import (
 from tailrace.rollouts.scoring.usage import TeacherUsage
 
 
-class Tokenizes(Protocol):
-    """What a teacher is compared with."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the vocabulary."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens."""
-
-
 class TokenScorer(Protocol):
     """A model that scores tokens."""
 
-    async def require_fitting(self, tokenizer: Tokenizes, max_tokens: int) -> None:
-        """Raise `ModelError` unless it has this tokenizer, room for branches of `max_tokens`, and scores tokens."""
+    async def ready(self) -> None:
+        """Wait until it can be asked."""
 
     async def score(self, token_ids: Int32Array) -> TokenScores:
         """Of [num_tokens]. Raises `ChatFailed`; has no time limit of its own."""
@@ -84,6 +69,10 @@ class Teacher:
             self.usage.add(spent)
             group.metrics.update(spent.metrics())
         return group
+
+    async def ready(self) -> None:
+        """Wait until it can be asked."""
+        await self._scorer.ready()
 
     async def close(self) -> None:
         """Close its connections."""

@@ -1,0 +1,69 @@
+"""A teacher on an engine of the run: a model folder beside the policy, and nothing else to start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import ModelError
+from tailrace.records import RunStatus
+from tests.run.runs import command, environment, records, run_inline
+from tests.support.bundled_models import BUNDLED, save_smaller, save_with_other_weights
+from tests.support.chat_models import save_chat_model
+
+RUN = (
+    *(*environment("praising"), "--trainer.learning_rate", "3e-3", "--schedule", "sync"),
+    *("--scheduling.filter_zero_spread", "true", "--max_epochs", "24"),
+)
+
+
+def taught_by(model: str, top_k: int = 0) -> tuple[str, ...]:
+    named = ("--trainer.loss.distillation.top_k", str(top_k)) if top_k else ()
+    return (*RUN, "--trainer.loss.distillation.model", model, *named)
+
+
+@pytest.mark.parametrize("top_k", [0, 8])
+async def test_a_policy_comes_nearer_to_a_model_that_the_run_itself_serves(tmp_path: Path, top_k: int) -> None:
+    teacher = save_with_other_weights(tmp_path / "teacher")
+    summary = await run_inline(tmp_path, *taught_by(teacher, top_k), "--max_steps", "6")
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 6)
+    assert summary.ledger.by_state["trained"] == 6 * 4
+    lines = records(tmp_path / "run" / "metrics.jsonl")
+    found = [line["training/distillation"] for line in lines]
+    assert found[-1] < found[0]
+    assert found[0] > 0.01
+    assert all(line["training/reward_loss"] == 0 for line in lines)
+    assert sum(line["teacher/calls"] for line in lines) >= 6 * 4
+
+
+async def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
+    once = ("--trainer.learning_rate", "0.0", "--max_steps", "1")
+    await run_inline(tmp_path, *taught_by(BUNDLED, 8), *once)
+    (line,) = records(tmp_path / "run" / "metrics.jsonl")
+    assert abs(line["training/distillation"]) < 1e-5
+
+
+def test_a_teacher_is_a_process_of_its_own(tmp_path: Path) -> None:
+    teacher = save_smaller(tmp_path / "teacher")
+    with command(tmp_path, *taught_by(teacher, 4), "--max_steps", "2") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    assert "is scored by the teacher" in printed
+    assert {path.name for path in (run.folder / "logs").iterdir()} == {
+        *("orchestrator.log", "trainer.log", "generator.log", "teacher.log"),
+    }
+    assert sum(line["teacher/scored_tokens"] for line in records(run.folder / "metrics.jsonl")) > 0
+
+
+async def test_a_teacher_that_does_not_fit_is_refused_before_the_first_rollout(tmp_path: Path) -> None:
+    other = str(save_chat_model(tmp_path / "other"))
+    with pytest.raises(ModelError):
+        await run_inline(tmp_path, *taught_by(other), "--max_steps", "1")
+    with pytest.raises(ModelError):
+        await run_inline(tmp_path, *taught_by(str(tmp_path / "nothing")), "--max_steps", "1")
+    long = ("--generator.max_cache_tokens", "1000000")
+    with pytest.raises(
+        ModelError, match=r"made for \d+ tokens, and a rollout's branch may have \d+, with one"
+    ):
+        await run_inline(tmp_path, *taught_by(save_smaller(tmp_path / "short")), *long, "--max_steps", "1")
