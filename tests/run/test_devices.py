@@ -33,6 +33,16 @@ def test_the_visible_ones_are_shared_out_trainer_first() -> None:
     assert devices("--generator.device", "cuda") == {"generator": ("4",)}
 
 
+def test_a_teacher_on_an_engine_of_the_run_gets_what_a_generator_does() -> None:
+    taught = ("--trainer.loss.distillation.model", "big")
+    shares = {"trainer": ("4",), "generator": ("5",), "teacher": ("GPU-6",)}
+    assert devices(*ON_GPUS, *taught) == shares
+    assert devices(*ON_GPUS, *taught, "--trainer.loss.distillation.url", "http://t/v1").keys() == shares.keys() - {
+        "teacher"
+    }
+    assert devices(*ON_GPUS, *taught, "--generator.devices", "7") == {**shares, "generator": ("7",), "teacher": ("5",)}
+
+
 def test_settings_choose() -> None:
     chosen = ("--trainer.devices", "7", "--generator.replicas", "2", "--generator.devices", "GPU-6,4")
     assert devices(*ON_GPUS, *chosen) == {"trainer": ("7",), "generator-0": ("GPU-6",), "generator-1": ("4",)}

@@ -63,7 +63,5 @@ async def test_a_teacher_that_does_not_fit_is_refused_before_the_first_rollout(t
     with pytest.raises(ModelError):
         await run_inline(tmp_path, *taught_by(str(tmp_path / "nothing")), "--max_steps", "1")
     long = ("--generator.max_cache_tokens", "1000000")
-    with pytest.raises(
-        ModelError, match=r"made for \d+ tokens, and a rollout's branch may have \d+, with one"
-    ):
+    with pytest.raises(ModelError, match=r"made for \d+ tokens, and a rollout's branch may have \d+, with one"):
         await run_inline(tmp_path, *taught_by(save_smaller(tmp_path / "short")), *long, "--max_steps", "1")

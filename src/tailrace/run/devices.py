@@ -52,8 +52,7 @@ def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
         needs += _generator_needs(generator, pool)
     if (teacher := teacher_settings(settings)) is not None:  # the generators' choice of GPUs is theirs alone
         chosen = teacher.generator.model_copy(update={"devices": None})
-        own = [replace(need, role=TEACHER, chosen=None) for need in _generator_needs(chosen, pool)]
-        needs += own
+        needs += [replace(need, role=TEACHER, chosen=None) for need in _generator_needs(chosen, pool)]
     return needs
 
 
