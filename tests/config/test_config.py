@@ -129,6 +129,10 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         ),
         ([*TEACHER, "--rollouts.temperature", "0.7"], r"rollouts are sampled at 0.7: write rollouts.temperature = 1.0"),
         ([*TEACHER, "--environment.temperature", "1.5"], r"rollouts are sampled at 1.5: write"),
+        (
+            ["--trainer.loss.distillation.model", "big", "--trainer.loss.distillation.api_key_variable", "KEY"],
+            "api_key_variable is for url, and there is none: leave it out, or set url",
+        ),
         ([*TEACHER, "--trainer.loss.distillation.divergence", "forward"], "set top_k, or leave divergence out"),
         (
             [*TEACHER, "--trainer.loss.distillation.top_k", "8", "--trainer.loss.distillation.truncation", "3"],
@@ -427,6 +431,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
         (["--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop"], "batches favour short rollouts."),
         (["--trainer.loss.reference_kl.coefficient", "0.1"], "A frozen copy of bundled:quickstart lies beside"),
         ([*TEACHER], "Each group is scored by the teacher big at http://teacher/v1 before it is trained on."),
+        (["--trainer.loss.distillation.model", "big"], "by the teacher big on an engine of its own before it is"),
     ],
 )
 def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: str) -> None:
