@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from tailrace.records import Batch, BatchRow
 from tailrace.training.model.head import LossOutput
+from tailrace.training.model.sharding import own_share
 from tailrace.training.ranks import Ranks
 from tailrace.training.reports.token_export import on_host, token_places
 from tailrace.training.step.gradients import GradientPasses, RowOutput
@@ -97,7 +98,7 @@ class NonFiniteRows:
             weight.grad = None
         with self._ranks.exchanging():
             self._passes.pass_over(row, version)
-        own = all(bool(torch.isfinite(_local(weight.grad)).all()) for weight in weights if weight.grad is not None)
+        own = all(bool(torch.isfinite(own_share(weight.grad)).all()) for weight in weights if weight.grad is not None)
         return all(self._ranks.gather(own))
 
     def _save(self, step: int, found: Sequence[_Culprit]) -> Path | None:
@@ -128,13 +129,6 @@ class NonFiniteRows:
 def _is_finite(output: LossOutput) -> bool:
     """Waits for the device. A log-probability of -inf is a probability of 0, of which a loss may come out finite."""
     return bool(torch.isfinite(output.losses).all()) and not bool(torch.isnan(output.logprobs).any())
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _columns(found: Sequence[_Culprit]) -> dict[str, NDArray[Any]]:
