@@ -49,7 +49,7 @@ class _Culprit:
     row: BatchRow
     output: RowOutput
     what: str
-    """`loss` or `gradient`."""
+    """`loss`, `components` or `gradient`."""
 
 
 class NonFiniteRows:
@@ -66,9 +66,9 @@ class NonFiniteRows:
         """
         rows = self._passes.rows(batch)
         found = [
-            _Culprit(index, row, output, "loss")
+            _Culprit(index, row, output, what)
             for index, (row, output) in enumerate(zip(rows, outputs, strict=True))
-            if not _is_finite(output.output)
+            if (what := _not_finite(output.output))
         ]
         if not any(self._ranks.gather(len(found))):
             wanted = self._with_infinite_gradients(rows, version)
@@ -126,9 +126,15 @@ class NonFiniteRows:
         return path
 
 
-def _is_finite(output: LossOutput) -> bool:
-    """Waits for the device. A log-probability of -inf is a probability of 0, of which a loss may come out finite."""
-    return bool(torch.isfinite(output.losses).all()) and not bool(torch.isnan(output.logprobs).any())
+def _not_finite(output: LossOutput) -> str:
+    """What of a row is not: the loss of rewards, or what components add to it; "" where both are.
+
+    Waits for the device. A log-probability of -inf is a probability of 0, of which a loss may come out finite.
+    """
+    if not bool(torch.isfinite(output.losses).all()) or bool(torch.isnan(output.logprobs).any()):
+        return "loss"
+    added = bool(torch.isfinite(output.losses.sum())) and not bool(torch.isfinite(output.total))
+    return "components" if added else ""
 
 
 def _columns(found: Sequence[_Culprit]) -> dict[str, NDArray[Any]]:
