@@ -60,7 +60,7 @@ class DistillationSettings(BaseModel):
             )
         if self.url is None and self.api_key_variable is not None:
             raise ValueError("api_key_variable is for url, and there is none: leave it out, or set url")
-        if self.top_k is not None and "truncation" in self.model_fields_set:
+        if self.top_k is not None and self.truncation != type(self).model_fields["truncation"].default:
             raise ValueError(
                 "truncation bounds importance weights, and there are none with top_k: leave one of them out"
             )
