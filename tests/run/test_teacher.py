@@ -38,7 +38,7 @@ async def test_a_policy_comes_nearer_to_a_model_that_the_run_itself_serves(tmp_p
 
 
 async def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
-    once = ("--trainer.learning_rate", "0.0", "--max_steps", "1")
+    once = ("--trainer.learning_rate", "1e-12", "--max_steps", "1")
     await run_inline(tmp_path, *taught_by(BUNDLED, 8), *once)
     (line,) = records(tmp_path / "run" / "metrics.jsonl")
     assert abs(line["training/distillation"]) < 1e-5

@@ -20,6 +20,7 @@ from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, ReplicaConnection, TrainerEnds, Transports
 from tailrace.transport.batches.queue import MemoryBatchQueue
+from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.store import MemoryPayloadStore
@@ -40,30 +41,42 @@ class MemoryTransports(Transports):
         self._payloads = MemoryPayloadStore()
         self.generators: dict[str, tuple[Generator, asyncio.Event]] = {}
         """By address: one that serves, and what asks it to end."""
-        self._engine_is_built = asyncio.Event()
+        self._building, self._changed = asyncio.Lock(), asyncio.Event()
+        self._has_built, self._unbuilt = False, set[str]()
 
     @override
     @asynccontextmanager
     async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
-        await self._engine_is_built.wait()  # two threads that import transformers at once find it half imported
+        # Two threads that import transformers at once find it half imported, and two that load models break it.
+        await wait_until(self._changed, lambda: self._has_built and not self._unbuilt)
         yield TrainerEnds(self._log, self._batches.receiver(rank), self.store, self._payloads)
 
     @override
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
+        self._unbuilt.add(role.address)
+        await self._building.acquire()
         generator, closing = make_generator(self._payloads), asyncio.Event()
         self.generators[role.address] = generator, closing
         role.ready()
         try:
-            with contextlib.suppress(Exception):  # `hello` raises it, with its type
-                await generator.ready()
-            self._engine_is_built.set()
+            await self._until_built(role.address, generator)
             ended = await first_done(generator.failed(), closing.wait())
             if isinstance(ended, Exception):
                 raise ended
         finally:
-            self._engine_is_built.set()
             del self.generators[role.address]
             await generator.close()
+
+    async def _until_built(self, address: str, generator: Generator) -> None:
+        """Wait for its engine; then the next one is built, or the trainer."""
+        try:
+            with contextlib.suppress(Exception):  # `hello` raises it, with its type
+                await generator.ready()
+        finally:
+            self._has_built = True
+            self._unbuilt.discard(address)
+            self._building.release()
+            self._changed.set()
 
     @override
     def batch_sender(self) -> MemoryBatchQueue:
