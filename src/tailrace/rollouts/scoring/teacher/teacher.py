@@ -59,12 +59,14 @@ class Teacher:
                 f"task {group.task.task_id}: a turn was sampled at temperature {odd.temperature}, and a teacher tells "
                 "its log-probabilities at 1: leave chat(temperature=...) out"
             )
-        spent = TeacherUsage(failed_groups=1)
+        spent = TeacherUsage()
         try:
             async with asyncio.TaskGroup() as asking:
                 for branch in branches:
                     asking.create_task(self._score(branch, group, spent))
-            spent.failed_groups = 0
+        except* TeacherFailed:
+            spent.failed_groups = 1
+            raise
         finally:
             self.usage.add(spent)
             group.metrics.update(spent.metrics())
