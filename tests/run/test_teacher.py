@@ -41,7 +41,7 @@ async def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(tmp_path: P
     once = ("--trainer.learning_rate", "1e-12", "--max_steps", "1")
     await run_inline(tmp_path, *taught_by(BUNDLED, top_k), *once)
     (line,) = records(tmp_path / "run" / "metrics.jsonl")
-    assert abs(line["training/distillation"]) < 1e-5
+    assert abs(line["training/distillation"]) < 1e-4
 
 
 def test_a_teacher_is_a_process_of_its_own(tmp_path: Path) -> None:
