@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 LOOPS = ["asyncio", "uvloop"]
+ASKING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 75)]
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def program(loop: str, manner: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "status"), ASKING)
 def test_the_first_signal_asks_for_a_stop_and_decides_the_exit_status(
     loop: str, number: signal.Signals, status: int
 ) -> None:
@@ -47,12 +48,13 @@ def test_the_second_signal_ends_everything_at_once(loop: str) -> None:
         assert process.stdout.read() == "aborted by INTERRUPTED\n"
 
 
-def test_a_terminal_that_goes_away_only_asks_however_often_it_says_so() -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGHUP, "HUNG_UP"), (signal.SIGUSR1, "PREEMPTED")])
+def test_a_terminal_that_goes_away_and_a_scheduler_only_ask_however_often(number: signal.Signals, name: str) -> None:
     with program("asyncio", "slow") as process:
         assert process.stdout
-        process.send_signal(signal.SIGHUP)
-        assert process.stdout.readline() == "asked by HUNG_UP\n"
-        process.send_signal(signal.SIGHUP)
+        process.send_signal(number)
+        assert process.stdout.readline() == f"asked by {name}\n"
+        process.send_signal(number)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 143
         assert process.stdout.read() == "aborted by TERMINATED\n"
