@@ -60,7 +60,13 @@ class Pulse:
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """The calling thread works at this, for as long as it takes, and computes while it does."""
+        """The calling thread works at this, for as long as it takes, and computes while it does.
+
+        Not watched where the system has no clock of a thread's own (macOS).
+        """
+        if not hasattr(time, "pthread_getcpuclockid"):
+            yield
+            return
         thread, now_s = threading.get_ident(), self._clock()
         clock = time.pthread_getcpuclockid(thread)
         with self._lock:
