@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,13 +49,28 @@ def test_the_second_signal_ends_everything_at_once(loop: str) -> None:
         assert process.stdout.read() == "aborted by INTERRUPTED\n"
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGHUP, "HUNG_UP"), (signal.SIGUSR1, "PREEMPTED")])
-def test_a_terminal_that_goes_away_and_a_scheduler_only_ask_however_often(number: signal.Signals, name: str) -> None:
+def test_a_notice_of_preemption_is_followed_by_one_sigterm_that_ends_no_last_save() -> None:
     with program("asyncio", "slow") as process:
         assert process.stdout
-        process.send_signal(number)
-        assert process.stdout.readline() == f"asked by {name}\n"
-        process.send_signal(number)
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == "asked by PREEMPTED\n"
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        while process.poll() is None:  # two that come at once are one
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        assert process.returncode == 143
+        assert process.stdout.read() == "aborted by TERMINATED\n"
+
+
+def test_a_terminal_that_goes_away_only_asks_however_often_it_says_so() -> None:
+    with program("asyncio", "slow") as process:
+        assert process.stdout
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "asked by HUNG_UP\n"
+        process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 143
         assert process.stdout.read() == "aborted by TERMINATED\n"

@@ -1,7 +1,8 @@
 """Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first asks for an orderly stop, a second one ends everything at once.
 
 A terminal that goes away sends SIGHUP more than once, so that this one only ever asks; where it is ignored (`nohup`) it
-stays so. SIGUSR1 is a scheduler's notice of preemption, which only ever asks, too.
+stays so. SIGUSR1 is a scheduler's notice of preemption, which only ever asks, too, and is followed by one SIGTERM that
+does.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._terminals: list[int] = []
+        self._notice_was_followed = False
         self.exit_code: ExitCode | None = None
         """Of the first signal; None while there was none."""
 
@@ -58,7 +60,10 @@ class StopSignals:
         exit_code = _EXIT_CODES[signal.Signals(number)]
         if exit_code is ExitCode.HUNG_UP:
             self._leave_terminal()
-        if self.exit_code is not None and exit_code not in _ONLY_ASK:
+        follows_notice = self.exit_code is ExitCode.PREEMPTED and exit_code is ExitCode.TERMINATED
+        if follows_notice and not self._notice_was_followed:
+            self._notice_was_followed = True
+        elif self.exit_code is not None and exit_code not in _ONLY_ASK:
             self._abort(exit_code)
         else:
             self.ask(exit_code)
