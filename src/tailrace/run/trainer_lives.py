@@ -58,7 +58,10 @@ class TrainerLives:
         self.batches = starter.batch_sender()
         self._end_log = starter.serve_log(log)
         self._has_worked = self._is_over = False
-        self._dead_pids: list[int] = []
+        self._ended_pids: list[int] = []
+        """Of lives that ended; what they published last may be on its way through the log until the next one starts."""
+        self._forgotten_pids: list[int] = []
+        """Of those, once the next life has started."""
         self._gone: asyncio.Future[LifecycleError] = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.create_task(self._keep(), name="lives of the trainer")
 
@@ -79,6 +82,7 @@ class TrainerLives:
         self._has_worked = True
         if not self.restarts:
             return
+        self._forgotten_pids, self._ended_pids = self._forgotten_pids + self._ended_pids, []
         assert isinstance(self.batches, ChannelBatchSender)
         try:
             count = self.batches.resume_after(step)
@@ -100,9 +104,9 @@ class TrainerLives:
 
     def published(self) -> None:
         """The newest weights are those of the life that trains: nobody needs those of earlier ones."""
-        if self._dead_pids:
-            self._starter.forget_weights(self._dead_pids)
-            self._dead_pids = []
+        if self._forgotten_pids:
+            self._starter.forget_weights(self._forgotten_pids)
+            self._forgotten_pids = []
 
     def let_end(self) -> None:
         """Training is about to end: from now on the trainer is not started again."""
@@ -169,7 +173,7 @@ class TrainerLives:
 
     async def _end_life(self) -> None:
         """End all ranks and their sockets, and make new ones."""
-        self._dead_pids += [rank.pid for rank in self._ranks if rank.pid is not None]
+        self._ended_pids += [rank.pid for rank in self._ranks if rank.pid is not None]
         await asyncio.gather(*(rank.kill() for rank in self._ranks))
         await self._end_log()
         await self._starter.end_trainer_life(self.batches)
