@@ -159,9 +159,16 @@ class HostTransports(Transports):
 
     @property
     def _retained_bytes(self) -> int | None:
-        """Of batches that a trainer would train again; None where none is started again."""
-        restarts = self._settings.restarts
-        return int(restarts.retained_mb * 1e6) if restarts_trainer(self._settings) else None
+        """Of batches that a trainer would train again; None where none is started again.
+
+        In shared memory, which weights and payloads need too, a quarter of what is free at most.
+        """
+        if not restarts_trainer(self._settings):
+            return None
+        chosen = int(self._settings.restarts.retained_mb * 1e6)
+        if self._settings.transport.batches in ("files", "zmq"):
+            return chosen
+        return min(chosen, shutil.disk_usage(self._shared_memory).free // 4)
 
     @property
     def _trainer_ranks(self) -> _TrainerRanks:
