@@ -13,6 +13,7 @@ import tomli_w
 
 from tailrace.config import CONFIG_FILE, RECIPE_FILE, Difference, RunSettings, differences, own_settings
 from tailrace.errors import DataError, SettingsError
+from tailrace.guards import guarded
 from tailrace.reporting.sinks import step_of_path
 from tailrace.run.ownership import OWNER_FILE, own_folder
 
@@ -168,8 +169,9 @@ def _append(path: Path, data: bytes) -> None:
 def _step_of(line: bytes) -> int:
     """0 for a line that a crash cut short."""
     try:
-        return msgspec.json.decode(line, type=_MetricsLine).step
-    except msgspec.MsgspecError:
+        with guarded("a line was cut short", DataError):
+            return msgspec.json.decode(line, type=_MetricsLine).step
+    except DataError:
         return 0
 
 

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tailrace.errors import CheckpointError, SettingsError
+from tailrace.guards import guarded
 from tailrace.training.checkpointed_layers import decoder_layers
 from tailrace.training.lora_settings import LoraSettings, require_peft
 from tailrace.training.sharding import own_part, sums_of_bits, whole
@@ -90,7 +91,8 @@ class Adapter:
         from safetensors import safe_open
 
         found = _config_in(checkpoint)
-        with safe_open(checkpoint / ADAPTER / _TENSORS, framework="pt") as file:
+        damaged = guarded(f"checkpoint {checkpoint} is damaged: its {_TENSORS} is no adapter's", CheckpointError)
+        with damaged, safe_open(checkpoint / ADAPTER / _TENSORS, framework="pt") as file:
             names, base = set(file.keys()), (file.metadata() or {}).get(_BASE)
         own = dict(self._weights())
         for what, theirs, ours in (
@@ -275,8 +277,8 @@ def _layer_names(names: Any) -> str:
 
 
 def _config_in(checkpoint: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((checkpoint / ADAPTER / _CONFIG).read_text(encoding="utf-8"))
-    return found
+    with guarded(f"checkpoint {checkpoint} is damaged: its {_CONFIG} is no adapter's", CheckpointError):
+        return {**json.loads((checkpoint / ADAPTER / _CONFIG).read_text(encoding="utf-8"))}
 
 
 def _as_json(config: LoraConfig) -> dict[str, Any]:
