@@ -65,7 +65,13 @@ from tailrace.rollouts.workers.messages import (
 )
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 from tailrace.tracing.background import BackgroundWriter
-from tailrace.training.checkpoints import FileEntry, Manifest, read_manifest, scheduler_state_in, verify_checkpoint
+from tailrace.training.checkpoints.files import (
+    FileEntry,
+    Manifest,
+    read_manifest,
+    scheduler_state_in,
+    verify_checkpoint,
+)
 from tailrace.transport.batches.channels import BatchAcknowledged
 from tailrace.transport.batches.codec import read_batch
 from tailrace.transport.batches.stores import BatchRef
