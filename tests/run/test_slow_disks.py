@@ -10,8 +10,10 @@ from typing import IO, Any
 
 import pytest
 
-from tailrace.records import TrainerEnded
-from tests.run.runs import PATIENCE_S, records, run_inline
+from tailrace.errors import DataError
+from tailrace.records import RunStatus, TrainerEnded
+from tailrace.reporting.summary import read_summary
+from tests.run.runs import PATIENCE_S, RESUMED, records, run_inline
 from tests.support.event_files import read_events
 
 
@@ -44,3 +46,28 @@ async def test_a_run_trains_on_while_metrics_hang_and_rollouts_are_refused(
     written = [record["step"] for record in records(tmp_path / "run" / "metrics.jsonl")]
     assert summary.dropped_records >= 1
     assert summary.dropped_records >= 4 - len(written)
+
+
+async def test_a_full_disk_under_the_event_log_fails_the_run_in_time_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").symlink_to("/dev/full")
+    async with asyncio.timeout(PATIENCE_S):
+        summary = await run_inline(tmp_path, "--max_steps", "2", *RESUMED)
+    assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 1, 0)
+    assert "cannot append to the event log" in summary.reason
+    assert "No space left on device" in summary.reason
+    assert read_summary(tmp_path / "run") == summary
+
+
+@pytest.mark.parametrize(("name", "is_file"), [("events.jsonl", False), ("logs", True), ("config.toml.part", False)])
+async def test_what_cannot_be_written_of_a_run_s_folder_is_told_in_one_sentence(
+    tmp_path: Path, name: str, is_file: bool
+) -> None:
+    path = tmp_path / "run" / name
+    if is_file:
+        path.parent.mkdir()
+        path.write_bytes(b"")
+    else:
+        path.mkdir(parents=True)
+    with pytest.raises(DataError, match=rf"cannot write the run folder .*run: .*{name}"):
+        await run_inline(tmp_path, "--max_steps", "1", *RESUMED)

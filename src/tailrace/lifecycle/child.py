@@ -38,6 +38,7 @@ def main() -> int:
     status = _run_role(launch, pipe)
     logging.shutdown()
     if orphaned.is_set():
+        _remove_leftovers()
         _kill_own_group()
     return status
 
@@ -97,9 +98,18 @@ def _watch_parent(pipe: int, orphaned: threading.Event, grace_s: float) -> None:
             pass
     orphaned.set()
     _logger.error("the parent process is gone; ending")
+    _remove_leftovers()  # before it is too late: a role that is still starting ends by this signal
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(grace_s)
+    _remove_leftovers()
     _kill_own_group()
+
+
+def _remove_leftovers() -> None:
+    """The parent's folders of shared memory and sockets: it cannot. The last of its children to leave removes all."""
+    from tailrace.lifecycle.resources import remove_leftovers
+
+    remove_leftovers()
 
 
 def _kill_own_group() -> None:
