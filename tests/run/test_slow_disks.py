@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
 from pathlib import Path
 from typing import IO, Any
@@ -48,15 +49,29 @@ async def test_a_run_trains_on_while_metrics_hang_and_rollouts_are_refused(
     assert summary.dropped_records >= 4 - len(written)
 
 
-async def test_a_full_disk_under_the_event_log_fails_the_run_in_time_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "events.jsonl").symlink_to("/dev/full")
+@pytest.mark.parametrize("first", [b'{"type":"TrainerStarted"', b'{"type":"StepTrained"'])
+async def test_a_full_disk_under_the_event_log_fails_the_run_in_time_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    written, is_full = os.write, threading.Event()
+
+    def write_until_full(file: int, content: bytes) -> int:
+        is_event = content.startswith(b'{"type":')
+        if is_event and content.startswith(first):
+            is_full.set()
+        if is_event and is_full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(file, content)
+
+    monkeypatch.setattr(os, "write", write_until_full)
     async with asyncio.timeout(PATIENCE_S):
-        summary = await run_inline(tmp_path, "--max_steps", "2", *RESUMED)
-    assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 1, 0)
+        summary = await run_inline(tmp_path, "--max_steps", "4")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert "cannot append to the event log" in summary.reason
     assert "No space left on device" in summary.reason
+    assert summary.ledger.balances
     assert read_summary(tmp_path / "run") == summary
+    assert (tmp_path / "run" / "events.jsonl").read_bytes().count(b"\n") == (first == b'{"type":"StepTrained"') * 2
 
 
 @pytest.mark.parametrize(("name", "is_file"), [("events.jsonl", False), ("logs", True), ("config.toml.part", False)])
