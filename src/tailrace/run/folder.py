@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,8 +56,8 @@ class RunPaths:
 
 _logger = logging.getLogger(__name__)
 
-_STARTED = b'{"type":"TrainerStarted"'
-"""How the event of each start begins."""
+_STARTED = re.compile(rb'\{"type":"TrainerStarted","epoch":"([^"]+)"')
+"""How the event of each start of the trainer begins; the run's has one epoch."""
 
 
 _REFUSED = """\
@@ -192,9 +193,9 @@ def wind_back(paths: RunPaths, step: int) -> None:
 
 
 def count_starts(paths: RunPaths) -> int:
-    """How often the run was started and its trainer came up, so far."""
+    """How often the run was started and its trainer came up, so far; once, however often that was started again."""
     with paths.events.open("rb") as events:
-        return sum(line.startswith(_STARTED) for line in events)
+        return len({found.group(1) for line in events if (found := _STARTED.match(line))})
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -75,6 +75,8 @@ class MemoryEventLog(EventLog):
         self.epoch = epoch
         """Events of others are refused."""
         self.closed = False
+        self.has_ended = False
+        """Whether the terminal record is there."""
         self._events: list[Event] = []
         self._changed = asyncio.Event()
 
@@ -82,6 +84,7 @@ class MemoryEventLog(EventLog):
     async def append(self, event: Event) -> None:
         self._require_acceptable(event)
         remember(self._events, event)
+        self.has_ended = self.has_ended or isinstance(event, TrainerEnded)
         self._changed.set()
 
     @override
