@@ -144,6 +144,7 @@ _ROWS = (
     ("training/reward_loss", "1", _MEAN, "The loss of rewards alone, where components are added to it."),
     ("training/reference_kl", "nats", _MEAN, "Divergence of the trained policy from the reference model, per token."),
     ("training/grad_norm", "1", _MEAN, "Norm of the gradients before clipping."),
+    ("training/restarts", "restarts", _TOTAL, "How often the trainer was started again, in all."),
     ("training/optimizer_steps", "steps", _MEAN, "Optimizer steps on the batch, where it is given several."),
     ("training/last_loss", "1", _MEAN, "Loss of the last of them; other figures are of the first."),
     ("training/last_grad_norm", "1", _MEAN, "Norm of its gradients before clipping."),
@@ -178,7 +179,7 @@ _ROWS = (
         "The same over tokens that it sampled over keys and values of older versions: what a kept cache costs.",
     ),
     ("training/{environment}/loss_tokens", "tokens", _SUM, "One environment's tokens that bore loss."),
-    ("training/{environment}/loss", "1", _MEAN, "Their mean loss, over those that were kept."),
+    ("training/{environment}/loss", "1", _MEAN, "Their loss of rewards, over what the loss is divided by, of theirs."),
     ("training/{environment}/kl", "nats", _MEAN, "Their divergence from the policy that sampled them."),
     (
         "training/distillation",

@@ -36,7 +36,7 @@ from tailrace.reporting.run_view import RunView, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment
 from tailrace.run.callbacks import Callbacks
-from tailrace.run.folder import RunPaths
+from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import held_out_tasks, make_rollouter
 from tailrace.run.scheduler_states import SchedulerStates
@@ -107,6 +107,7 @@ class ComposedRun:
             waiting_for=orchestrator.start_waits_for,
             step=orchestrator.step,
             policy_version=orchestrator.version,
+            moves=orchestrator.events + self.roles.generators.engine_steps,
         )
         return snapshot(
             so_far,
@@ -122,7 +123,8 @@ class ComposedRun:
 async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     """Start the roles, and make all parts around them; on leaving, the roles are ended."""
     settings, paths, environments = ground.settings, ground.paths, ground.environments
-    log = FileEventLog(paths.events, uuid.uuid4().hex)
+    with writing(paths.root):
+        log = FileEventLog(paths.events, uuid.uuid4().hex)
     writer = BackgroundWriter(queue_records=settings.observability.queue_records)
     async with contextlib.AsyncExitStack() as stack:
         roles = await stack.enter_async_context(start_roles(settings, paths, log))
@@ -168,6 +170,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             judge_gauge(lambda: rollouter.judge_usage),
             payload_gauge(roles.payloads),
             weights_gauge(lambda: roles.lending),
+            lambda: {"training/restarts": roles.trainer.restarts},
         )
         orchestrator = Orchestrator(
             roles,

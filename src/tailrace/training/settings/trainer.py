@@ -108,6 +108,11 @@ class TrainerSettings(BaseModel):
         description="On a GPU, with gradient_checkpointing: keep the inputs of layers, all that is left then, in the"
         " host's pinned memory until the backward pass.",
     )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="On a GPU, with AdamW: keep its two moments in the host's pinned memory; in each step they cross to"
+        " the GPU and back, block by block (docs/trainer.md).",
+    )
     compile: bool = Field(
         default=False,
         description="Compile layers by torch.compile, in the first step; on a CPU only without native_kernels.",
@@ -173,17 +178,26 @@ class TrainerSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _has_moments_to_offload(self) -> Self:
+        if self.offload_optimizer and self.device == "cpu":
+            raise ValueError(
+                "offload_optimizer moves the optimizer's moments from a GPU to the host, and device = 'cpu' has them "
+                "there: leave it out"
+            )
+        if self.offload_optimizer and self.optimizer == "muon":
+            raise ValueError(
+                "offload_optimizer brings moments to the GPU a few numbers at a time, and optimizer = 'muon' needs "
+                "those of a whole matrix at once: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_fill_ranks(self) -> Self:
         ranks, group = self.ranks, self.sequence_parallel
         if ranks % group:
             raise ValueError(
                 f"ranks = {ranks} cannot be parted into groups of sequence_parallel = {group}: write ranks = "
                 f"{-(-ranks // group) * group}, for example"
-            )
-        if group > 1 and self.compile:
-            raise ValueError(
-                f"compile = true compiles layers for whole rows, and sequence_parallel = {group} has slices of rows: "
-                "leave one of them out"
             )
         if group > 1 and self.steps_per_batch > 1:
             raise ValueError(
