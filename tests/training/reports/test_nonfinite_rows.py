@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tailrace.errors import Diverged
-from tailrace.records import CROSS_ENTROPY, RolloutId, SampleOrigins
+from tailrace.records import CROSS_ENTROPY_WEIGHTS, RolloutId, SampleOrigins
 from tailrace.training.ranks import ALONE, Ranks
 from tailrace.training.reports.nonfinite_rows import KEPT_FILES, MAX_ROWS
 from tailrace.training.settings.trainer import TrainerSettings
@@ -77,9 +77,11 @@ def test_a_row_is_found_by_what_components_add_to_its_loss(
     """A demonstration of a row in which other samples bear the loss of rewards, and one of a row that has no others."""
     trainer = make_trainer(model_folder, tmp_path, loss={"name": "clipped_ratio", "cross_entropy": {}})
     batch = demonstrating(build_batch(lengths=(9, 14, 5, 12), rows=(1, 2, 1)), (1, 3))
-    weights = batch.columns[CROSS_ENTROPY].copy()
+    weights = batch.columns[CROSS_ENTROPY_WEIGHTS].copy()
     weights[[batch.sample_offsets[2] - 1, -1]] = np.inf
-    assert trainer.train_step(dataclasses.replace(batch, columns={CROSS_ENTROPY: weights})).skipped == NOT_FINITE
+    assert (
+        trainer.train_step(dataclasses.replace(batch, columns={CROSS_ENTROPY_WEIGHTS: weights})).skipped == NOT_FINITE
+    )
     assert "not finite are 2 rows of rank 0" in caplog.text
     kept = read(tmp_path / "step_000001_rank_0.npz")
     assert (set(kept["row"]), set(kept["not_finite"])) == ({1, 2}, {"components"})
