@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -53,6 +53,12 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     workers: int = Field(1, ge=0, le=1024, description="Processes for synchronous code that is not trusted; 0: none.")
     worker_timeout_s: float = Field(60.0, gt=0, description="Seconds per call, after which the worker is killed.")
     worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds to start and load an environment.")
+    agent_workers: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="Processes in which agents and environments run; 0: they run beside the scheduler."
+    )
+    agent_block_s: float = Field(
+        20.0, gt=0, description="Seconds that a coroutine may hold an agent worker's loop; then the worker is killed."
+    )
     system_prompt: str | None = Field(None, description="Replaces the system message. Unset: the environment's own.")
     thinking_retention: Literal["all", "template"] = Field(
         "all",

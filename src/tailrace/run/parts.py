@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from tailrace.config import RunSettings
-from tailrace.environments import load_environment
+from tailrace.environments import EnvironmentSpec, load_environment
 from tailrace.errors import DataError, ModelError, SettingsError
 from tailrace.models.files import own_context
 from tailrace.models.identity import identify
@@ -17,7 +17,9 @@ from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
+from tailrace.rollouts.agent_workers import WorkerWatch
 from tailrace.rollouts.scoring import Teacher, TeacherPlan
+from tailrace.run.folder import RunPaths
 
 
 def load_environments(
@@ -50,8 +52,22 @@ def load_environments(
                 f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
                 "whole groups (score_group): leave scheduling.group_release out"
             )
-        loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen)
+        is_apart = _is_apart(settings, spec, is_given=chosen.name in given)
+        loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen, is_apart=is_apart)
     return loaded
+
+
+def _is_apart(settings: RunSettings, spec: EnvironmentSpec, *, is_given: bool) -> bool:
+    """Whether its rollouts are played in agent workers. Raises `SettingsError` where those cannot load it."""
+    if not settings.rollouts.agent_workers:
+        return False
+    if is_given:
+        raise SettingsError(
+            f"environment {spec.name!r} was given as an object, which rollouts.agent_workers = "
+            f"{settings.rollouts.agent_workers} processes cannot import: put it in a module and name it there "
+            "(module:attribute), or write rollouts.agent_workers = 0"
+        )
+    return True
 
 
 def require_held_out_tasks(environments: Mapping[str, LoadedEnvironment]) -> None:
@@ -149,9 +165,10 @@ def make_rollouter(
     *,
     renderer: ChatRenderer,
     generate: Generate,
-    log_folder: Path | None = None,
+    paths: RunPaths | None = None,
 ) -> Rollouter:
-    """The rollouter over all environments."""
+    """The rollouter over all environments. `paths` are the run's, where there is one."""
+    watched = settings.observability
     return Rollouter(
         settings.rollouts,
         environments,
@@ -162,5 +179,12 @@ def make_rollouter(
         records_experts=settings.generator.return_routed_experts,
         takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
         teacher=make_teacher(settings),
-        worker_log=log_folder / "workers.log" if log_folder else None,
+        worker_log=None if paths is None else paths.logs / "workers.log",
+        watch=WorkerWatch(
+            log=None if paths is None else paths.logs / "agent_workers.log",
+            trace_folder=None if paths is None or not watched.trace_mb else paths.trace_parts,
+            trace_bytes=int(watched.trace_mb * 1e6),
+            lag_interval_s=watched.lag_interval_s,
+            stall_s=watched.stall_s,
+        ),
     )
