@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.models.heads import OutputHead
 from tailrace.records import Batch, BatchSummary
-from tailrace.training.head import LogprobHead
 from tailrace.training.losses import LossTokens, load_loss
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.model.head import LogprobHead
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tailrace.models.heads import OutputHead
-from tailrace.training.head import LogprobHead
 from tailrace.training.losses import LossTokens, load_loss
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.model.head import LogprobHead
+from tailrace.training.settings.trainer import TrainerSettings
 
 HIDDEN = 64
 VOCABULARIES = (1024, 151_936)

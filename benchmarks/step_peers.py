@@ -108,7 +108,7 @@ class RowReader:
     """Rows to micro-batches of tensors, experts into memory that the next row's will take, as `Trainer`."""
 
     def __init__(self, store: PayloadStore) -> None:
-        import tailrace.training.micro_batch  # noqa: F401 - so that importing it is in no figure
+        import tailrace.training.rows.micro_batch  # noqa: F401 - so that importing it is in no figure
 
         self._store = store
         self._room: NDArray[np.generic] | None = None
@@ -120,7 +120,7 @@ class RowReader:
     def read(self, batch: Batch) -> None:
         import torch
 
-        from tailrace.training.micro_batch import MicroBatch
+        from tailrace.training.rows.micro_batch import MicroBatch
 
         for index in range(batch.num_rows):
             row = batch.row(index)

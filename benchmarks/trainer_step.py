@@ -48,9 +48,9 @@ from tailrace.records import (
     Task,
     TaskId,
 )
-from tailrace.training.micro_batch import MicroBatch
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.rows.micro_batch import MicroBatch
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
 
 ROW_TOKENS = 8192

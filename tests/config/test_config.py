@@ -21,9 +21,9 @@ from tailrace.config import (
 from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
-from tailrace.training.component_settings import ReferenceKlSettings
-from tailrace.training.loss_settings import ClippedRatioSettings, DrGrpoSettings, GspoSettings, OwnLossSettings
-from tailrace.training.mask_settings import IcePopSettings
+from tailrace.training.settings.components import ReferenceKlSettings
+from tailrace.training.settings.losses import ClippedRatioSettings, DrGrpoSettings, GspoSettings, OwnLossSettings
+from tailrace.training.settings.masks import IcePopSettings
 
 TEACHER = ("--trainer.loss.distillation.url", "http://teacher/v1", "--trainer.loss.distillation.model", "big")
 MINIMAL = """

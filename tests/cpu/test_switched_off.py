@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailrace.training.policy_model import PolicyModel
+from tailrace.training.model.policy_model import PolicyModel
 from tests.cpu.test_trainer_layers import CONFIGS, LENGTHS, gradients, make
 from tests.generation.engine_support import (
     ARCHITECTURES,
@@ -68,7 +68,7 @@ def test_the_quickstart_trains_with_it_switched_off(tmp_path: Path) -> None:
 
 
 def test_switched_off_it_cannot_be_imported() -> None:
-    program = "import tailrace.training.acceleration\nimport tailrace.cpu"
+    program = "import tailrace.training.model.acceleration\nimport tailrace.cpu"
     done = subprocess.run(  # noqa: PLW1510 - fails on purpose
         [sys.executable, "-c", program],
         env=os.environ | {"TAILRACE_CPU": "off"},

@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from tailrace.cpu.kernels import find_kernels
-from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.policy_model import PolicyModel
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.rows.micro_batch import MicroBatch
+from tailrace.training.settings.losses import ClippedRatioSettings
 from tests.training.tiny import VOCABULARY, build_batch, tiny_model
 
 SIZES = {

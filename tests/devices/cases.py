@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.models.heads import OutputHead
 from tailrace.records import GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
-from tailrace.training.head import LogprobHead
-from tailrace.training.loss_sums import LossSums
 from tailrace.training.losses import Divisor, load_loss
-from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.policy_model import PolicyModel
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.model.head import LogprobHead
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.rows.micro_batch import MicroBatch
+from tailrace.training.settings.trainer import TrainerSettings
+from tailrace.training.step.loss_sums import LossSums
 from tailrace.training.trainer import Trainer
 from tests.devices.stand_in import stand_in_gpu
 from tests.training.losses.support import BUILT_IN, settings_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tailrace.generation.engines.torch import TorchEngine
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.generation.engine_support import Driver, forward_logprobs, make_model, prompts, request
 from tests.training.conftest import model_folder

@@ -16,7 +16,7 @@ from tailrace.cli import main
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.devices import role_devices
-from tailrace.training.token_export import read_tokens
+from tailrace.training.reports.token_export import read_tokens
 from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, TINY, command, environment, records, tiny_settings
 from tests.run.served import TORCHRUN
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import LossTokens, PointwiseLoss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.settings.losses import ClippedRatioSettings
 
 
 def overflowing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tailrace.records import BatchRow
-from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.policy_model import PolicyModel
-from tailrace.training.router_replay import RouterReplay
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.model.router_replay import RouterReplay
+from tailrace.training.rows.micro_batch import MicroBatch
+from tailrace.training.settings.losses import ClippedRatioSettings
 from tests.generation.engine_support import Driver, make_engine, request
 from tests.support.expert_models import VOCABULARY
 

@@ -18,7 +18,7 @@ from tailrace.environments import EnvironmentSpec, Message, Observation, Policy,
 from tailrace.records import Group, Reward
 
 if TYPE_CHECKING:
-    from tailrace.training.checkpoints import StagedCheckpoint
+    from tailrace.training.checkpoints.files import StagedCheckpoint
 
 
 async def answer(task: Task, policy: Policy) -> Reward:

@@ -26,9 +26,9 @@ from tailrace.records import (
     TrainerEnded,
     TrainerStarted,
 )
+from tailrace.training.checkpoints.snapshots import Snapshot
 from tailrace.training.loop import TrainerPlan, run_trainer
-from tailrace.training.settings import TrainerSettings
-from tailrace.training.snapshots import Snapshot
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import StepResult, Trainer
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.weights.stores import MemoryModelStateDictStore

@@ -17,13 +17,13 @@ from tailrace.generation.engines.torch.model import SlotModel
 from tailrace.generation.memory import cache_bytes
 from tailrace.models.loading import load_causal_lm, model_without_memory, outline_of
 from tailrace.models.sizes import model_sizes, state_dict_bytes
-from tailrace.training.adapter import add_adapter
-from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.memory import TrainerMemory, adapter_sizes, kept_bytes, trainer_memory
-from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.policy_model import PolicyModel
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.model.adapter import add_adapter
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.rows.micro_batch import MicroBatch
+from tailrace.training.settings.losses import ClippedRatioSettings
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.training.tiny import CONFIGS, build_batch, tiny_model
 

@@ -13,16 +13,16 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tailrace.records import Batch
-from tailrace.training.adapter import Adapter, add_adapter
-from tailrace.training.gradients import GradientPasses
-from tailrace.training.lora_settings import LoraSettings
-from tailrace.training.loss_settings import ClippedRatioSettings, GspoSettings, LossSettings, OwnLossSettings
 from tailrace.training.losses import Divisor, LossTokens, load_components, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.policy_model import PolicyModel
+from tailrace.training.model.adapter import Adapter, add_adapter
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.model.reference import BaseOfAdapter, FrozenReference
+from tailrace.training.model.sharding import share_out, whole
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.reference import BaseOfAdapter, FrozenReference
-from tailrace.training.sharding import share_out, whole
+from tailrace.training.settings.lora import LoraSettings
+from tailrace.training.settings.losses import ClippedRatioSettings, GspoSettings, LossSettings, OwnLossSettings
+from tailrace.training.step.gradients import GradientPasses
 from tests.support.expert_models import expert_model
 from tests.training.losses.support import as_any_loss, settings_of
 from tests.training.rank_processes import run_ranks

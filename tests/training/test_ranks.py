@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tailrace.errors import CheckpointError, ModelError, RankLost, TrainingError
 from tailrace.records import Batch
-from tailrace.training.checkpoints import verify_checkpoint
-from tailrace.training.lora_settings import LoraSettings
+from tailrace.training.checkpoints.files import verify_checkpoint
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.lora import LoraSettings
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, StepResult, Trainer
 from tests.training.rank_processes import run_ranks
 from tests.training.tiny import build_batch, rows_of

@@ -23,14 +23,14 @@ from tailrace.records import (
     Supports,
     TrainingSample,
 )
-from tailrace.training.head import LogprobHead, score_logits
 from tailrace.training.losses import Loss, LossTokens
 from tailrace.training.losses.supports import TokenSupports
-from tailrace.training.micro_batch import MicroBatch
-from tailrace.training.policy_model import PolicyModel
+from tailrace.training.model.head import LogprobHead, score_logits
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.rows.micro_batch import MicroBatch
 from tests.generation.engine_support import Driver, make_engine, make_model, prompts, request, restricted_logprobs
 from tests.training.losses.support import as_any_loss
-from tests.training.test_head import DEFAULT, gradients, make_head, sequence_loss, tokens_of
+from tests.training.model.test_head import DEFAULT, gradients, make_head, sequence_loss, tokens_of
 from tests.training.tiny import build_batch
 from tests.transport.transport_builders import make_summary
 

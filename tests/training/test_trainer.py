@@ -15,8 +15,8 @@ import torch
 from tailrace.errors import Diverged, TrainingError
 from tailrace.records import Batch
 from tailrace.reporting.metrics import MetricsAccumulator
-from tailrace.training.loss_settings import ClippedRatioSettings
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.losses import ClippedRatioSettings
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, Trainer
 from tests.training.tiny import VOCABULARY, build_batch
 

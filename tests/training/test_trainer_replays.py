@@ -15,7 +15,7 @@ from tailrace.errors import ModelError, PayloadLost, TrainingError
 from tailrace.records import Batch, OpenPayload, PayloadChunk, PayloadRef
 from tailrace.records.payload_table import PayloadTableBuilder
 from tailrace.reporting.metrics import MetricsAccumulator
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.support.expert_models import expert_model, plain_routing
 from tests.training.tiny import build_batch

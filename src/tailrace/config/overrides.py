@@ -9,7 +9,7 @@ from typing import Any
 
 from tailrace.config.sources import Key, Table, require_shallow
 from tailrace.errors import SettingsError
-from tailrace.training.loss_settings import DEFAULT_LOSS, CommonLossSettings
+from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings
 
 LOSS_NAME = ("trainer", "loss", "name")
 _UNSET = object()

@@ -14,7 +14,7 @@ from tailrace.config.overrides import LOSS_NAME
 from tailrace.config.problems import validated
 from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, SettingsFile, Table, read_settings_file
-from tailrace.training.loss_settings import DEFAULT_LOSS
+from tailrace.training.settings.losses import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
 RECIPE_FILE = "recipe.toml"

@@ -10,7 +10,7 @@ from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.reporting.settings import ObservabilitySettings
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.scheduling.settings import EvaluationSettings, Schedule, SchedulingSettings
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.transport.settings import TransportSettings
 
 

@@ -139,7 +139,7 @@ class Pipeline:
             await receiver.acknowledge(batch.summary.step)
 
     def _to_tensors(self, batch: Batch) -> None:
-        from tailrace.training.micro_batch import MicroBatch
+        from tailrace.training.rows.micro_batch import MicroBatch
 
         room = None
         for index in range(batch.num_rows):

@@ -10,7 +10,7 @@ from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.devices import DeviceNeed, assign_devices
 from tailrace.lifecycle.launchers import launcher_class
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.trainer import TrainerSettings
 
 
 def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:

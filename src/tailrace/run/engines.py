@@ -14,7 +14,7 @@ from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.roles import Role
 from tailrace.run.ranks import FollowerSettings, Rank, follow_rank, lead
-from tailrace.training.lora_settings import LoraSettings
+from tailrace.training.settings.lora import LoraSettings
 
 
 def require_engine(generator: GeneratorSettings) -> None:

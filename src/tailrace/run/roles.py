@@ -28,7 +28,7 @@ from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.trainer_ranks import trainer_store
 from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
-from tailrace.training.settings import ExportFormat
+from tailrace.training.settings.trainer import ExportFormat
 from tailrace.transport.events.log import EventLog
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tailrace.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from tailrace.training.token_export import TokenExport
+    from tailrace.training.reports.token_export import TokenExport
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
@@ -160,7 +160,7 @@ def _make_trainer(
 
 async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
     """Train until the terminal record, which this writes on every way out."""
-    from tailrace.training.checkpoints import latest_checkpoint
+    from tailrace.training.checkpoints.files import latest_checkpoint
     from tailrace.training.leading import LeadingTrainer
     from tailrace.training.loop import TrainerPlan, run_trainer, told
     from tailrace.training.ranks import ALONE
@@ -211,7 +211,7 @@ def _open_export(settings: RunSettings, paths: RunPaths, form: ExportFormat, ran
     from tokenizers import Tokenizer
 
     from tailrace.models.loading import tokenizer_folder
-    from tailrace.training.token_export import TokenExport
+    from tailrace.training.reports.token_export import TokenExport
 
     folder = tokenizer_folder(settings.model.name, paths.tokenizer)
     return TokenExport(paths.tokens, Tokenizer.from_file(str(folder / "tokenizer.json")), form, rank=rank)
@@ -219,7 +219,7 @@ def _open_export(settings: RunSettings, paths: RunPaths, form: ExportFormat, ran
 
 def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
     """Older versions kept the scheduler's state in the checkpoint: put it where the orchestrator reads it now."""
-    from tailrace.training.checkpoints import read_manifest, scheduler_state_in
+    from tailrace.training.checkpoints.files import read_manifest, scheduler_state_in
 
     states, step = SchedulerStates(paths.scheduler, paths.checkpoints), read_manifest(checkpoint).step
     if not states.path(step).exists() and (state := scheduler_state_in(checkpoint)):

@@ -19,7 +19,7 @@ from tailrace.lifecycle.processes import spawn_role
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.run.host_transports import Whereabouts
 from tailrace.run.ranks import Rank
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.trainer import TrainerSettings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

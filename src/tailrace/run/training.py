@@ -46,7 +46,7 @@ from tailrace.run.parts import (
     within_own_context,
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
-from tailrace.training.lora_settings import require_peft
+from tailrace.training.settings.lora import require_peft
 
 _logger = logging.getLogger(__name__)
 

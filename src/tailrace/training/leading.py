@@ -21,10 +21,10 @@ from typing_extensions import override
 
 from tailrace.errors import RankLost, TailraceError, TrainingError
 from tailrace.records import Batch
-from tailrace.training.acceleration import tune_process
-from tailrace.training.checkpoints import StagedCheckpoint
+from tailrace.training.checkpoints.files import StagedCheckpoint
+from tailrace.training.checkpoints.snapshots import Snapshot
+from tailrace.training.model.acceleration import tune_process
 from tailrace.training.ranks import JoinedRanks
-from tailrace.training.snapshots import Snapshot
 from tailrace.training.trainer import StepResult, Trainer
 from tailrace.transport.batches.queue import BatchReceiver
 

@@ -35,9 +35,9 @@ from tailrace.records import (
     TrainerStarted,
 )
 from tailrace.tracing.phases import PhaseRecorder, phase
-from tailrace.training.acceleration import tune_process
-from tailrace.training.checkpoints import StagedCheckpoint
-from tailrace.training.snapshots import Snapshot
+from tailrace.training.checkpoints.files import StagedCheckpoint
+from tailrace.training.checkpoints.snapshots import Snapshot
+from tailrace.training.model.acceleration import tune_process
 from tailrace.training.trainer import StepResult, Trainer
 from tailrace.transport.batches.queue import BatchReceiver
 from tailrace.transport.events.log import EventLog

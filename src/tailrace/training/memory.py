@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from tailrace.models.sizes import ModelSizes, state_dict_bytes
-from tailrace.training.adapter import target_layers
-from tailrace.training.head import chunk_tokens
-from tailrace.training.lora_settings import LoraSettings
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.model.adapter import target_layers
+from tailrace.training.model.head import chunk_tokens
+from tailrace.training.settings.lora import LoraSettings
+from tailrace.training.settings.trainer import TrainerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +176,7 @@ def kept_bytes(
 
 
 def offloaded_bytes(sizes: ModelSizes, settings: TrainerSettings, row_tokens: int) -> int:
-    """Inputs of a row's layers on the host: `training/offloaded_activations.py`."""
+    """Inputs of a row's layers on the host: `training/model/offloaded_activations.py`."""
     tokens = -(-row_tokens // settings.sequence_parallel)
     return sizes.layers * tokens * sizes.hidden * WIDE_BYTES if settings.offload_activations else 0
 
@@ -214,7 +214,7 @@ def cast_bytes(sizes: ModelSizes, settings: TrainerSettings) -> int:
 
 
 def head_bytes(sizes: ModelSizes, *, on_gpu: bool, trains_all: bool) -> int:
-    """Constant in the row: see `training/head.py`."""
+    """Constant in the row: see `training/model/head.py`."""
     chunk = chunk_tokens(sizes.vocabulary, torch.device("cuda" if on_gpu else "cpu"))
     gradient = sizes.head_weights if trains_all else 0
     return WIDE_BYTES * (_LOGITS_AT_ONCE * chunk * sizes.vocabulary + gradient)

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from tailrace import errors
 from tailrace.errors import RankLost, TailraceError, TrainingError
-from tailrace.training.row_sharing import RowGroup
+from tailrace.training.rows.row_sharing import RowGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

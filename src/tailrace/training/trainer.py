@@ -27,25 +27,25 @@ from tailrace.errors import Diverged, ModelError, TrainingError
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import Batch, OpenPayload
 from tailrace.tracing.phases import phase
-from tailrace.training import checkpoints
-from tailrace.training.acceleration import tune_process
-from tailrace.training.adapter import Adapter, add_adapter, plain_weights
-from tailrace.training.checkpoints import StagedCheckpoint
-from tailrace.training.gradients import GradientPasses, RowOutput
-from tailrace.training.loss_settings import ClippedRatioSettings
+from tailrace.training.checkpoints import files as checkpoints
+from tailrace.training.checkpoints.files import StagedCheckpoint
+from tailrace.training.checkpoints.snapshots import HostCopies, Snapshot
 from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.losses.decoupled_ppo import PROXIMAL_LOGPROBS
-from tailrace.training.nonfinite_rows import NonFiniteRows
-from tailrace.training.optimizer import learning_rate, make_optimizer
-from tailrace.training.policy_model import PolicyModel
+from tailrace.training.model.acceleration import tune_process
+from tailrace.training.model.adapter import Adapter, add_adapter, plain_weights
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.model.reference import BaseOfAdapter, FrozenReference, Reference, load_frozen
+from tailrace.training.model.router_replay import RouterReplay
+from tailrace.training.model.sharding import share_out, whole
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.reference import BaseOfAdapter, FrozenReference, Reference, load_frozen
-from tailrace.training.router_replay import RouterReplay
-from tailrace.training.settings import TrainerSettings
-from tailrace.training.sharding import share_out, whole
-from tailrace.training.snapshots import HostCopies, Snapshot
-from tailrace.training.token_export import TokenExport
-from tailrace.training.utilisation import MemoryGauge, ModelFlops, peak_flops
+from tailrace.training.reports.nonfinite_rows import NonFiniteRows
+from tailrace.training.reports.token_export import TokenExport
+from tailrace.training.reports.utilisation import MemoryGauge, ModelFlops, peak_flops
+from tailrace.training.settings.losses import ClippedRatioSettings
+from tailrace.training.settings.trainer import TrainerSettings
+from tailrace.training.step.gradients import GradientPasses, RowOutput
+from tailrace.training.step.optimizer import learning_rate, make_optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tailrace.errors import ModelError
-from tailrace.training.adapter import Adapter, add_adapter, plain_weights
-from tailrace.training.lora_settings import LoraSettings
+from tailrace.training.model.adapter import Adapter, add_adapter, plain_weights
+from tailrace.training.settings.lora import LoraSettings
 from tests.generation.engine_kinds import ROUNDING, contract_model, start_vllm
 from tests.generation.engine_support import Driver, forward_logprobs, request
 from tests.training.tiny import stir

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tailrace.records import BatchSummary
-from tailrace.training.loss_settings import LossSettings
 from tailrace.training.losses import LOSSES, Divisor, Loss, LossTokens, load_loss
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.losses import LossSettings
+from tailrace.training.settings.trainer import TrainerSettings
 from tests.training.tiny import build_batch
 
 LENGTH = 20

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses import LossTokens
 from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.settings.losses import ClippedRatioSettings
 
 SETTINGS = ClippedRatioSettings(clip_low=0.2, clip_high=0.3, truncation=2.0)
 LOSS = ClippedRatio(SETTINGS)

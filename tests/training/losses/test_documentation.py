@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.training.component_settings import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 from tailrace.training.losses import LOSSES, Divisor
 from tailrace.training.losses.demonstrations import CrossEntropy
 from tailrace.training.losses.distillation import Distillation
 from tailrace.training.losses.masks import MASKS
 from tailrace.training.losses.reference_kl import ReferenceKl
+from tailrace.training.settings.components import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 from tests.training.losses.support import BUILT_IN, settings_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")

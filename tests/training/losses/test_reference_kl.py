@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.losses import Component, Divisor, LossTokens, add_up, load_components, load_loss
 from tailrace.training.losses.reference_kl import REFERENCE_LOGPROBS
+from tailrace.training.settings.components import ReferenceKlSettings
 from tests.training.losses.support import Samples, as_any_loss, draw_samples, settings_of
 from tests.training.losses.test_trl import Padded, clipped, mean_of_tokens, token_ratio
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailrace.training.loss_settings import OwnLossSettings
 from tailrace.training.losses import LossTokens, load_loss
 from tailrace.training.losses.decoupled_ppo import PROXIMAL_LOGPROBS
+from tailrace.training.settings.losses import OwnLossSettings
 from tests.training.losses import references
 from tests.training.losses.references import OneSequence, objective
 from tests.training.losses.support import BUILT_IN, LENGTH, Samples, draw_samples, settings_of, train_on

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tailrace.errors import SettingsError
-from tailrace.training.loss_settings import ClippedRatioSettings, OwnLossSettings
 from tailrace.training.losses import LOSSES, LossTokens, PointwiseLoss, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.settings import TrainerSettings
+from tailrace.training.settings.losses import ClippedRatioSettings, OwnLossSettings
+from tailrace.training.settings.trainer import TrainerSettings
 
 Answer = tuple[torch.Tensor, torch.Tensor]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import CispoSettings
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import ratios, weighted_logprobs
+from tailrace.training.settings.losses import CispoSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import ClippedRatioSettings
 from tailrace.training.losses.clipped_surrogate import clipped_surrogate, clipped_tokens
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import ratios
+from tailrace.training.settings.losses import ClippedRatioSettings
 
 
 @dataclass(frozen=True, slots=True)

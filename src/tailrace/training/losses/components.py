@@ -19,8 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.records import BatchRow, BatchSummary, BoolArray
-from tailrace.training.component_settings import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 from tailrace.training.losses.protocol import Loss, LossTokens, PointwiseLoss
+from tailrace.training.settings.components import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 
 
 class Component(PointwiseLoss):

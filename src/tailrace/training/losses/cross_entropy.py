@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import CrossEntropyLossSettings
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
+from tailrace.training.settings.losses import CrossEntropyLossSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import DecoupledPpoSettings
 from tailrace.training.losses.clipped_surrogate import clipped_surrogate, clipped_tokens
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import as_ratios, ratios
+from tailrace.training.settings.losses import DecoupledPpoSettings
 
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 """The column of `LossTokens` with log π_prox, [num_loss_tokens]; in a batch's first step, where π is π_prox, none."""

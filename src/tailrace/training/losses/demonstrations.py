@@ -23,10 +23,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.records import CROSS_ENTROPY, BatchRow, BatchSummary, BoolArray
-from tailrace.training.component_settings import CrossEntropySettings
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import weighted_logprobs
+from tailrace.training.settings.components import CrossEntropySettings
 
 
 @dataclass(frozen=True, slots=True)

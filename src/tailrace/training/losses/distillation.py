@@ -20,10 +20,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.records import TEACHER_LOGPROBS
-from tailrace.training.component_settings import DistillationSettings
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import ratios, weighted_logprobs
+from tailrace.training.settings.components import DistillationSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tailrace.records import BatchSummary
-from tailrace.training.loss_settings import (
+from tailrace.training.settings.losses import (
     CrossEntropyLossSettings,
     Denominator,
     DrGrpoSettings,

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import DppoSettings
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import log_ratios, ratios
+from tailrace.training.settings.losses import DppoSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailrace.training.loss_settings import GspoSettings
 from tailrace.training.losses.clipped_surrogate import clipped_tokens
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import as_ratios, log_ratios
+from tailrace.training.settings.losses import GspoSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import IpoSettings
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import ratios
+from tailrace.training.settings.losses import IpoSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.component_settings import ReferenceKlSettings
 from tailrace.training.losses.components import Component
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import excess, ratios, weighted_logprobs
+from tailrace.training.settings.components import ReferenceKlSettings
 
 REFERENCE_LOGPROBS = "reference_logprobs"
 """The column of `LossTokens` that the trainer fills with log π_ref, [num_loss_tokens]."""

@@ -9,8 +9,6 @@ from types import FunctionType
 from typing import Any, cast
 
 from tailrace.errors import SettingsError
-from tailrace.training import loss_settings as settings_of
-from tailrace.training.loss_settings import Denominator, LossSettings, OwnLossSettings
 from tailrace.training.losses.aipo import Aipo
 from tailrace.training.losses.cispo import Cispo
 from tailrace.training.losses.clipped_ratio import ClippedRatio
@@ -30,6 +28,8 @@ from tailrace.training.losses.masks import load_mask
 from tailrace.training.losses.protocol import Loss, PointwiseLoss
 from tailrace.training.losses.reference_kl import ReferenceKl
 from tailrace.training.losses.sapo import Sapo
+from tailrace.training.settings import losses as settings_of
+from tailrace.training.settings.losses import Denominator, LossSettings, OwnLossSettings
 from tailrace.user_code import describe_failure, import_attribute
 
 LOSSES: Mapping[type[settings_of.CommonLossSettings], Callable[..., Loss]] = {

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.training.loss_settings import SapoSettings
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import ratios
+from tailrace.training.settings.losses import SapoSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tailrace.training.losses.masks.icepop import IcePop
 from tailrace.training.losses.masks.off_policy_sequence import OffPolicySequence
 from tailrace.training.losses.masks.protocol import Mask, PointwiseMask
 from tailrace.training.losses.masks.sequence_ratio import SequenceRatio
-from tailrace.training.mask_settings import (
+from tailrace.training.settings.masks import (
     GeometricRatioSettings,
     IcePopSettings,
     MaskSettings,

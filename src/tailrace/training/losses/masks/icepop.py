@@ -17,7 +17,7 @@ from typing_extensions import override
 from tailrace.training.losses.masks.protocol import PointwiseMask
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import ratios
-from tailrace.training.mask_settings import IcePopSettings
+from tailrace.training.settings.masks import IcePopSettings
 
 
 @dataclass(frozen=True, slots=True)

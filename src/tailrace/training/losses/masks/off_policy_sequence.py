@@ -16,7 +16,7 @@ from typing_extensions import override
 from tailrace.training.losses.masks.protocol import Mask
 from tailrace.training.losses.protocol import LossTokens
 from tailrace.training.losses.ratios import log_ratios
-from tailrace.training.mask_settings import OffPolicySequenceSettings
+from tailrace.training.settings.masks import OffPolicySequenceSettings
 
 
 @dataclass(frozen=True, slots=True)

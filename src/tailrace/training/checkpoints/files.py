@@ -1,0 +1,384 @@
+"""Checkpoints: one folder per step, complete or absent.
+
+    checkpoints/step_000050/
+      config.json, model.safetensors, tokenizer.json, chat_template.jinja, ...   what `from_pretrained` loads
+      optimizer/         the optimizer's moments: each rank's shares in a file of its own (torch DCP)
+      adapter/           with LoRA, whose sum with the frozen weights is in model.safetensors: what peft loads
+      trainer.pt         step, version, randomness
+      manifest.json      written last: size and checksum of every other file
+
+Training stands still while the state is copied (`stage`); a thread writes the copies while it goes on. Written under a
+temporary name, synced, then renamed. A folder without a manifest is no checkpoint; files that differ from the manifest
+are refused. Any number of ranks reads what any other number wrote.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tailrace.errors import CheckpointError, ModelError
+from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
+from tailrace.training.checkpoints.moments import (
+    Moments,
+    copy_moments,
+    moments_of_first_format,
+    read_moments,
+    set_moments,
+    write_moments,
+)
+from tailrace.training.model.adapter import ADAPTER, Adapter, AdapterCopy, plain_weights, require_own_kind
+from tailrace.training.model.sharding import own_part
+from tailrace.training.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer.pt"
+OPTIMIZER = "optimizer"
+_FORMAT = "tailrace-checkpoint-2"
+_FIRST_FORMAT = "tailrace-checkpoint-1"
+"""With the optimizer's whole state in `trainer.pt`. It is still read."""
+_STEP_FOLDER = re.compile(r"^step_(\d{6,})$")
+_TEMPORARY = ".writing_"
+
+_log = logging.getLogger(__name__)
+
+
+class TrainerState(NamedTuple):
+    """All of a trainer but its weights, its optimizer and the state of random generators."""
+
+    step: int
+    version: int
+    skipped_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCheckpoint:
+    """Copies of all that a checkpoint holds, of which `write` makes one while training goes on."""
+
+    folder: Path
+    """That checkpoints go to."""
+    state: TrainerState
+    model: PreTrainedModel
+    """For its configuration alone."""
+    model_name: str
+    weights: Mapping[str, Tensor]
+    """All of them, on the CPU; nothing on a rank that is not 0."""
+    moments: Moments
+    """This rank's shares."""
+    randomness: dict[str, Any]
+    adapter: AdapterCopy | None
+    ranks: Ranks
+
+    @property
+    def _final(self) -> Path:
+        return self.folder / f"step_{self.state.step:06d}"
+
+    @property
+    def _temporary(self) -> Path:
+        return self.folder / f"{_TEMPORARY}{self._final.name}"
+
+    def write(self) -> Path:
+        """Return the checkpoint's path once it is durable. All ranks call it, each in a thread of its own.
+
+        Raises `CheckpointError`, after removing what was written; what was there before is intact.
+        """
+        try:
+            write_moments(self._temporary / OPTIMIZER, self.moments, self.ranks)
+            if self.ranks.rank == 0:
+                self._write_rest(self._temporary)
+                _publish(self._temporary, self._final)
+        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+            if self.ranks.rank == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise _not_written(self._final, error) from error
+        return self._final
+
+    def _write_rest(self, folder: Path) -> None:
+        copy_tokenizer(self.model_name, folder)
+        with quiet_transformers():
+            self.model.save_pretrained(folder, state_dict=dict(self.weights))
+        if self.adapter is not None:
+            self.adapter.write(folder / ADAPTER)
+        with (folder / TRAINER_STATE).open("wb") as file:
+            torch.save(self.state._asdict() | {"randomness": self.randomness}, file)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        entries = {str(path.relative_to(folder)): _entry(path) for path in files}
+        for path in (*files, *{path.parent for path in files}):
+            _sync(path)
+        manifest = Manifest(format=_FORMAT, step=self.state.step, version=self.state.version, files=entries)
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        _sync(folder / MANIFEST)
+        _sync(folder)
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """Expected size and checksum of a file."""
+
+    num_bytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Makes a folder a checkpoint."""
+
+    format: str
+    step: int
+    version: int
+    files: dict[str, FileEntry]
+
+
+def stage(
+    folder: Path,
+    model: PreTrainedModel,
+    model_name: str,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+    *,
+    adapter: Adapter | None = None,
+    ranks: Ranks = ALONE,
+) -> StagedCheckpoint:
+    """Copy what a checkpoint under `folder` holds, and begin its folder. All ranks call it together.
+
+    Tokenizer files come from `model_name`. Raises `CheckpointError`.
+    """
+    randomness = _randomness()
+    with ranks.exchanging():
+        weights = _copy_weights(model, keep=ranks.rank == 0)
+        own = None if adapter is None else adapter.copy(keep=ranks.rank == 0)
+    moments = copy_moments(model, optimizer, ranks)
+    staged = StagedCheckpoint(folder, state, model, model_name, weights, moments, randomness, own, ranks)
+    ranks.agree(lambda: _begin(folder, staged.state.step) if ranks.rank == 0 else None)
+    return staged
+
+
+def read_checkpoint(
+    path: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    adapter: Adapter | None = None,
+    ranks: Ranks = ALONE,
+) -> TrainerState:
+    """Load the checkpoint at `path` into a model, its adapter and its optimizer, restore random generators, return the
+    rest.
+
+    Raises `CheckpointError` for an incomplete checkpoint, or one of another model or adapter, on all ranks alike.
+    """
+    return ranks.agree(lambda: _read_checkpoint(path, model, optimizer, adapter, ranks))
+
+
+def _read_checkpoint(
+    path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, adapter: Adapter | None, ranks: Ranks
+) -> TrainerState:
+    ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None)
+    require_own_kind(path, adapter)
+    try:
+        if adapter is None:
+            saved = load_causal_lm(str(path), dtype="float32")  # on the CPU: a GPU need not hold the model twice
+            _load_weights(model, saved.state_dict())
+        else:
+            adapter.load(path)
+        state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
+        if (path / OPTIMIZER).is_dir():
+            moments = read_moments(path / OPTIMIZER, model, ranks)
+        else:
+            moments = moments_of_first_format(state["optimizer"], model, optimizer)
+        set_moments(moments, model, optimizer)
+    except (ModelError, OSError, RuntimeError, KeyError, ValueError, CheckpointException) as error:
+        raise not_of_this_model(path, error) from error
+    _set_randomness(state["randomness"])
+    return TrainerState(*(state[name] for name in TrainerState._fields))
+
+
+def scheduler_state_in(path: Path) -> bytes:
+    """The scheduler's state in a checkpoint of before the orchestrator kept it; empty in any other.
+
+    Raises `CheckpointError` for an incomplete checkpoint.
+    """
+    verify_checkpoint(path)
+    state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=True)
+    return state.get("scheduler_state") or b""
+
+
+def verify_checkpoint(path: Path) -> Manifest:
+    """Read every byte of the checkpoint at `path`; raise `CheckpointError` where it differs from its manifest."""
+    manifest = read_manifest(path)
+    for name, expected in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
+        if _entry(file) != expected:
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is not what was written")
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises `CheckpointError` for a folder without one."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except OSError as error:
+        raise CheckpointError(f"{path} is no checkpoint: it has no readable {MANIFEST} ({error.strerror})") from error
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} is not one ({error})") from error
+    if manifest.format not in (_FORMAT, _FIRST_FORMAT):
+        raise CheckpointError(f"{path} has the format {manifest.format!r}; this version reads {_FORMAT!r}")
+    return manifest
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder`, or None when there is none yet.
+
+    Folders named like checkpoints that are none are passed over with a warning; raises `CheckpointError` when there is
+    nothing else.
+    """
+    refused: CheckpointError | None = None
+    for path in reversed(_step_folders(folder)):
+        try:
+            read_manifest(path)
+            return path
+        except CheckpointError as error:
+            _log.warning("%s", error)
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    return None
+
+
+def prune_checkpoints(folder: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what a crash left half-written; other files stay.
+
+    Call it while none is being written.
+    """
+    for path in folder.glob(f"{_TEMPORARY}step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+    ours = [path for path in _step_folders(folder) if (path / MANIFEST).is_file()]
+    for path in ours[:-keep]:
+        # Without its manifest it is no checkpoint any more, whatever interrupts the deletion.
+        (path / MANIFEST).unlink()
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def not_of_this_model(path: Path, error: BaseException) -> CheckpointError:
+    """The error for a complete checkpoint that does not fit the model being trained."""
+    return CheckpointError(f"checkpoint {path} does not fit this run's model: {error}")
+
+
+def _begin(folder: Path, step: int) -> None:
+    """Make the folder that ranks write to. It names its step, whose scheduler's state is kept from now on."""
+    final = folder / f"step_{step:06d}"
+    temporary = folder / f"{_TEMPORARY}{final.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / OPTIMIZER).mkdir(parents=True)
+    except OSError as error:
+        raise _not_written(final, error) from error
+
+
+def _copy_weights(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor]:
+    """The model's state dict without adapters, whole and on the CPU; gathered by all ranks, kept where asked for."""
+    copies: dict[str, Tensor] = {}
+    for name, weight in plain_weights(model):
+        found = weight.whole()
+        if keep:
+            copies[name] = torch.empty_like(found, device="cpu").copy_(found)
+    return copies
+
+
+def _load_weights(model: PreTrainedModel, saved: Mapping[str, Tensor]) -> None:
+    """Into the model, of which this rank may hold a share. Raises `RuntimeError` for other names or shapes."""
+    own = model.state_dict(keep_vars=True)
+    shapes = {name: tensor.shape for name, tensor in own.items()}
+    if wrong := [name for name, tensor in saved.items() if shapes.get(name) not in (None, tensor.shape)]:
+        raise RuntimeError(f"its {wrong[0]} is {list(saved[wrong[0]].shape)}, and the model's {list(shapes[wrong[0]])}")
+    model.load_state_dict({name: own_part(t, own[name]) if name in own else t for name, t in saved.items()})
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Rename a complete checkpoint; one of the same step (from before a resume) is replaced."""
+    replaced = temporary.with_name(f"{temporary.name}_replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _sync(final.parent)
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """Folders named like checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = [(match, path) for path in folder.iterdir() if (match := _STEP_FOLDER.match(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(named, key=lambda pair: int(pair[0].group(1)))]
+
+
+def _entry(path: Path) -> FileEntry:
+    checksum = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum.update(block)
+    return FileEntry(num_bytes=path.stat().st_size, xxh3=checksum.hexdigest())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _randomness() -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.array(keys)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_randomness(state: dict[str, Any]) -> None:
+    name, keys, position, has_gauss, cached = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _not_written(final: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"checkpoint {final} cannot be written: {_reason(error, final.parent)}")
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    if isinstance(error, CheckpointException) and error.failures:  # by rank, with where it was raised
+        error = min(error.failures.items())[1][0]
+    cause: BaseException | None = error
+    while cause is not None:  # torch raises its own error in place of the system's
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full or "os error 28" in str(cause):
+            existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            free = shutil.disk_usage(existing).free / 1e6
+            return f"the disk is full ({free:.0f} MB free); free some space, or set trainer.keep_checkpoints lower"
+        cause = cause.__cause__ or cause.__context__
+    return str(error)

@@ -1,0 +1,141 @@
+"""An optimizer's moments, by names of weights, as all ranks write them into a checkpoint and any number reads them.
+
+    optimizer ── copies ──► {"weight/exp_avg": ..., "weight/step": ...} ── torch DCP ──► __R_0.distcp of rank R
+                                                                                     └──► .metadata
+
+Every rank writes its shares, and reads what its shares need from whichever files hold it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from tailrace.training.model.sharding import own_part
+from tailrace.training.ranks import JoinedRanks, Ranks
+from tailrace.training.step.optimizer import moment_kinds
+
+Moments: TypeAlias = dict[str, Tensor]
+"""By `weight/kind`. On the CPU; of a weight that is shared out this rank's share, as a `DTensor`."""
+
+
+def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Moments:
+    """Of every weight that was ever updated."""
+    shares, kinds = _Shares(ranks), moment_kinds(optimizer)
+    return {
+        f"{name}/{kind}": shares.copy(optimizer.state[weight][kind])
+        for name, weight in model.named_parameters()
+        if weight in optimizer.state
+        for kind in kinds[weight]
+    }
+
+
+def write_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
+    """Write this rank's shares; returns when those of all ranks are on the disk. In any one thread."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    save(cast("dict[str, Any]", moments), storage_writer=writer, **_group(ranks))
+
+
+def read_moments(folder: Path, model: nn.Module, ranks: Ranks) -> Moments:
+    """This rank's shares of what any number of ranks wrote."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader, shares = FileSystemReader(folder), _Shares(ranks)
+    weights = dict(model.named_parameters())
+    written = reader.read_metadata().state_dict_metadata
+    moments: Moments = {}
+    for key, entry in written.items():
+        name, _, kind = key.rpartition("/")
+        if name not in weights or not isinstance(entry, TensorStorageMetadata):
+            raise KeyError(f"it has no weight {name!r}")
+        like = weights[name] if kind != "step" else torch.zeros(())
+        if entry.size != like.shape:
+            raise ValueError(f"{key} is {list(entry.size)}, and the weight {list(like.shape)}")
+        moments[key] = shares.empty(like, entry.properties.dtype)
+    load(cast("dict[str, Any]", moments), storage_reader=reader, **_group(ranks))
+    return moments
+
+
+def set_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Go on with these. Whole ones are shared out as their weights are. Settings of the optimizer stay its own.
+
+    Raises `ValueError` for those of another optimizer.
+    """
+    weights, kinds = dict(model.named_parameters()), moment_kinds(optimizer)
+    optimizer.state.clear()
+    for key, value in moments.items():
+        name, _, kind = key.rpartition("/")
+        weight = weights[name]
+        if kind not in kinds[weight]:
+            raise ValueError(f"it has {key}, which is of another optimizer than trainer.optimizer says")
+        found = value.to(weight.device) if kind == "step" else _placed(value, weight)
+        optimizer.state[weight][kind] = found
+
+
+def moments_of_first_format(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Moments:
+    """Those that an optimizer's own state dict numbers by the order of its groups, as checkpoints had them at first."""
+    kinds = moment_kinds(optimizer)
+    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
+    order: Sequence[Tensor] = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbered = [index for group in state["param_groups"] for index in group["params"]]
+    if len(order) != len(numbered):
+        raise ValueError(f"it has {len(numbered)} weights, and the model {len(order)}")
+    return {
+        f"{names[weight]}/{kind}": state["state"][index][kind]
+        for weight, index in zip(order, numbered, strict=True)
+        if index in state["state"]
+        for kind in kinds[weight]
+    }
+
+
+def _placed(value: Tensor, weight: Tensor) -> Tensor:
+    """A moment where its weight is, shared out alike."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor) and isinstance(weight, DTensor):
+        local = value.to_local().to(weight.device)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+        )
+    if value.shape != weight.shape:
+        raise ValueError(f"a moment is {list(value.shape)}, and its weight {list(weight.shape)}")
+    return own_part(value, weight)
+
+
+class _Shares:
+    """Copies on the CPU, of a rank's shares as `DTensor`s over all ranks' CPUs, as DCP wants them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._mesh = ranks.mesh("cpu") if isinstance(ranks, JoinedRanks) else None
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return self._on_cpu(tensor, lambda local: torch.empty_like(local, device="cpu").copy_(local))
+
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._on_cpu(like, lambda local: torch.empty_like(local, device="cpu", dtype=dtype))
+
+    def _on_cpu(self, tensor: Tensor, make: Any) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            made: Tensor = make(tensor.detach())
+            return made
+        assert self._mesh is not None
+        local = make(tensor.to_local().detach())
+        return DTensor.from_local(local, self._mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def _group(ranks: Ranks) -> dict[str, Any]:
+    # Asked to work alone, DCP warns that it will.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    return {"process_group": ranks.checkpoints} if isinstance(ranks, JoinedRanks) else {"no_dist": True}

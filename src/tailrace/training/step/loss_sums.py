@@ -1,0 +1,179 @@
+"""Sums over the tokens of a batch that become metrics; they stay on the device until the step reads them, once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailrace.records import BatchSummary
+from tailrace.training.losses import Component, Divisor, Loss, MeasuredLoss, WeightedLoss
+from tailrace.training.model.head import LossOutput
+from tailrace.training.ranks import Ranks
+from tailrace.training.rows.micro_batch import MicroBatch
+from tailrace.training.step.component_sums import ComponentSums
+
+REJECTED_SHARE = "training/rejected_share"
+MAX_LOG_RATIO = 20.0
+"""In metrics alone: ratios above e^20 are one and the same catastrophe, and sums of their squares stay finite."""
+MAX_RATIO = math.exp(MAX_LOG_RATIO)
+
+
+OF_ENVIRONMENTS = frozenset(
+    {
+        "kl",
+        "entropy",
+        "clip_share",
+        "rejected_share",
+        "effective_sample_share",
+        "ratio_mean",
+        "logprob_difference",
+    }
+)
+"""What is told of each environment by itself, too."""
+
+
+class LossSums:
+    """Grows with each micro-batch of a batch."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        divisor: Divisor,
+        environments: Sequence[str] = (),
+        components: Sequence[Component] = (),
+    ) -> None:
+        """`environments` are the batch's, on all ranks alike; where none is told, figures are of the whole alone."""
+        self._added = ComponentSums(components, environments)
+        self._measured = loss if isinstance(loss, MeasuredLoss) else None
+        self._weighted = loss if isinstance(loss, WeightedLoss) else None
+        self._divisor = divisor
+        self._environments = tuple(environments)
+        self._names: tuple[str, ...] = ()
+        self._sums: Tensor | None = None  # [num_environments, num_names], float64: float32 cannot count that far
+        self._ratio_max: Tensor | None = None
+
+    def add(self, output: LossOutput, micro_batch: MicroBatch) -> None:
+        """Add one micro-batch, of tokens that bear the loss of rewards; `output` is without components.
+
+        The divergence from the generator is the k3 estimate of KL(μ ‖ π_θ): E_μ[r - 1 - log r]
+        (Schulman 2020, "Approximating KL divergence").
+        """
+        tokens = micro_batch.tokens
+        if tokens.is_nothing:  # a row of demonstrations
+            return
+        log_ratio = (output.logprobs - tokens.logprobs).clamp(max=MAX_LOG_RATIO)
+        ratio, difference = log_ratio.exp(), log_ratio.abs()
+        columns = {
+            "tokens": torch.ones_like(ratio),
+            "loss": output.losses,
+            "rejected": ~output.kept,
+            "training/kl": ratio - 1 - log_ratio,
+            "training/entropy": output.entropy,
+            "training/ratio_mean": ratio,
+            "training/logprob_difference": difference,
+            "fresh_tokens": micro_batch.fresh,
+            "fresh_difference": difference * micro_batch.fresh,
+            "mixed_tokens": micro_batch.mixed,
+            "mixed_difference": difference * micro_batch.mixed,
+        }
+        if self._measured is not None:
+            columns |= self._measured.token_metrics(output.logprobs, tokens)
+        columns |= self._weight_columns(output, micro_batch)
+        self._names = tuple(columns)
+        ratio_max = ratio.max() if len(ratio) else ratio.new_zeros(())  # none in a slice of context alone
+        if self._sums is None or self._ratio_max is None:
+            shape = max(1, len(self._environments)), len(columns)
+            self._sums, self._ratio_max = torch.zeros(shape, dtype=torch.float64, device=ratio.device), ratio_max
+        values = torch.stack([column.double() for column in columns.values()], dim=1)
+        self._sums.index_add_(0, micro_batch.environments, values)
+        self._ratio_max = torch.maximum(self._ratio_max, ratio_max)
+
+    def add_components(self, output: LossOutput, micro_batch: MicroBatch) -> None:
+        """Add what components say of all tokens of one micro-batch."""
+        self._added.add(output, micro_batch)
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Make these the sums over all ranks, the same on each. Waits for the device, and for the other ranks."""
+        if ranks.size == 1:
+            return
+        own: list[Any] | None = None
+        if self._sums is not None and self._ratio_max is not None:
+            own = [self._names, self._sums.tolist(), float(self._ratio_max)]
+        told: list[list[Any]] = ranks.gather([own, self._added.told()])
+        self._added.join([added for _, added in told])
+        if parts := [part for part, _ in told if part is not None]:
+            names, sums, ratios = zip(*parts, strict=True)
+            self._names = tuple(names[0])
+            self._sums = torch.tensor(sums, dtype=torch.float64).sum(0)
+            self._ratio_max = torch.tensor(ratios).max()
+
+    def _weight_columns(self, output: LossOutput, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Weights and their squares, of which an effective sample size is made; a rejected token weighs nothing."""
+        if self._weighted is None:
+            return {}
+        weights = self._weighted.importance_weights(output.logprobs, micro_batch.tokens)
+        if weights is None:
+            return {}
+        weights = weights.clamp(max=MAX_RATIO).where(output.kept, 0.0)
+        return {"weights": weights, "squared_weights": weights.square()}
+
+    def read(self, batch: BatchSummary) -> tuple[dict[str, float], int]:
+        """Metrics of the whole `batch` by their names in the table, and how many of its tokens the loss kept.
+
+        Waits for the device. Nothing fresh, mixed or rejected: no metric of it.
+        """
+        added, added_loss = self._added.read(batch)
+        metrics, kept = self._read_rewards(batch)
+        if added:
+            metrics["training/reward_loss"] = metrics["training/loss"]
+            metrics["training/loss"] += added_loss
+        return metrics | added, kept
+
+    def _read_rewards(self, batch: BatchSummary) -> tuple[dict[str, float], int]:
+        if self._sums is None or self._ratio_max is None:
+            return {"training/loss": 0.0}, batch.loss_tokens
+        *totals, ratio_max = torch.cat([self._sums.flatten(), self._ratio_max[None].double()]).tolist()
+        width = len(self._names)
+        rows = [totals[start : start + width] for start in range(0, len(totals), width)]
+        each = [dict(zip(self._names, row, strict=True)) for row in rows]
+        whole = {name: sum(sums[name] for sums in each) for name in self._names}
+        if not whole["tokens"]:
+            return {"training/loss": 0.0}, batch.loss_tokens
+        kept = batch.loss_tokens - int(whole["rejected"])
+        divisor = max(self._divisor.final(batch, kept), 1)
+        metrics = _figures(whole) | {"training/loss": whole["loss"] / divisor, "training/ratio_max": ratio_max}
+        for environment, sums in zip(self._environments, each, strict=False):
+            metrics |= _of_environment(environment, sums)
+        return metrics, kept
+
+
+def _figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over tokens, of their sums."""
+    left, tokens = dict(sums), max(sums["tokens"], 1.0)
+    figures = dict[str, float]()
+    for kind in ("fresh", "mixed"):
+        count, difference = left.pop(f"{kind}_tokens"), left.pop(f"{kind}_difference")
+        if count:
+            figures[f"training/logprob_difference_{kind}"] = difference / count
+    squares, weights = left.pop("squared_weights", 0.0), left.pop("weights", 0.0)
+    if squares:
+        figures["training/effective_sample_share"] = min(1.0, weights**2 / (tokens * squares))  # but for rounding
+    if left["rejected"] or any(name.startswith(REJECTED_SHARE) for name in left):
+        figures[REJECTED_SHARE] = left["rejected"] / tokens
+    return figures | {name: value / tokens for name, value in left.items() if name.startswith("training/")}
+
+
+def _of_environment(environment: str, sums: Mapping[str, float]) -> dict[str, float]:
+    """Figures of the tokens of one environment, under its name."""
+    if not sums["tokens"]:
+        return {}
+    told = {f"training/{environment}/loss_tokens": sums["tokens"]}
+    told[f"training/{environment}/loss"] = sums["loss"] / max(sums["tokens"] - sums["rejected"], 1)
+    for name, value in _figures(sums).items():
+        if (key := name.removeprefix("training/")) in OF_ENVIRONMENTS:
+            told[f"training/{environment}/{key}"] = value
+    return told

@@ -1,0 +1,92 @@
+"""Exported tokens are those that a step trained on, with the figures that it trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tailrace.records import Batch, RolloutId, SampleOrigins
+from tailrace.training.reports.token_export import TokenExport, read_tokens
+from tailrace.training.settings.trainer import ExportFormat, TrainerSettings
+from tailrace.training.trainer import Trainer
+from tests.training.tiny import VOCABULARY, build_batch
+
+ORIGINS = SampleOrigins.of(
+    [
+        (RolloutId("a"), 0, "names"),
+        (RolloutId("a"), 1, "names"),
+        (RolloutId("b"), 0, "sums"),
+        (RolloutId("c"), 0, "names"),
+    ]
+)
+
+
+@pytest.fixture(params=get_args(ExportFormat))
+def form(request: pytest.FixtureRequest) -> ExportFormat:
+    return request.param
+
+
+def train(
+    folder: Path, model_folder: Path, form: ExportFormat, *batches: Batch, **given: object
+) -> list[dict[str, float]]:
+    """Metrics of each step, once its tokens are written."""
+    tokenizer = Tokenizer(WordLevel({f"word{token_id}": token_id for token_id in range(VOCABULARY)}, "word0"))
+    export = TokenExport(folder, tokenizer, form)
+    settings = TrainerSettings.model_validate({"learning_rate": 1e-3, **given})
+    trainer = Trainer(settings, model_name=str(model_folder), max_steps=9, max_staleness=4, export=export)
+    metrics = [trainer.train_step(batch).metrics for batch in batches]
+    export.close()
+    return metrics
+
+
+def test_every_trained_token_is_there_once_with_its_place_and_figures(
+    tmp_path: Path, model_folder: Path, form: ExportFormat
+) -> None:
+    batch = dataclasses.replace(build_batch(supports=True), origins=ORIGINS)
+    (metrics,) = train(tmp_path, model_folder, form, batch)
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"step_000001_rank_0.{form}"
+    tokens, positions = read_tokens(path), np.flatnonzero(batch.loss_mask)
+    samples = [(name, branch) for name, branch in zip(ORIGINS.rollout_ids, ORIGINS.branches, strict=True)]
+    starts = [int(batch.sample_offsets[samples.index((one["rollout_id"], one["branch"]))]) for one in tokens]
+    assert [start + one["position"] for start, one in zip(starts, tokens, strict=True)] == positions.tolist()
+    assert [one["token_id"] for one in tokens] == batch.token_ids[positions].tolist()
+    assert [one["support_size"] for one in tokens] == batch.support_counts[positions].tolist()
+    assert [one["text"] for one in tokens] == [f"word{one['token_id']}" for one in tokens]
+    assert {one["rollout_id"]: one["environment"] for one in tokens} == {"a": "names", "b": "sums", "c": "names"}
+    np.testing.assert_allclose([one["generator_logprob"] for one in tokens], batch.logprobs[positions], rtol=1e-6)
+    differences = [abs(one["trainer_logprob"] - one["generator_logprob"]) for one in tokens]
+    assert np.mean(differences) == pytest.approx(metrics["training/logprob_difference"], rel=1e-5)
+    assert np.mean([one["ratio"] for one in tokens]) == pytest.approx(metrics["training/ratio_mean"], rel=1e-5)
+    assert np.mean([one["loss"] for one in tokens]) == pytest.approx(metrics["training/loss"], rel=1e-5)
+    assert np.mean([one["entropy"] for one in tokens]) == pytest.approx(metrics["training/entropy"], rel=1e-5)
+    assert all(one["kept"] for one in tokens)
+    for environment in ("names", "sums"):
+        own = [one for one in tokens if one["environment"] == environment]
+        assert metrics[f"training/{environment}/loss_tokens"] == len(own) > 0
+        for metric, column in (("loss", "loss"), ("entropy", "entropy"), ("ratio_mean", "ratio")):
+            mean = np.mean([one[column] for one in own])
+            assert metrics[f"training/{environment}/{metric}"] == pytest.approx(mean, rel=1e-5), metric
+
+
+def test_each_step_has_a_file_of_its_own(tmp_path: Path, model_folder: Path, form: ExportFormat) -> None:
+    batches = [dataclasses.replace(build_batch(step=step, version=step - 1), origins=ORIGINS) for step in (1, 2, 3)]
+    train(tmp_path, model_folder, form, *batches)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{n:06d}_rank_0.{form}" for n in (1, 2, 3)]
+    versions = [read_tokens(path)[0]["policy_version"] for path in sorted(tmp_path.iterdir())]
+    assert versions == [0, 1, 2]
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, model_folder: Path, form: ExportFormat, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokens").write_text("in the way")
+    (metrics,) = train(tmp_path / "tokens", model_folder, form, dataclasses.replace(build_batch(), origins=ORIGINS))
+    assert metrics["training/loss"] != 0
+    assert "the tokens of step 1 could not be exported" in caplog.text

@@ -1,0 +1,121 @@
+"""Muon beside AdamW: which weights are whose, what a step is, and that ranks and checkpoints know nothing of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tailrace.errors import CheckpointError
+from tailrace.training.ranks import ALONE, Ranks
+from tailrace.training.settings.trainer import TrainerSettings
+from tailrace.training.step.optimizer import make_optimizer
+from tailrace.training.trainer import Trainer
+from tests.training.rank_processes import run_ranks
+from tests.training.tiny import build_batch, rows_of, tiny_model
+
+RATE = 1e-3
+LENGTHS, ROWS = (9, 14, 5, 12, 30, 4), (2, 1, 3)
+
+
+def stepped(name: str, optimizer: str, steps: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How much each weight has moved after steps of the same gradients, and those."""
+    model = tiny_model(name)
+    before = {key: weight.detach().clone() for key, weight in model.named_parameters()}
+    gradients = {
+        key: torch.randn(weight.shape, generator=torch.Generator().manual_seed(place))
+        for place, (key, weight) in enumerate(before.items())
+    }
+    taken = make_optimizer(model, TrainerSettings(learning_rate=RATE, optimizer=optimizer))
+    for _ in range(steps):
+        for key, weight in model.named_parameters():
+            weight.grad = gradients[key].clone()
+        taken.step()
+    return {key: weight.detach() - before[key] for key, weight in model.named_parameters()}, gradients
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+def test_muon_moves_matrices_of_layers_alone(name: str) -> None:
+    muon, _ = stepped(name, "muon", steps=2)
+    adamw, _ = stepped(name, "adamw", steps=2)
+    assert muon.keys() == adamw.keys()
+    for key, moved in muon.items():
+        inside = moved.ndim == 2 and not any(part in key for part in ("embed", "lm_head", "wte", "wpe"))
+        assert torch.equal(moved, adamw[key]) != inside, key
+
+
+def test_a_step_is_the_orthogonal_part_of_the_gradient_as_large_as_one_of_adamw() -> None:
+    """The factor of the singular value decomposition; five iterations leave singular values of about 0.7 to 1.2."""
+    muon, gradients = stepped("llama", "muon")
+    for key in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
+        u, _, vh = torch.linalg.svd(gradients[key].double(), full_matrices=False)
+        size = RATE * 0.2 * math.sqrt(max(gradients[key].shape))
+        values = torch.linalg.diagonal(u.T @ -muon[key].double() @ vh.T) / size
+        assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+        rest = -muon[key].double() / size - u @ torch.diag(values) @ vh
+        assert float(rest.norm() / values.norm()) < 0.05
+        root_mean_square = float(muon[key].square().mean().sqrt())
+        assert 0.1 * RATE < root_mean_square < 0.3 * RATE  # AdamW's are 0.2 to 0.4 of the rate, says the paper
+
+
+def make_trainer(model_folder: Path, optimizer: str = "muon", ranks: Ranks = ALONE) -> Trainer:
+    settings = TrainerSettings(learning_rate=RATE, optimizer=optimizer, weight_decay=0.1, decay="cosine")
+    return Trainer(settings, model_name=str(model_folder), max_steps=8, max_staleness=8, ranks=ranks)
+
+
+def train(trainer: Trainer, steps: range, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    for step in steps:
+        batch = build_batch(lengths=LENGTHS, rows=ROWS, step=step, seed=step)
+        trainer.train_step(rows_of(batch, ranks.rank, ranks.size))
+    return {name: weight.clone() for name, weight in trainer.snapshot().wait().items()}
+
+
+def test_resuming_equals_never_having_stopped_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
+    straight = train(make_trainer(model_folder), range(1, 6))
+    first, second = make_trainer(model_folder), make_trainer(model_folder)
+    train(first, range(1, 4))
+    second.restore(first.save_checkpoint(tmp_path))
+    for name, weight in train(second, range(4, 6)).items():
+        assert torch.equal(straight[name], weight), name
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("adamw", "muon"), ("muon", "adamw")])
+def test_a_checkpoint_of_the_other_optimizer_is_refused(
+    model_folder: Path, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    trainer = make_trainer(model_folder, saved)
+    train(trainer, range(1, 2))
+    path = trainer.save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"another optimizer than trainer\.optimizer"):
+        make_trainer(model_folder, resumed).restore(path)
+
+
+def train_on_ranks(ranks: Ranks, model_folder: Path, folder: Path, written: Path) -> tuple[dict[str, Tensor], ...]:
+    """Three steps; and one more from the checkpoint of one process."""
+    trainer = make_trainer(model_folder, ranks=ranks)
+    trained = train(trainer, range(1, 4), ranks)
+    trainer.save_checkpoint(folder)
+    trainer.restore(written)
+    return trained, train(trainer, range(4, 5), ranks)
+
+
+@pytest.mark.xdist_group("trainer ranks")
+def test_ranks_train_as_one_process_does(model_folder: Path, tmp_path: Path) -> None:
+    alone = make_trainer(model_folder)
+    three = train(alone, range(1, 4))
+    written = alone.save_checkpoint(tmp_path / "alone")
+    four = train(alone, range(4, 5))
+    (trained, resumed), _ = run_ranks(train_on_ranks, 2, tmp_path / "ranks", model_folder, tmp_path / "saved", written)
+    moved = make_trainer(model_folder).snapshot().wait()
+    for found, expected in ((trained, three), (resumed, four)):
+        for name, weight in expected.items():  # bfloat16 inside of Muon rounds by the order of sums
+            step = float((weight - moved[name]).norm())
+            assert float((found[name] - weight).norm()) <= 0.05 * step, name
+    again = make_trainer(model_folder)
+    (path,) = (tmp_path / "saved").iterdir()
+    again.restore(path)
+    for name, weight in train(again, range(4, 5)).items():
+        assert float((weight - four[name]).norm()) <= 0.05 * float((four[name] - moved[name]).norm()), name
