@@ -50,7 +50,7 @@ def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) 
     assert {record["outcome"]["reason"] for record in ended if record["outcome"]["state"] == "failed"} <= {
         "worker_lost"
     }
-    last = records(run.folder / "metrics.jsonl")[-1]["metrics"]
+    last = records(run.folder / "metrics.jsonl")[-1]
     assert last["agent_worker/0/restarts"] + last["agent_worker/1/restarts"] >= 1
     assert last["memory/agent_worker_0_rss_bytes"] > 0
     assert "phase/render/cpu_s" in last

@@ -318,7 +318,7 @@ def _weights(settings: RunSettings) -> Iterator[Contradiction]:
 
 def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:
     workers = settings.rollouts.agent_workers
-    if settings.placement == "inline" and workers:
+    if settings.placement == "inline" and workers not in (0, "auto"):
         yield Contradiction(
             f"placement = 'inline' keeps all in one process, but rollouts.agent_workers is {workers}: leave it out, or "
             "write placement = 'local'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,8 +10,9 @@ from types import MappingProxyType
 import numpy as np
 
 from tailrace.config import RunSettings
-from tailrace.environments import EnvironmentSpec, load_environment
-from tailrace.errors import DataError, ModelError, SettingsError
+from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
+from tailrace.environments.registry import is_built_in
+from tailrace.errors import DataError, EnvironmentFailed, ModelError, SettingsError
 from tailrace.models.files import own_context
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights, tokenizer_folder
@@ -18,8 +20,11 @@ from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.rollouts.agent_workers import WorkerWatch
+from tailrace.rollouts.agent_workers.messages import pack_task
 from tailrace.rollouts.scoring import Teacher, TeacherPlan
 from tailrace.run.folder import RunPaths
+
+_logger = logging.getLogger(__name__)
 
 
 def load_environments(
@@ -52,21 +57,35 @@ def load_environments(
                 f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
                 "whole groups (score_group): leave scheduling.group_release out"
             )
-        is_apart = _is_apart(settings, spec, is_given=chosen.name in given)
+        is_apart = _is_apart(settings, chosen, spec, is_given=chosen.name in given)
         loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen, is_apart=is_apart)
     return loaded
 
 
-def _is_apart(settings: RunSettings, spec: EnvironmentSpec, *, is_given: bool) -> bool:
+def _is_apart(settings: RunSettings, chosen: EnvironmentSettings, spec: EnvironmentSpec, *, is_given: bool) -> bool:
     """Whether its rollouts are played in agent workers. Raises `SettingsError` where those cannot load it."""
-    if not settings.rollouts.agent_workers:
-        return False
-    if is_given:
+    workers = settings.rollouts.agent_workers
+    if workers == "auto":
+        is_users = not (is_given or spec.trusted or is_built_in(chosen.name))
+        return settings.placement != "inline" and is_users and spec.runs_on_loop and _can_travel(spec)
+    if workers and is_given:
         raise SettingsError(
-            f"environment {spec.name!r} was given as an object, which rollouts.agent_workers = "
-            f"{settings.rollouts.agent_workers} processes cannot import: put it in a module and name it there "
-            "(module:attribute), or write rollouts.agent_workers = 0"
+            f"environment {spec.name!r} was given as an object, which rollouts.agent_workers = {workers} processes "
+            "cannot import: put it in a module and name it there (module:attribute), or write "
+            "rollouts.agent_workers = 0"
         )
+    return workers > 0
+
+
+def _can_travel(spec: EnvironmentSpec) -> bool:
+    """Whether its rows can be sent to another process, by the first one."""
+    if not len(spec.train_tasks):
+        return True
+    try:
+        pack_task(spec.train_task(0))
+    except EnvironmentFailed as error:
+        _logger.warning("environment %r is played beside the scheduler, not in an agent worker: %s", spec.name, error)
+        return False
     return True
 
 

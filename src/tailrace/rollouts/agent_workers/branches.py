@@ -5,6 +5,8 @@ A branch is made again by the calls that made it, so that nothing here knows how
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 
@@ -49,10 +51,7 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
             mixed_spans=branch.mixed_spans,
             payload_chunks=branch.payload_chunks,
             supports=None if counts is None else Supports(_joined(branch.support_ids), counts),
-            columns=tuple(
-                ColumnData(name, str(column.dtype), column.shape[1:], column.tobytes())
-                for name, column in branch.columns.items()
-            ),
+            columns=columns_of(branch),
         )
 
     def branch(self) -> Branch:
@@ -71,9 +70,7 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
             branch.extend_completion(self._completion(start, stop, chunks))
             end, chunks = stop, ()
         branch.extend_context(self.token_ids[end:])
-        for column in self.columns:
-            values = np.frombuffer(column.values, _KINDS[column.dtype])
-            branch.set_column(column.name, values.reshape(-1, *column.width))
+        set_columns(branch, self.columns)
         return branch
 
     def _completion(self, start: int, stop: int, chunks: tuple[PayloadChunk, ...]) -> Completion:
@@ -86,6 +83,21 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
             mixed_spans=tuple((a - start, b - start) for a, b in self.mixed_spans if start <= a < stop),
             supports=None if self.supports is None else self.supports.part(start, stop),
         )
+
+
+def columns_of(branch: Branch) -> tuple[ColumnData, ...]:
+    """Its named columns."""
+    return tuple(
+        ColumnData(name, str(column.dtype), column.shape[1:], column.tobytes())
+        for name, column in branch.columns.items()
+    )
+
+
+def set_columns(branch: Branch, columns: Iterable[ColumnData]) -> None:
+    """Set them. Raises `ValueError` or `KeyError` for columns that are none."""
+    for column in columns:
+        values = np.frombuffer(column.values, _KINDS[column.dtype])
+        branch.set_column(column.name, values.reshape(-1, *column.width))
 
 
 def _joined(parts: tuple[Int32Array, ...]) -> Int32Array:

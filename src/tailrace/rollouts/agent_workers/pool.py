@@ -60,7 +60,7 @@ class AgentWorkers:
             trace_bytes=watch.trace_bytes,
         )
         self._workers = [
-            AgentWorker(number, hello, settings, generate, self._output) for number in range(settings.agent_workers)
+            AgentWorker(number, hello, settings, generate, self._output) for number in range(settings.num_agent_workers)
         ]
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
