@@ -8,11 +8,12 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from tailrace.environments import AgentResult, EnvironmentSpec, Observation, Policy
-from tailrace.records import Json, Message, Reply, Task
+from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward, Observation, Policy
+from tailrace.records import Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
 
 ROWS: list[dict[str, Json]] = [{"behave": "well"}]
 
@@ -130,3 +131,56 @@ def broken(*, ends: bool = False) -> EnvironmentSpec:
             os._exit(7)
         raise RuntimeError("only in the parent")
     return EnvironmentSpec(name="broken", agent=behaving, train_tasks=ROWS)
+
+
+async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
+    """Scores a group in the way that its row asks for."""
+    match group.task["behave"]:
+        case "results":
+            return [AgentResult(float(number), {"place": float(number)}) for number, _ in enumerate(group.rollouts)]
+        case "split":
+            first, *others = group.rollouts
+            return [Group(group.group_id, group.task, [first], metadata={"part": 0}), replace_rollouts(group, others)]
+        case "drop":
+            return None
+        case "foreign":
+            return Group(group.group_id, group.task, [replace(group.rollouts[0], rollout_id=RolloutId("elsewhere"))])
+        case "raise in the score":
+            raise ZeroDivisionError("of the score")
+        case "exit in the score":
+            sys.exit(6)
+        case "crash in the score":
+            ctypes.string_at(0)
+    for number, rollout in enumerate(group.rollouts):
+        tokens = rollout.branches[0].num_tokens
+        rollout.reward = Reward(float(number), {"pid": float(os.getpid())}, {"tokens": tokens})
+        rollout.metadata["place"] = number
+        rollout.branches[0].set_column("place", np.full(tokens, number))
+    group.metadata["ranked"] = True
+    group.metrics["ranked"] = 1.0
+    group.advantages = [
+        0.5,
+        *(np.full(rollout.branches[0].num_tokens, 0.25, np.float32) for rollout in group.rollouts[1:]),
+    ]
+    return group
+
+
+def replace_rollouts(group: Group, rollouts: list[Rollout]) -> Group:
+    group.rollouts = rollouts
+    for rollout in rollouts:
+        rollout.reward = Reward(1.0)
+    return group
+
+
+def ranked() -> EnvironmentSpec:
+    return EnvironmentSpec(name="ranked", agent=behaving, score_group=rank, train_tasks=ROWS)
+
+
+async def compared(prompts: list[object], completions: list[object], **columns: object) -> list[float]:
+    """A named reward for whole groups, by the process that it runs in."""
+    return [float(os.getpid()) for _ in completions]
+
+
+def weighed() -> EnvironmentSpec:
+    reward = NamedReward(compared, together=True)
+    return EnvironmentSpec(name="weighed", agent=behaving, rewards={"compared": reward}, train_tasks=ROWS)

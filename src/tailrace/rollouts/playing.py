@@ -11,8 +11,8 @@ from functools import partial
 from tailrace.environments import Agent, AgentResult, EnvironmentSpec
 from tailrace.environments.callables import is_async_environment
 from tailrace.environments.results import as_agent_result
-from tailrace.errors import BudgetExceeded
-from tailrace.records import Generate, Rollout
+from tailrace.errors import BudgetExceeded, ScoringFailed
+from tailrace.records import Generate, Group, Rollout
 from tailrace.rollouts.agents import LocalEnvironment, play_environment
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import Renderer
@@ -92,6 +92,21 @@ class RolloutPlayer:
         task, limit_s = rollout.task, environment.timeout_s
         with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=rollout.started_s + limit_s):
             return await self.functions.score_rollout(rollout, reported, environment.spec)
+
+    async def score_group(self, group: Group, environment: LoadedEnvironment) -> object:
+        """What the environment's `score_group` returns, within its limit. Raises `RolloutError` for the whole group."""
+        score_group, limit_s = environment.spec.score_group, environment.score_timeout_s
+        assert score_group is not None  # it is called for environments that have one
+        with attribute_errors(group.task, ScoringFailed), rollout_deadline(limit_s, group.task):
+            return await score_group(group)
+
+    async def score_together(self, group: Group, environment: LoadedEnvironment) -> list[AgentResult]:
+        """What its named reward functions for whole groups return. As `score_group`."""
+        with (
+            attribute_errors(group.task, ScoringFailed),
+            rollout_deadline(environment.score_timeout_s, group.task),
+        ):
+            return await self.functions.score_group(group, environment.spec)
 
     def _agent(self, spec: EnvironmentSpec) -> Agent:
         if spec.agent is not None:

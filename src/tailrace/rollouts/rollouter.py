@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,7 @@ class Rollouter:
         Raises `RolloutError` for the whole group.
         """
         task, environment = group.task, self._environments[group.task.environment]
-        stages = self._group_stages(environment.spec)
+        stages = self._group_stages(environment)
         if not stages:
             return await self._scorer.score_group(group)
         limit_s = environment.score_timeout_s
@@ -255,14 +256,20 @@ class Rollouter:
         with phase("score"):
             await self._scorer.score_rollout(rollout, reported, functions, is_group_scored=spec.scores_groups)
 
-    def _group_stages(self, spec: EnvironmentSpec) -> list[ScoreGroup]:
+    def _group_stages(self, environment: LoadedEnvironment) -> list[ScoreGroup]:
+        spec = environment.spec
         stages: list[ScoreGroup] = []
         if self._teacher is not None and self._evaluation_seed is None:
             stages.append(self._teacher)
+        agents = self._agents if environment.is_apart else None
         if any(reward.together for reward in spec.rewards.values()):
-            stages.append(lambda group: self._player.functions.score_group(group, spec))
-        last = spec.score_group or self._judge(spec)
-        return stages if last is None else [*stages, last]
+            here = partial(self._player.score_together, environment=environment)
+            stages.append(here if agents is None else partial(agents.score, together=True))
+        if spec.score_group is not None:
+            stages.append(spec.score_group if agents is None else partial(agents.score, together=False))
+        elif (judge := self._judge(spec)) is not None:
+            stages.append(judge)
+        return stages
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""

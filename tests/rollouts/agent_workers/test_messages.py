@@ -127,7 +127,7 @@ def test_users_values_arrive_as_plain_ones() -> None:
     assert (told.messages, told.scored) == ([{"role": "user", "content": "x"}], None)
     task = Task(TaskId("shop/train/3"), "shop", 3, {"price": np.float64(2.5), "name": "x"}, seed=7)
     assert unpack_task(pack_task(task)) == Task(TaskId("shop/train/3"), "shop", 3, {"price": 2.5, "name": "x"}, seed=7)
-    with pytest.raises(EnvironmentFailed, match="task shop/train/3: its row cannot be sent to a worker process"):
+    with pytest.raises(EnvironmentFailed, match="the row of task shop/train/3: a object cannot leave a worker process"):
         pack_task(Task(TaskId("shop/train/3"), "shop", 3, {"it": object()}))
 
 

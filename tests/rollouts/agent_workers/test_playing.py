@@ -94,7 +94,9 @@ async def test_what_users_code_raises_names_the_task_and_keeps_the_tokens(render
     async with Run(renderer) as run:
         with pytest.raises(EnvironmentFailed, match=r"(?s)agents/train/0.*ZeroDivisionError: of the user.*agent_env"):
             await run.rollout("raise")
-        with pytest.raises(EnvironmentFailed, match="a object cannot leave its worker process"):
+        with pytest.raises(
+            EnvironmentFailed, match="agents/train/0: what the rollout reported: a object cannot leave a worker"
+        ):
             await run.rollout("unserializable")
         assert [lost.num_completion_tokens > 0 for lost in run.lost.values()] == [True, True]
         rollout = await run.rollout("numpy")

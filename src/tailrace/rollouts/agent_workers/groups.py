@@ -16,7 +16,7 @@ from tailrace.errors import CorruptData
 from tailrace.records import Float32Array, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers.branches import BranchData, ColumnData, columns_of, set_columns
 from tailrace.rollouts.agent_workers.values import pack_values, unpack_values
-from tailrace.rollouts.scoring.scorer import as_groups
+from tailrace.rollouts.scoring.scorer import adopted
 
 
 class RolloutData(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +80,7 @@ class GroupData(msgspec.Struct, frozen=True, array_like=True):
             group.group_id,
             group.index,
             [RolloutData.of(rollout) for rollout in group.rollouts],
-            pack_values({"metadata": group.metadata, "metrics": group.metrics}),
+            pack_values({"metadata": group.metadata, "metrics": group.metrics}, f"group {group.group_id}"),
         )
 
     def group(self, task: Task) -> Group:
@@ -114,38 +114,39 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
     rollouts: dict[RolloutId, RolloutChanges]
     results: bytes | None
     """`AgentResult`s, one per rollout; None where `parts` count."""
-    parts: list[PartData] | None
-    """None where the group was discarded, or there are `results`."""
+    parts: list[PartData]
+    """None of them where the group was discarded."""
 
     @classmethod
     def of(cls, returned: object, group: Group, members: Sequence[Rollout]) -> GroupChanges:
         """`returned` is what `score_group` made of `group`, which had these members.
 
-        Raises `ScoringFailed` for what is no group, `EnvironmentFailed` for values that cannot be sent.
+        Raises `ScoringFailed` for what is no group of these, `EnvironmentFailed` for values that cannot be sent.
         """
         changes = {
             member.rollout_id: RolloutChanges(_values_of(member), [columns_of(branch) for branch in member.branches])
             for member in members
         }
         if isinstance(returned, list | tuple) and returned and isinstance(returned[0], AgentResult):
-            return cls(changes, pack_values(list(returned)), None)
-        parts = None if returned is None else [_part(part, group) for part in as_groups(returned, group)]
-        return cls(changes, None, parts)
+            return cls(changes, pack_values(list(returned), f"group {group.group_id}"), [])
+        return cls(changes, None, [_part(part, group) for part in adopted(returned, group, members)])
 
-    def applied(self, group: Group) -> list[Group] | list[AgentResult] | None:
+    def applied(self, group: Group) -> list[Group] | list[AgentResult]:
         """Lay it over the group that was sent; what its `score_group` would have returned here.
 
         Raises `CorruptData` for what is none of it.
         """
         known = {rollout.rollout_id: rollout for rollout in group.rollouts}
-        for rollout_id, changes in self.rollouts.items():
-            rollout = known[rollout_id]
-            _set_values(rollout, changes.values)
-            for branch, columns in zip(rollout.branches, changes.columns, strict=True):
-                set_columns(branch, columns)
-        if self.results is not None:
-            return [AgentResult(**fields) for fields in unpack_values(self.results)]
-        return None if self.parts is None else [_applied(part, group, known) for part in self.parts]
+        try:
+            for rollout_id, changes in self.rollouts.items():
+                _set_values(known[rollout_id], changes.values)
+                for branch, columns in zip(known[rollout_id].branches, changes.columns, strict=True):
+                    set_columns(branch, columns)
+            if self.results is not None:
+                return [AgentResult(**fields) for fields in unpack_values(self.results)]
+            return [_applied(part, group, known) for part in self.parts]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptData(f"an agent worker sent what is no score of this group: {error}") from error
 
 
 def _part(part: Group, group: Group) -> PartData:
@@ -153,7 +154,7 @@ def _part(part: Group, group: Group) -> PartData:
         part is group,
         [rollout.rollout_id for rollout in part.rollouts],
         None if part.advantages is None else [_packed(one) for one in part.advantages],
-        pack_values({"metadata": part.metadata, "metrics": {} if part.metrics is group.metrics else part.metrics}),
+        pack_values({"metadata": part.metadata, "metrics": part.metrics}, f"group {group.group_id}"),
     )
 
 
@@ -163,7 +164,7 @@ def _applied(data: PartData, group: Group, known: Mapping[RolloutId, Rollout]) -
     if not data.is_same:
         return Group(group.group_id, group.task, rollouts, advantages, **values)
     group.rollouts, group.advantages = rollouts, advantages
-    group.metadata, group.metrics = values["metadata"], group.metrics | values["metrics"]
+    group.metadata, group.metrics = values["metadata"], values["metrics"]
     return group
 
 
@@ -182,15 +183,12 @@ def _values_of(rollout: Rollout) -> bytes:
             "metrics": rollout.metrics,
             "metadata": rollout.metadata,
             "reward": rollout.reward,
-        }
+        },
+        f"rollout {rollout.rollout_id}",
     )
 
 
 def _set_values(rollout: Rollout, packed: bytes) -> None:
     values: dict[str, Any] = unpack_values(packed)
-    try:
-        rollout.messages, rollout.metrics = values["messages"], values["metrics"]
-        rollout.metadata = values["metadata"]
-        rollout.reward = None if values["reward"] is None else Reward(**values["reward"])
-    except (KeyError, TypeError) as error:
-        raise CorruptData(f"an agent worker sent what are no values of a rollout: {error}") from error
+    rollout.messages, rollout.metrics, rollout.metadata = values["messages"], values["metrics"], values["metadata"]
+    rollout.reward = None if values["reward"] is None else Reward(**values["reward"])

@@ -1,7 +1,7 @@
 """Messages between the orchestrator and an agent worker: length-prefixed msgpack over a pair of sockets, no pickle.
 
-orchestrator ── Hello; Play, Cancel; Answer, AnswerChunk, AnswerError; Close ──► worker
-orchestrator ◄── Ready; Ask, Withdraw; Played; Beat ─────────────────────────── worker
+orchestrator ── Hello; Play, Score, Cancel; Answer, AnswerChunk, AnswerError; Close ──► worker
+orchestrator ◄── Ready; Ask, Withdraw; Played, Scored; Beat ─────────────────────────── worker
 
 A rollout is known by its id, a request by a number that the worker chose. Values that users' code made travel as bytes
 inside a message: they may be anything that msgpack knows, NumPy's numbers and arrays included.
@@ -16,7 +16,7 @@ import msgspec
 
 from tailrace import errors
 from tailrace.environments import AgentResult
-from tailrace.errors import CorruptData, EnvironmentFailed, LifecycleError, RolloutError, TailraceError
+from tailrace.errors import CorruptData, LifecycleError, RolloutError, TailraceError
 from tailrace.records import (
     Completion,
     GenerationRequest,
@@ -27,8 +27,9 @@ from tailrace.records import (
     Task,
 )
 from tailrace.rollouts.agent_workers.branches import BranchData
+from tailrace.rollouts.agent_workers.groups import GroupChanges, GroupData
+from tailrace.rollouts.agent_workers.values import pack_values
 from tailrace.rollouts.chat.rendering import RendererSource
-from tailrace.rollouts.workers.messages import plain_value
 from tailrace.transport.channels import decode_array
 
 
@@ -70,10 +71,21 @@ class Play(_Message, frozen=True, kw_only=True):
     is_evaluation: bool
 
 
-class Cancel(_Message, frozen=True, kw_only=True):
-    """End a rollout; answered with `Played` once it has ended."""
+class Score(_Message, frozen=True, kw_only=True):
+    """Score a group."""
 
-    rollout_id: RolloutId
+    key: str
+    task: bytes
+    group: GroupData
+    together: bool
+    """By named reward functions for whole groups; else by `score_group`."""
+
+
+class Cancel(_Message, frozen=True, kw_only=True):
+    """End a rollout or a score; answered with `Played` or `Scored` once that has ended."""
+
+    key: str
+    """The rollout's id, or the score's key."""
 
 
 class Answer(_Message, frozen=True, kw_only=True):
@@ -138,6 +150,14 @@ class Played(_Message, frozen=True, kw_only=True):
     """It is lost."""
     score_failure: Failure | None = None
     """It was played to its end, and its reward failed."""
+
+
+class Scored(_Message, frozen=True, kw_only=True):
+    """What came of a score."""
+
+    key: str
+    changes: GroupChanges | None = None
+    failure: Failure | None = None
 
 
 class PhaseTaken(msgspec.Struct, frozen=True, array_like=True):
@@ -208,12 +228,11 @@ class _ToldFields(msgspec.Struct):
     scored: dict[str, Any] | None
 
 
-Order: TypeAlias = Hello | Play | Cancel | Answer | AnswerChunk | AnswerError | Close
-Report: TypeAlias = Ready | Ask | Withdraw | Played | Beat
+Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Close
+Report: TypeAlias = Ready | Ask | Withdraw | Played | Scored | Beat
 
 _ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
 _REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=decode_array)
-_USERS_VALUES = msgspec.msgpack.Encoder(enc_hook=plain_value)
 _TASKS = msgspec.msgpack.Decoder(Task)
 _TOLD = msgspec.msgpack.Decoder(_ToldFields)
 
@@ -233,13 +252,7 @@ def unpack_report(body: bytes) -> Report:
 
 def pack_task(task: Task) -> bytes:
     """Raises `EnvironmentFailed` for a row that cannot be sent."""
-    try:
-        return _USERS_VALUES.encode(task)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise EnvironmentFailed(
-            f"task {task.task_id}: its row cannot be sent to a worker process: {error}; keep to numbers, text, lists "
-            "and dicts, or write rollouts.agent_workers = 0"
-        ) from error
+    return pack_values(task, f"the row of task {task.task_id}")
 
 
 def unpack_task(packed: bytes) -> Task:
@@ -249,10 +262,7 @@ def unpack_task(packed: bytes) -> Task:
 
 def pack_told(told: Told) -> bytes:
     """Raises `EnvironmentFailed` for values that cannot be sent."""
-    try:
-        return _USERS_VALUES.encode(told)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise EnvironmentFailed(f"what a rollout reported cannot leave its worker process: {error}") from error
+    return pack_values(told, "what the rollout reported")
 
 
 def unpack_told(packed: bytes) -> Told:

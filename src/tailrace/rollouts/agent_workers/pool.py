@@ -7,9 +7,9 @@ import logging
 import sys
 from collections.abc import Mapping
 
-from tailrace.environments import EnvironmentSettings
-from tailrace.errors import LifecycleError, SettingsError, TailraceError
-from tailrace.records import Generate, Rollout
+from tailrace.environments import AgentResult, EnvironmentSettings
+from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
+from tailrace.records import Generate, Group, Rollout
 from tailrace.rollouts.agent_workers.messages import Hello
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
 from tailrace.rollouts.agent_workers.worker import AgentWorker, PlayedRollout
@@ -80,14 +80,26 @@ class AgentWorkers:
 
         Waits for one that is there. Raises what keeps all of them from starting.
         """
+        worker = await self._least_busy()
+        played = await worker.play(rollout, is_evaluation=is_evaluation)
+        self._played += 1
+        return played
+
+    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
+        """Score a group by its environment's `score_group`, or by its named functions for groups; once more where the
+        worker is lost. Raises as `play` does."""
+        try:
+            return await (await self._least_busy()).score(group, together=together)
+        except WorkerLost:
+            return await (await self._least_busy()).score(group, together=together)
+
+    async def _least_busy(self) -> AgentWorker:
+        """Waits until one takes rollouts."""
         self._begin()
         await wait_until(self._changed, lambda: self._failure is not None or any(one.is_ready for one in self._workers))
         if self._failure is not None:
             raise self._failure
-        worker = min((one for one in self._workers if one.is_ready), key=lambda one: one.rollouts)
-        played = await worker.play(rollout, is_evaluation=is_evaluation)
-        self._played += 1
-        return played
+        return min((one for one in self._workers if one.is_ready), key=lambda one: one.rollouts)
 
     async def close(self) -> None:
         """End every worker. No rollout may be running."""

@@ -18,19 +18,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import override
 
 from tailrace.environments import AgentResult, EnvironmentSettings, load_environment
-from tailrace.errors import EnvironmentFailed, TailraceError
-from tailrace.records import Rollout, RolloutId
+from tailrace.errors import EnvironmentFailed, RolloutError, ScoringFailed, TailraceError
+from tailrace.records import Rollout, Task
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.connection import Connection
 from tailrace.rollouts.agent_workers.generating import AskedGenerate
+from tailrace.rollouts.agent_workers.groups import GroupChanges
 from tailrace.rollouts.agent_workers.messages import (
     Beat,
     Cancel,
@@ -41,6 +42,8 @@ from tailrace.rollouts.agent_workers.messages import (
     Play,
     Played,
     Ready,
+    Score,
+    Scored,
     Told,
     pack_told,
     unpack_order,
@@ -63,6 +66,8 @@ _BEATS_PER_LIMIT = 5
 _START_SHARE = 0.9
 """Of the time to start in: then the process says itself where it hangs, before it is killed."""
 
+ResultT = TypeVar("ResultT")
+
 _logger = logging.getLogger(__name__)
 
 
@@ -82,7 +87,8 @@ class AgentWorkerProcess:
         """`end` of the pair of sockets that leads to the orchestrator; `stacks` is a file for the last words."""
         self._end, self._stacks = end, stacks
         self._attempts = Attempts()
-        self._playing: dict[RolloutId, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """Rollouts and scores, by their keys."""
         self._environments: dict[str, LoadedEnvironment] = {}
 
     async def run(self) -> None:
@@ -183,17 +189,41 @@ class AgentWorkerProcess:
             case Hello():
                 self._hello.set_result(order)
             case Play():
-                context = self._context.copy()  # not that of the connection, which is older than the recording
-                task = asyncio.create_task(self._play(order), name=f"rollout {order.rollout_id}", context=context)
-                self._playing[order.rollout_id] = task
-                task.add_done_callback(lambda _: self._playing.pop(order.rollout_id, None))
+                self._begin(order.rollout_id, self._play(order))
+            case Score():
+                self._begin(order.key, self._score(order))
             case Cancel():
-                if (running := self._playing.get(order.rollout_id)) is not None:
+                if (running := self._running.get(order.key)) is not None:
                     running.cancel()
             case Close():
                 self._closed.set()
             case _:
                 self._generate.answered(order)
+
+    def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+        """In the context of the recording of phases; that of the connection is older."""
+        task = self._running[key] = asyncio.create_task(work, name=key, context=self._context.copy())
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    async def _score(self, order: Score) -> None:
+        """Score a group; say what came of it, whatever that is."""
+        task = unpack_task(order.task)
+        group, environment = order.group.group(task), self._environments[task.environment]
+        members, failure, changes = list(group.rollouts), None, None
+        score = self._player.score_together if order.together else self._player.score_group
+        try:
+            with phase("score_group", track="groups", about={"group": group.group_id}):
+                returned = await self._attempts.run(
+                    _without_exits(score(group, environment), task, ScoringFailed),
+                    what=f"task {task.task_id}: score_group of group {group.group_id}",
+                    limit_s=environment.score_timeout_s,
+                )
+            changes = GroupChanges.of(returned, group, members)
+        except asyncio.CancelledError:
+            failure = Failure("RolloutError", f"the score of group {group.group_id} was cancelled")
+        except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
+            failure = Failure.of(error)
+        self._connection.send(Scored(key=order.key, changes=changes, failure=failure))
 
     async def _play(self, order: Play) -> None:
         """Play and score a rollout; say what came of it, whatever that is."""
@@ -227,23 +257,25 @@ class AgentWorkerProcess:
     async def _attempt(
         self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: _Outcome
     ) -> None:
-        try:
-            outcome.reported = await self._player.play(rollout, policy, environment)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise _ended_itself(rollout, error) from error
+        task = rollout.task
+        outcome.reported = await _without_exits(self._player.play(rollout, policy, environment), task)
         if not environment.spec.scores_rollouts:
             return
         try:
             with phase("score"):
-                outcome.scored = await self._player.score(rollout, outcome.reported, environment)
-        except (SystemExit, KeyboardInterrupt) as error:
-            outcome.score_failure = Failure.of(_ended_itself(rollout, error))
+                outcome.scored = await _without_exits(self._player.score(rollout, outcome.reported, environment), task)
         except TailraceError as error:
             outcome.score_failure = Failure.of(error)
 
 
-def _ended_itself(rollout: Rollout, error: BaseException) -> EnvironmentFailed:
-    return EnvironmentFailed(f"task {rollout.task.task_id}: users' code raised {error!r}, which ends no run")
+async def _without_exits(
+    work: Coroutine[Any, Any, ResultT], task: Task, failure: type[RolloutError] = EnvironmentFailed
+) -> ResultT:
+    """What users' code returns; an attempt to end the process is its `failure`."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run") from error
 
 
 def _played(rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
@@ -282,12 +314,13 @@ def main() -> int:
     """Play rollouts until the orchestrator says that it is over, or is gone."""
     os.dup2(2, 1)  # what users' code prints goes to the log
     end, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    for descriptor in (end.fileno(), stacks):
+    end_number = end.fileno()
+    for descriptor in (end_number, stacks):
         os.set_inheritable(descriptor, False)
     faulthandler.enable(stacks)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     selector = _OwnSelector()
-    os.register_at_fork(after_in_child=lambda: _disconnect(end.fileno(), selector))
+    os.register_at_fork(after_in_child=lambda: _disconnect((end_number, stacks), selector))
     loop = asyncio.SelectorEventLoop(selector)
     asyncio.set_event_loop(loop)
     working = loop.create_task(AgentWorkerProcess(end, stacks).run())
@@ -305,13 +338,12 @@ def main() -> int:
     _end_group(0 if working.done() and failure is None else 1)
 
 
-def _disconnect(descriptor: int, selector: selectors.BaseSelector) -> None:
+def _disconnect(descriptors: tuple[int, ...], selector: selectors.BaseSelector) -> None:
     """In a process that users' code forked: it must neither write to the orchestrator nor change what is waited for."""
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, descriptor, inheritable=False)
-        if hasattr(selector, "fileno"):
-            os.dup2(nothing, selector.fileno(), inheritable=False)
+        for one in (*descriptors, *([selector.fileno()] if hasattr(selector, "fileno") else [])):
+            os.dup2(nothing, one, inheritable=False)
         os.close(nothing)
 
 

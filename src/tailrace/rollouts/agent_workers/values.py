@@ -21,10 +21,10 @@ def pack_values(values: object, what: str) -> bytes:
 
     >>> unpack_values(pack_values({"seen": (1, 2)}, "the info"))
     {'seen': [1, 2]}
-    >>> pack_values({"seen": object()}, "the info")
+    >>> pack_values({"seen": object()}, "the info")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    tailrace.errors.EnvironmentFailed: the info: a object cannot leave a worker process; use numbers, text, lists and dicts
+    tailrace.errors.EnvironmentFailed: the info: a object cannot leave a worker process; use numbers, text, ...
     """
     try:
         return _ENCODER.encode(values)

@@ -10,6 +10,7 @@ once it has said nothing for longer still.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -25,8 +26,9 @@ import msgspec
 
 from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
-from tailrace.records import Branch, Completion, Generate, Rollout, RolloutId, SessionId
+from tailrace.records import Branch, Completion, Generate, Group, Rollout, SessionId
 from tailrace.rollouts.agent_workers.connection import Connection
+from tailrace.rollouts.agent_workers.groups import GroupData
 from tailrace.rollouts.agent_workers.last_words import LastWords
 from tailrace.rollouts.agent_workers.messages import (
     Answer,
@@ -41,6 +43,8 @@ from tailrace.rollouts.agent_workers.messages import (
     Play,
     Played,
     Ready,
+    Score,
+    Scored,
     Withdraw,
     pack_task,
     unpack_report,
@@ -81,9 +85,9 @@ class PlayedRollout:
 
 @dataclass(slots=True)
 class _Held:
-    """A rollout that the worker plays."""
+    """A rollout that the worker plays, or a group that it scores."""
 
-    ended: asyncio.Future[Played]
+    ended: asyncio.Future[Played | Scored]
     requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """That are being sampled, by the worker's number for them."""
     enough: set[int] = field(default_factory=set)
@@ -106,7 +110,9 @@ class AgentWorker:
         self.restarts = 0
         self.beats = BeatSums()
         self._hello, self._settings, self._generate, self._output = hello, settings, generate, output
-        self._held: dict[RolloutId, _Held] = {}
+        self._held: dict[str, _Held] = {}
+        """By the rollout's id, or the score's key."""
+        self._scores = itertools.count()
         self._process: Process | None = None
         self._ends: list[asyncio.Task[Any]] = []
         """Wait for the end of the process, and of its socket."""
@@ -122,7 +128,7 @@ class AgentWorker:
 
     @property
     def rollouts(self) -> int:
-        """How many it holds."""
+        """How many it holds, groups that it scores counted with them."""
         return len(self._held)
 
     @property
@@ -258,8 +264,8 @@ class AgentWorker:
         Cancelling this ends the rollout there, and its requests here. Raises `WorkerLost`, and what else was raised.
         """
         task = pack_task(rollout.task)
-        held = self._held[rollout.rollout_id] = _Held(asyncio.get_running_loop().create_future())
-        self._connection.send(
+        held = self._hold(
+            rollout.rollout_id,
             Play(
                 rollout_id=rollout.rollout_id,
                 group_id=rollout.group_id,
@@ -268,7 +274,7 @@ class AgentWorker:
                 started_s=rollout.started_s,
                 attempt=rollout.attempt,
                 is_evaluation=is_evaluation,
-            )
+            ),
         )
         try:
             played = await asyncio.shield(held.ended)
@@ -280,9 +286,36 @@ class AgentWorker:
             raise WorkerLost(f"task {rollout.task.task_id}: {lost}") from lost
         return self._filled(rollout, played)
 
+    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
+        """Score a group there, and lay what came of it over this one.
+
+        Cancelling this ends the score. Raises `WorkerLost`, and what else was raised.
+        """
+        key, data = f"score {next(self._scores)}", GroupData.of(group)
+        held = self._hold(key, Score(key=key, task=pack_task(group.task), group=data, together=together))
+        try:
+            scored = await asyncio.shield(held.ended)
+        except asyncio.CancelledError:
+            self._connection.send(Cancel(key=key))
+            with suppress(TimeoutError, TailraceError):
+                async with asyncio.timeout(CANCELLED_S):
+                    await asyncio.shield(held.ended)
+            raise
+        if not isinstance(scored, Scored) or scored.changes is None:
+            raise (getattr(scored, "failure", None) or Failure("WorkerLost", f"{self.name} told of no score")).error()
+        try:
+            return scored.changes.applied(group)
+        except CorruptData as error:
+            raise WorkerLost(f"task {group.task.task_id}: {self.name}: {error}") from error
+
+    def _hold(self, key: str, order: Play | Score) -> _Held:
+        held = self._held[key] = _Held(asyncio.get_running_loop().create_future())
+        self._connection.send(order)
+        return held
+
     async def _cancel(self, rollout: Rollout, held: _Held) -> None:
         """Wait until the worker says that it has ended, or has ended itself; not for long."""
-        self._connection.send(Cancel(rollout_id=rollout.rollout_id))
+        self._connection.send(Cancel(key=rollout.rollout_id))
         for request in held.requests.values():
             request.cancel()
         try:
@@ -295,8 +328,9 @@ class AgentWorker:
             _fill_with_known(rollout, held)
             raise
 
-    def _filled(self, rollout: Rollout, played: Played) -> PlayedRollout:
+    def _filled(self, rollout: Rollout, played: Played | Scored) -> PlayedRollout:
         """Raises what it failed with."""
+        assert isinstance(played, Played)  # keys of scores are none of rollouts
         with phase("receive_rollout"):
             try:
                 rollout.branches = [data.branch() for data in played.branches]
@@ -340,13 +374,13 @@ class AgentWorker:
                 self._ask(report)
             case Withdraw():
                 self._withdraw(report)
-            case Played():
-                held = self._held.pop(report.rollout_id, None)
+            case Played() | Scored():
+                held = self._held.pop(report.rollout_id if isinstance(report, Played) else report.key, None)
                 if held is not None and not held.ended.done():
                     held.ended.set_result(report)
 
     def _ask(self, ask: Ask) -> None:
-        held = self._held.get(ask.request.owner or RolloutId(""))
+        held = self._held.get(ask.request.owner or "")
         if held is None or ask.call_id in held.requests:
             return
         request = held.requests[ask.call_id] = asyncio.get_running_loop().create_task(self._answer(held, ask))
