@@ -18,6 +18,7 @@ from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.step.loss_sums import LossSums
+from tailrace.training.step.offloaded_moments import OffloadedAdamW
 from tailrace.training.trainer import Trainer
 from tests.devices.stand_in import stand_in_gpu
 from tests.training.losses.support import BUILT_IN, settings_of
@@ -87,6 +88,21 @@ def test_activations_leave_the_device_without_a_wait() -> None:
         assert all(weight.grad is not None and weight.grad.is_cuda for weight in policy.parameters())
 
 
+def test_moments_cross_to_the_device_and_back_without_a_read() -> None:
+    with stand_in_gpu() as gpu:
+        weights = [torch.nn.Parameter(torch.ones(size, 3, device="cuda")) for size in (50, 2)]
+        optimizer = OffloadedAdamW([{"params": weights}], lr=1e-3, betas=(0.9, 0.99), eps=1e-8, block_numbers=64)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        assert gpu.reads == 0
+        for weight in weights:
+            state = optimizer.state[weight]
+            assert (state["exp_avg"].shape, state["exp_avg"].is_cuda) == (weight.shape, False)
+            assert (state["exp_avg_sq"].is_cuda, state["step"].is_cuda) == (False, True)
+
+
 @pytest.mark.parametrize(("dtype", "pads"), [("float32", True), ("bfloat16", False)], ids=["float32", "bfloat16"])
 def test_a_row_is_padded_only_where_no_kernel_takes_it_as_it_is(dtype: str, pads: bool) -> None:
     with stand_in_gpu():
@@ -133,7 +149,7 @@ def test_the_trainer_steps(
 def test_components_keep_to_the_device_and_never_wait_for_it(
     loss: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("trainer", "reference"):
+    for module in ("trainer", "model.reference"):
         monkeypatch.setattr(f"tailrace.training.{module}.load_causal_lm", load)
     components = {"reference_kl": {"coefficient": 0.1}, "cross_entropy": {"coefficient": 0.1}}
     settings = TrainerSettings.model_validate({"device": "cuda", "loss": {**loss, **components}})

@@ -191,6 +191,22 @@ async def test_a_demonstration_is_the_tokens_that_would_have_been_sampled(
     assert int(shown.token_ids[-1]) in renderer.stop_token_ids
 
 
+async def test_a_reply_after_a_demonstration_names_its_own_branch(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada", "Bob", "Cleo"])
+    replies = [await talk.policy.chat([user("a")])]
+    talk.policy.demonstrate([user("b"), said("Bob")])
+    replies.append(await talk.policy.chat([user("c")]))
+    replies.append(await talk.policy.chat([user("c"), replies[1].message, user("d")]))
+    assert [reply.branch for reply in replies] == [0, 2, 2]
+    talk.policy.set_column(replies[1], "weights", np.ones(replies[1].completion.num_tokens))
+    assert [set(branch.columns) for branch in talk.rollout.branches] == [set(), {"cross_entropy"}, {"weights"}]
+    for reply in replies:
+        branch = talk.rollout.branches[reply.branch]
+        assert branch.token_ids[reply.start_token :][: reply.completion.num_tokens].tolist() == (
+            reply.completion.token_ids.tolist()
+        )
+
+
 async def test_a_family_s_renderer_shows_a_demonstration_too(renderer_of: Callable[[str], ChatRenderer]) -> None:
     talk = Talk(renderer_of("qwen3"))
     talk.policy.demonstrate([user("b"), said("Bob")])

@@ -184,6 +184,22 @@ def test_a_slice_of_a_row_is_kept_and_what_is_offloaded_is_kept_on_the_host(mode
     assert there.host - here.host == there.offloaded
 
 
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["all weights", "adapters"])
+def test_offloaded_moments_are_on_the_host_but_for_the_blocks_of_a_step(
+    model_folder: Path, lora: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = TrainerSettings.model_validate({"device": "cuda", "lora": lora})
+    offloading = on_gpu.model_copy(update={"offload_optimizer": True})
+    here, few = planned(model_folder, on_gpu), planned(model_folder, offloading)
+    moments = here.adapter // 2 if lora else here.moments
+    assert (here.offloaded_moments, few.offloaded_moments) == (0, moments)
+    assert few.device == here.device  # all of so few are there in a step
+    monkeypatch.setattr("tailrace.training.memory.STAGED_BYTES", 100)
+    many, held = planned(model_folder, offloading), "adapter" if lora else "moments"
+    assert getattr(here, held) - getattr(many, held) == moments - 100
+    assert many.host - here.host == moments
+
+
 CARDS_GB = (24, 48, 80, 141)
 SPARE = 0.9
 """Of a card: the rest is for its driver, and for what lies between and beside the tensors that are counted."""

@@ -19,7 +19,7 @@ class ModelSizes:
     precise_weights: int
     """Of them, those that stay float32 where others are bfloat16: vectors, embeddings, head."""
     inner_matrices: int
-    """Of them, those in matrices that are neither embeddings nor head nor stacked experts."""
+    """Of them, those in `inner_matrices`."""
     outer_weights: int
     """Of them, those in no decoder layer."""
     layer_weights: int
@@ -59,7 +59,7 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
     return ModelSizes(
         weights=weights,
         precise_weights=sum(one.numel() for one in model.parameters() if one.ndim == 1 or id(one) in outer),
-        inner_matrices=sum(one.numel() for one in model.parameters() if one.ndim == 2 and id(one) not in outer),
+        inner_matrices=sum(one.numel() for one in inner_matrices(model)),
         outer_weights=weights - in_layers,
         layer_weights=max(map(count_weights, layers), default=0),
         head_weights=count_weights(ends[-1]) if ends else 0,
@@ -72,6 +72,14 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
         intermediate=_intermediate(config),
         norms_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
     )
+
+
+def inner_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Weights that are matrices, but neither embeddings, of tokens or positions, nor head nor stacked experts."""
+    others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if (head := model.get_output_embeddings()) is not None:
+        others |= {id(weight) for weight in head.parameters()}
+    return [weight for weight in model.parameters() if weight.ndim == 2 and id(weight) not in others]
 
 
 def state_dict_bytes(sizes: ModelSizes, dtype: Literal["float32", "bfloat16"], *, keeps_precise: bool = True) -> int:

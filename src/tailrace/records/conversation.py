@@ -76,7 +76,7 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     malformed_tool_calls: int = 0
     """Tool calls that could not be parsed; their text stays in `content`."""
     branch: int = 0
-    """Which of the rollout's token sequences it is on."""
+    """Which of the rollout's `branches` it is on."""
     start_token: int = 0
     """Place of its first token there."""
 

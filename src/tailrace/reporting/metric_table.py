@@ -181,7 +181,7 @@ _ROWS = (
         "The same over tokens that it sampled over keys and values of older versions: what a kept cache costs.",
     ),
     ("training/{environment}/loss_tokens", "tokens", _SUM, "One environment's tokens that bore loss."),
-    ("training/{environment}/loss", "1", _MEAN, "Their mean loss, over those that were kept."),
+    ("training/{environment}/loss", "1", _MEAN, "Their loss of rewards, over what the loss is divided by, of theirs."),
     ("training/{environment}/kl", "nats", _MEAN, "Their divergence from the policy that sampled them."),
     (
         "training/distillation",

@@ -154,7 +154,7 @@ class RolloutPolicy:
             raise ValueError(
                 f"column {name!r} has {len(column)} values, and the reply {reply.completion.num_tokens} tokens"
             )
-        self._conversations[reply.branch].branch.set_column(name, column, start=reply.start_token)
+        self._rollout.branches[reply.branch].set_column(name, column, start=reply.start_token)
 
     def keep(self, messages: Sequence[Message]) -> None:
         """Add what follows the last reply to the conversation kept for people; the policy never answers it."""
@@ -215,7 +215,7 @@ class RolloutPolicy:
         return conversation
 
     def _open(self, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
-        return BranchConversation(len(self._conversations), Branch(temperature), tools)
+        return BranchConversation(len(self._rollout.branches), Branch(temperature), tools)
 
     # ---- how it is sampled
 
@@ -248,7 +248,7 @@ class RolloutPolicy:
             limits.append(context - prompt)
         if (most := self._max_rollout_tokens) is not None:
             used = self._rollout.num_tokens + self._reserved_tokens + context_tokens
-            if conversation.index == len(self._conversations):
+            if self._is_new(conversation):
                 used += conversation.branch.num_tokens
             if used >= most:
                 raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
@@ -264,12 +264,16 @@ class RolloutPolicy:
 
     def _begin_turn(self, conversation: BranchConversation, context: Int32Array, messages: list[Message]) -> None:
         """Record what the turn's prompt adds. Messages are copied: what the agent does to its own changes nothing."""
-        if conversation.index == len(self._conversations):
+        if self._is_new(conversation):
             self._conversations.append(conversation)
             self._rollout.branches.append(conversation.branch)
         conversation.branch.extend_context(context)
         conversation.messages.extend(message.copy() for message in messages[len(conversation.messages) :])
         self._rollout.turns += 1
+
+    def _is_new(self, conversation: BranchConversation) -> bool:
+        """Whether its first turn is yet to begin."""
+        return conversation.index == len(self._rollout.branches)
 
     async def _sample(
         self,

@@ -64,6 +64,8 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
             "trainer.gradient_checkpointing."
         )
     offloaded = f", {gigabytes(memory.offloaded)} for offloaded activations" if memory.offloaded else ""
+    if memory.offloaded_moments:
+        offloaded += f", {gigabytes(memory.offloaded_moments)} for the optimizer's moments"
     yield (
         f"On the host {'it' if trainer.ranks == 1 else 'rank 0'} needs up to {gigabytes(memory.host)} more: "
         f"{gigabytes(memory.publication)} for weights on their way to the generators, {gigabytes(memory.checkpoint)} "

@@ -19,6 +19,7 @@ from tailrace.training.model.adapter import target_layers
 from tailrace.training.model.head import chunk_tokens
 from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.trainer import TrainerSettings
+from tailrace.training.step.offloaded_moments import STAGED_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,6 +57,7 @@ class TrainerMemory:
     """With its gradients and moments."""
     gradients: int
     moments: int
+    """Where they are offloaded, those that are there while a step is taken."""
     reference: int
     """Weights of a frozen model beside the policy; none where that is the model under an adapter."""
     gathered: int
@@ -72,6 +74,8 @@ class TrainerMemory:
     """On the device: the whole model, before a rank keeps its share."""
     offloaded: int = 0
     """On the host: activations of a row."""
+    offloaded_moments: int = 0
+    """On the host, between steps."""
 
     @property
     def device(self) -> int:
@@ -82,7 +86,7 @@ class TrainerMemory:
     @property
     def host(self) -> int:
         """On the host besides, at its peak; where the device is the CPU this is added to it."""
-        return self.publication + self.checkpoint + self.offloaded
+        return self.publication + self.checkpoint + self.offloaded + self.offloaded_moments
 
 
 def adapter_sizes(model: PreTrainedModel, lora: LoraSettings) -> AdapterSizes:
@@ -115,12 +119,14 @@ def trainer_memory(
     """
     trains_all, ranks = adapter.weights == 0, settings.ranks
     trained = sizes.weights if trains_all else 0
+    own_moments = share(moment_bytes(sizes, settings, adapter), ranks)
+    moments = min(own_moments, STAGED_BYTES) if settings.offload_optimizer else own_moments
     on_gpu = settings.device.startswith("cuda")
     return TrainerMemory(
         weights=share(WIDE_BYTES * sizes.weights, ranks),
-        adapter=share(4 * WIDE_BYTES * adapter.weights, ranks),
+        adapter=0 if trains_all else share(2 * WIDE_BYTES * adapter.weights, ranks) + moments,
         gradients=share(WIDE_BYTES * trained, ranks),
-        moments=share(moment_bytes(sizes, settings) if trains_all else 0, ranks),
+        moments=moments if trains_all else 0,
         reference=share(WIDE_BYTES * reference_weights, ranks),
         gathered=gathered_bytes(sizes, adapter) if ranks > 1 else 0,
         kept=kept_bytes(sizes, settings, row_tokens, sample_tokens=sample_tokens, trains_all=trains_all),
@@ -129,6 +135,7 @@ def trainer_memory(
         checkpoint=checkpoint_bytes(sizes, settings, adapter),
         loading=WIDE_BYTES * (sizes.weights + adapter.weights),
         offloaded=offloaded_bytes(sizes, settings, row_tokens),
+        offloaded_moments=own_moments if settings.offload_optimizer else 0,
     )
 
 
@@ -141,10 +148,11 @@ def share(num_bytes: int, ranks: int) -> int:
     return -(-num_bytes // ranks)
 
 
-def moment_bytes(sizes: ModelSizes, settings: TrainerSettings) -> int:
-    """Of all weights: two moments each of AdamW (Kingma & Ba, 2015, algorithm 1), one of Muon for its matrices."""
+def moment_bytes(sizes: ModelSizes, settings: TrainerSettings, adapter: AdapterSizes) -> int:
+    """Of all weights that are trained: two moments each of AdamW (Kingma & Ba, 2015, algorithm 1), one of Muon for its
+    matrices."""
     of_muon = sizes.inner_matrices if settings.optimizer == "muon" else 0
-    return WIDE_BYTES * (2 * sizes.weights - of_muon)
+    return WIDE_BYTES * (2 * (adapter.weights or sizes.weights) - of_muon)
 
 
 def gathered_bytes(sizes: ModelSizes, adapter: AdapterSizes) -> int:
@@ -243,5 +251,5 @@ def publication_bytes(
 
 def checkpoint_bytes(sizes: ModelSizes, settings: TrainerSettings, adapter: AdapterSizes) -> int:
     """Rank 0: all weights, the adapter, and its own share of moments."""
-    moments = 2 * WIDE_BYTES * adapter.weights or moment_bytes(sizes, settings)
-    return WIDE_BYTES * (sizes.weights + adapter.weights) + share(moments, settings.ranks)
+    moments = share(moment_bytes(sizes, settings, adapter), settings.ranks)
+    return WIDE_BYTES * (sizes.weights + adapter.weights) + moments

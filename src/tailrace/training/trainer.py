@@ -42,7 +42,7 @@ from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.reports.nonfinite_rows import NonFiniteRows
 from tailrace.training.reports.token_export import TokenExport
 from tailrace.training.reports.utilisation import MemoryGauge, ModelFlops, peak_flops
-from tailrace.training.settings.losses import ClippedRatioSettings
+from tailrace.training.settings.losses import ClippedRatioSettings, DecoupledPpoSettings, OwnLossSettings
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.step.gradients import GradientPasses, RowOutput
 from tailrace.training.step.optimizer import learning_rate, make_optimizer
@@ -306,7 +306,9 @@ class Trainer:
         Metrics are of the last one. A step that is not finite, or of which nothing is kept, ends them; those before it
         stand.
         """
-        batch, metrics, taken = _with_proximal_policy(batch, outputs), dict[str, float](), 1
+        if isinstance(self.settings.loss, DecoupledPpoSettings | OwnLossSettings):
+            batch = _with_proximal_policy(batch, outputs)
+        metrics, taken = dict[str, float](), 1
         while taken < self.settings.steps_per_batch:
             again = list[RowOutput]()
             found = self._compute_gradients(batch, again, exports=False)

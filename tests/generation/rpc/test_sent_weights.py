@@ -145,6 +145,28 @@ def test_a_version_that_the_store_skipped_is_no_matter(tmp_path: Path) -> None:
         assert len([*(tmp_path / "trainer").iterdir()]) <= 3
 
 
+def test_a_version_that_is_looked_up_late_displaces_no_newer_one(tmp_path: Path) -> None:
+    """Somebody opened it before newer ones were published, and comes to read it after those."""
+    with two_ends(tmp_path) as (store, receiver):
+        weights = [first_weights()]
+        refs = [store.publish(weights[0], 0)]
+        with SharedMemoryModelStateDictStore(tmp_path / "trainer").lend_file(refs[0]):  # so that its file is kept
+            for version in (1, 2):
+                weights.append(next_weights(weights[-1], version, 0.01))
+                refs.append(store.publish(weights[-1], version))
+                with receiver.opened(refs[-1]):
+                    pass
+            (tmp_path / "late").mkdir()
+            late = Receiver(receiver.lender, tmp_path / "late")
+            with late.opened(refs[0]) as found:
+                require_equal(found, weights[0])
+            late.uploads.close()
+        weights.append(next_weights(weights[-1], 3, 0.01))
+        with receiver.opened(store.publish(weights[-1], 3)) as found:
+            require_equal(found, weights[-1])
+        assert receiver.was_delta  # version 2 was kept
+
+
 def test_a_base_that_is_not_what_it_was_is_found_and_never_installed(tmp_path: Path) -> None:
     with two_ends(tmp_path) as (store, receiver):
         weights = first_weights()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,29 +14,11 @@ from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
+from tests.support.cuda_streams import run_at_once
 from tests.training.tiny import build_batch, tiny_model
 
 LENGTHS, ROWS = (300, 500), (2,)
 """Rows whose hidden states are worth a copy."""
-
-
-class Queue:
-    """A stream, or an event in one, where everything runs at once."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def wait_stream(self, other: Queue) -> None: ...
-
-    def wait_event(self, event: Queue) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU's tensors take the way of a GPU's."""
-    for name, replacement in {"Stream": Queue, "Event": Queue, "current_stream": Queue, "stream": nullcontext}.items():
-        monkeypatch.setattr(torch.cuda, name, replacement)
 
 
 def gradients(model: str, *, offload: bool) -> list[torch.Tensor]:
@@ -50,7 +30,6 @@ def gradients(model: str, *, offload: bool) -> list[torch.Tensor]:
     return [weight.grad for weight in policy.parameters() if weight.grad is not None]
 
 
-@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("model", ["qwen3", "gpt2"])
 def test_gradients_are_the_same_bits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = list[tuple[int, ...]]()
@@ -61,6 +40,7 @@ def test_gradients_are_the_same_bits(model: str, monkeypatch: pytest.MonkeyPatch
             copies.append(tuple(other.shape))
         return copy(self, other, non_blocking)
 
+    run_at_once(monkeypatch.setattr)
     expected = gradients(model, offload=False)
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
     found = gradients(model, offload=True)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tailrace.errors import Diverged
-from tailrace.records import RolloutId, SampleOrigins
+from tailrace.records import CROSS_ENTROPY, RolloutId, SampleOrigins
 from tailrace.training.ranks import ALONE, Ranks
 from tailrace.training.reports.nonfinite_rows import KEPT_FILES, MAX_ROWS
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, Trainer
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import build_batch, rows_of
+from tests.training.tiny import build_batch, demonstrating, rows_of
 
 STEEP = {"name": "tests.support.losses:steep"}
 ORIGINS = SampleOrigins.of([(RolloutId(f"task#{index}"), index % 2, "sums") for index in range(4)])
@@ -69,6 +69,21 @@ def test_the_row_that_is_not_finite_is_kept_whole_and_named(
     ]
     with pytest.raises(Diverged, match=r"1 row of rank 0 \(kept in .*step_000002_rank_0.npz\)"):
         trainer.train_step(build_batch(step=2, advantages=BAD))
+
+
+def test_a_row_is_found_by_what_components_add_to_its_loss(
+    tmp_path: Path, model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A demonstration of a row in which other samples bear the loss of rewards, and one of a row that has no others."""
+    trainer = make_trainer(model_folder, tmp_path, loss={"name": "clipped_ratio", "cross_entropy": {}})
+    batch = demonstrating(build_batch(lengths=(9, 14, 5, 12), rows=(1, 2, 1)), (1, 3))
+    weights = batch.columns[CROSS_ENTROPY].copy()
+    weights[[batch.sample_offsets[2] - 1, -1]] = np.inf
+    assert trainer.train_step(dataclasses.replace(batch, columns={CROSS_ENTROPY: weights})).skipped == NOT_FINITE
+    assert "not finite are 2 rows of rank 0" in caplog.text
+    kept = read(tmp_path / "step_000001_rank_0.npz")
+    assert (set(kept["row"]), set(kept["not_finite"])) == ({1, 2}, {"components"})
+    assert np.isfinite(kept["loss"]).tolist() == kept["loss_mask"].tolist()
 
 
 def test_a_row_whose_loss_is_finite_is_found_by_its_gradient(

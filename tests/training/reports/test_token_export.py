@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -73,6 +74,42 @@ def test_every_trained_token_is_there_once_with_its_place_and_figures(
         for metric, column in (("loss", "loss"), ("entropy", "entropy"), ("ratio_mean", "ratio")):
             mean = np.mean([one[column] for one in own])
             assert metrics[f"training/{environment}/{metric}"] == pytest.approx(mean, rel=1e-5), metric
+
+
+DIVISORS: dict[str, Callable[[list[dict[str, Any]]], float]] = {
+    "kept_tokens": lambda tokens: max(1, sum(one["kept"] for one in tokens)),
+    "planned_tokens": len,
+    "sequences": lambda tokens: len({(one["rollout_id"], one["branch"]) for one in tokens}),
+    "sequences_times_length": lambda tokens: 32 * len({(one["rollout_id"], one["branch"]) for one in tokens}),
+}
+MASKED = {"masks": [{"name": "icepop", "low": 0.5, "high": 2.0}]}
+
+
+@pytest.mark.parametrize(
+    ("loss", "divisor"),
+    [
+        ({"name": "clipped_ratio", **MASKED}, "kept_tokens"),
+        ({"name": "ipo", "threshold": 0.01}, "planned_tokens"),
+        ({"name": "grpo", **MASKED}, "sequences"),
+        ({"name": "gspo"}, "sequences"),
+        ({"name": "sapo"}, "sequences"),
+        ({"name": "dr_grpo", "length": 32}, "sequences_times_length"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["name"],
+)
+def test_tokens_sum_up_to_the_loss_of_the_batch_and_of_each_environment(
+    tmp_path: Path, model_folder: Path, loss: dict[str, Any], divisor: str
+) -> None:
+    batch = dataclasses.replace(build_batch(), origins=ORIGINS)
+    (metrics,) = train(tmp_path, model_folder, "jsonl", batch, loss=loss)
+    (path,) = tmp_path.iterdir()
+    tokens: list[dict[str, Any]] = read_tokens(path)
+    assert any(one["kept"] for one in tokens)
+    assert all(one["kept"] for one in tokens) == (loss["name"] in ("gspo", "sapo", "dr_grpo"))
+    for name in ("", "names/", "sums/"):
+        own = [one for one in tokens if name in ("", f"{one['environment']}/")]
+        expected = sum(one["loss"] for one in own) / DIVISORS[divisor](own)
+        assert metrics[f"training/{name}loss"] == pytest.approx(expected, rel=1e-5), name
 
 
 def test_each_step_has_a_file_of_its_own(tmp_path: Path, model_folder: Path, form: ExportFormat) -> None:

@@ -34,6 +34,7 @@ class BranchConversation:
     """A branch, and the conversation that it holds."""
 
     index: int
+    """The branch's place in its rollout, among those that were demonstrated too."""
     branch: Branch
     tools: Sequence[ToolSpec] | None
     messages: list[Message] = field(default_factory=list)

@@ -16,8 +16,9 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from tailrace.training.model.sharding import own_part
+from tailrace.training.model.sharding import own_part, own_share
 from tailrace.training.ranks import JoinedRanks, Ranks
+from tailrace.training.step.offloaded_moments import OffloadedAdamW, on_host
 from tailrace.training.step.optimizer import moment_kinds
 
 Moments: TypeAlias = dict[str, Tensor]
@@ -28,10 +29,11 @@ def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Rank
     """Of every weight that was ever updated."""
     shares, kinds = _Shares(ranks), moment_kinds(optimizer)
     return {
-        f"{name}/{kind}": shares.copy(optimizer.state[weight][kind])
+        f"{name}/{kind}": shares.copy(value, value if kind == "step" else weight)
         for name, weight in model.named_parameters()
         if weight in optimizer.state
         for kind in kinds[weight]
+        for value in (optimizer.state[weight][kind],)
     }
 
 
@@ -79,6 +81,8 @@ def set_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: torc
         if kind not in kinds[weight]:
             raise ValueError(f"it has {key}, which is of another optimizer than trainer.optimizer says")
         found = value.to(weight.device) if kind == "step" else _placed(value, weight)
+        if kind != "step" and isinstance(optimizer, OffloadedAdamW):
+            found = on_host(found)
         optimizer.state[weight][kind] = found
 
 
@@ -118,21 +122,21 @@ class _Shares:
     def __init__(self, ranks: Ranks) -> None:
         self._mesh = ranks.mesh("cpu") if isinstance(ranks, JoinedRanks) else None
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        return self._on_cpu(tensor, lambda local: torch.empty_like(local, device="cpu").copy_(local))
+    def copy(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """`tensor`, or this rank's share of it, as `like` is shared out."""
+        own = own_share(tensor).detach()
+        return self._as_share(torch.empty_like(own, device="cpu").copy_(own), like)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._on_cpu(like, lambda local: torch.empty_like(local, device="cpu", dtype=dtype))
+        return self._as_share(torch.empty_like(own_share(like).detach(), device="cpu", dtype=dtype), like)
 
-    def _on_cpu(self, tensor: Tensor, make: Any) -> Tensor:
+    def _as_share(self, own: Tensor, like: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
-        if not isinstance(tensor, DTensor):
-            made: Tensor = make(tensor.detach())
-            return made
+        if not isinstance(like, DTensor):
+            return own
         assert self._mesh is not None
-        local = make(tensor.to_local().detach())
-        return DTensor.from_local(local, self._mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+        return DTensor.from_local(own, self._mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
 def _group(ranks: Ranks) -> dict[str, Any]:

@@ -45,12 +45,16 @@ class Divisor:
 
     def final(self, batch: BatchSummary, kept_tokens: int) -> int:
         """Once it is known how many of the batch's loss tokens the loss keeps."""
+        return self.of(batch.loss_tokens, kept_tokens, batch.num_sequences)
+
+    def of(self, planned_tokens: int, kept_tokens: int, sequences: int) -> int:
+        """Of any part of a batch that has so many."""
         match self.denominator:
             case Denominator.PLANNED_TOKENS:
-                return batch.loss_tokens
+                return planned_tokens
             case Denominator.KEPT_TOKENS:
                 return kept_tokens
             case Denominator.SEQUENCES:
-                return batch.num_sequences
+                return sequences
             case Denominator.SEQUENCES_TIMES_LENGTH:
-                return batch.num_sequences * self.length
+                return sequences * self.length

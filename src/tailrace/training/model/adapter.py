@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tailrace.errors import CheckpointError, SettingsError
+from tailrace.models.adapter_files import CONFIG_FILE, TENSORS_FILE, is_down, layer_of, names_beside
 from tailrace.training.model.checkpointed_layers import decoder_layers
 from tailrace.training.model.sharding import own_part, sums_of_bits, whole
 from tailrace.training.settings.lora import LoraSettings, require_peft
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
 ADAPTER = "adapter"
 """Folder of a checkpoint: what `PeftModel.from_pretrained` loads."""
 
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _NAME = "base_model.model.", "default"
-"""Of peft's: before the names of weights in its files, and of the only adapter in a model."""
+_NAME = "default"
+"""Of the only adapter in a model."""
 _BASE = "base_weights"
 _ROUTER = re.compile(r"(^|_)gate$|router", re.IGNORECASE)
 
@@ -54,8 +54,8 @@ class AdapterCopy:
         from safetensors.torch import save_file
 
         folder.mkdir()
-        (folder / _CONFIG).write_text(json.dumps(self.config, indent=2, sort_keys=True), encoding="utf-8")
-        save_file(dict(self.tensors), folder / _TENSORS, metadata={"format": "pt", _BASE: self.base})
+        (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2, sort_keys=True), encoding="utf-8")
+        save_file(dict(self.tensors), folder / TENSORS_FILE, metadata={"format": "pt", _BASE: self.base})
 
 
 class Adapter:
@@ -83,14 +83,14 @@ class Adapter:
         scale = self._config.lora_alpha / self._config.r
         for name, weight in self._weights():
             found = whole(weight.detach())
-            yield name, (found * scale if ".lora_B." in name else found.clone()).to(dtype)
+            yield name, (found.clone() if is_down(name) else found * scale).to(dtype)
 
     def require_same(self, checkpoint: Path) -> None:
         """Raise `CheckpointError` unless this very adapter, of the same base, was saved there."""
         from safetensors import safe_open
 
         found = _config_in(checkpoint)
-        with safe_open(checkpoint / ADAPTER / _TENSORS, framework="pt") as file:
+        with safe_open(checkpoint / ADAPTER / TENSORS_FILE, framework="pt") as file:
             names, base = set(file.keys()), (file.metadata() or {}).get(_BASE)
         own = dict(self._weights())
         for what, theirs, ours in (
@@ -115,7 +115,7 @@ class Adapter:
         """Go on with what was saved there, which `require_same` has accepted."""
         from safetensors.torch import load_file
 
-        saved = load_file(checkpoint / ADAPTER / _TENSORS)
+        saved = load_file(checkpoint / ADAPTER / TENSORS_FILE)
         for name, weight in self._weights():
             weight.copy_(own_part(saved[name], weight))
 
@@ -133,8 +133,8 @@ class Adapter:
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Under the names that peft's files have."""
         for name, layer in self._layers.items():
-            for part, modules in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-                yield f"{_PREFIX}{name}.{part}.weight", modules[_NAME].weight
+            for own_name, modules in zip(names_beside(name), (layer.lora_A, layer.lora_B), strict=True):
+                yield own_name, modules[_NAME].weight
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, model_name: str) -> Adapter | None:
@@ -271,11 +271,11 @@ def _layer_names(names: Any) -> str:
     >>> _layer_names(["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"])
     'up_proj'
     """
-    return ", ".join(sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names}))
+    return ", ".join(sorted({layer_of(name).rpartition(".")[2] for name in names}))
 
 
 def _config_in(checkpoint: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((checkpoint / ADAPTER / _CONFIG).read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((checkpoint / ADAPTER / CONFIG_FILE).read_text(encoding="utf-8"))
     return found
 
 

@@ -129,6 +129,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_share(tensor: Tensor) -> Tensor:
+    """This rank's share of a tensor, in the same memory; itself where it is not shared out."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def own_part(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's share of a whole `tensor`, as `like` is shared out, on its device; no communication."""
     from torch.distributed.tensor import DTensor, distribute_tensor

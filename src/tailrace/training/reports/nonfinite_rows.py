@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from tailrace.records import Batch, BatchRow
 from tailrace.training.model.head import LossOutput
+from tailrace.training.model.sharding import own_share
 from tailrace.training.ranks import Ranks
 from tailrace.training.reports.token_export import on_host, token_places
 from tailrace.training.step.gradients import GradientPasses, RowOutput
@@ -48,7 +49,7 @@ class _Culprit:
     row: BatchRow
     output: RowOutput
     what: str
-    """`loss` or `gradient`."""
+    """`loss`, `components` or `gradient`."""
 
 
 class NonFiniteRows:
@@ -65,9 +66,9 @@ class NonFiniteRows:
         """
         rows = self._passes.rows(batch)
         found = [
-            _Culprit(index, row, output, "loss")
+            _Culprit(index, row, output, what)
             for index, (row, output) in enumerate(zip(rows, outputs, strict=True))
-            if not _is_finite(output.output)
+            if (what := _not_finite(output.output))
         ]
         if not any(self._ranks.gather(len(found))):
             wanted = self._with_infinite_gradients(rows, version)
@@ -97,7 +98,7 @@ class NonFiniteRows:
             weight.grad = None
         with self._ranks.exchanging():
             self._passes.pass_over(row, version)
-        own = all(bool(torch.isfinite(_local(weight.grad)).all()) for weight in weights if weight.grad is not None)
+        own = all(bool(torch.isfinite(own_share(weight.grad)).all()) for weight in weights if weight.grad is not None)
         return all(self._ranks.gather(own))
 
     def _save(self, step: int, found: Sequence[_Culprit]) -> Path | None:
@@ -125,16 +126,15 @@ class NonFiniteRows:
         return path
 
 
-def _is_finite(output: LossOutput) -> bool:
-    """Waits for the device. A log-probability of -inf is a probability of 0, of which a loss may come out finite."""
-    return bool(torch.isfinite(output.losses).all()) and not bool(torch.isnan(output.logprobs).any())
+def _not_finite(output: LossOutput) -> str:
+    """What of a row is not: the loss of rewards, or what components add to it; "" where both are.
 
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    Waits for the device. A log-probability of -inf is a probability of 0, of which a loss may come out finite.
+    """
+    if not bool(torch.isfinite(output.losses).all()) or bool(torch.isnan(output.logprobs).any()):
+        return "loss"
+    added = bool(torch.isfinite(output.losses.sum())) and not bool(torch.isfinite(output.total))
+    return "components" if added else ""
 
 
 def _columns(found: Sequence[_Culprit]) -> dict[str, NDArray[Any]]:

@@ -108,6 +108,11 @@ class TrainerSettings(BaseModel):
         description="On a GPU, with gradient_checkpointing: keep the inputs of layers, all that is left then, in the"
         " host's pinned memory until the backward pass.",
     )
+    offload_optimizer: bool = Field(
+        default=False,
+        description="On a GPU, with AdamW: keep its two moments in the host's pinned memory; in each step they cross to"
+        " the GPU and back, block by block (docs/trainer.md).",
+    )
     compile: bool = Field(
         default=False,
         description="Compile layers by torch.compile, in the first step; on a CPU only without native_kernels.",
@@ -169,6 +174,20 @@ class TrainerSettings(BaseModel):
             raise ValueError(
                 "offload_activations keeps the inputs of layers that are computed twice on the host: write "
                 "gradient_checkpointing = true, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_moments_to_offload(self) -> Self:
+        if self.offload_optimizer and self.device == "cpu":
+            raise ValueError(
+                "offload_optimizer moves the optimizer's moments from a GPU to the host, and device = 'cpu' has them "
+                "there: leave it out"
+            )
+        if self.offload_optimizer and self.optimizer == "muon":
+            raise ValueError(
+                "offload_optimizer brings moments to the GPU a few numbers at a time, and optimizer = 'muon' needs "
+                "those of a whole matrix at once: leave one of them out"
             )
         return self
 

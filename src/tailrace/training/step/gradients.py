@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 
 class RowOutput(NamedTuple):
-    """What became of a row's tokens that bear the loss of rewards, as far as this rank computed them."""
+    """What became of a row's tokens that bear the loss of rewards, as far as this rank computed them; the total is
+    with components."""
 
     positions: NDArray[np.int64]
     """[num_loss_tokens]: where in the row."""

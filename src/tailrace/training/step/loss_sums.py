@@ -69,6 +69,7 @@ class LossSums:
         ratio, difference = log_ratio.exp(), log_ratio.abs()
         columns = {
             "tokens": torch.ones_like(ratio),
+            "sequences": tokens.spread(tokens.sample_lengths.double().reciprocal()),  # 1 over all tokens of one
             "loss": output.losses,
             "rejected": ~output.kept,
             "training/kl": ratio - 1 - log_ratio,
@@ -147,8 +148,21 @@ class LossSums:
         divisor = max(self._divisor.final(batch, kept), 1)
         metrics = _figures(whole) | {"training/loss": whole["loss"] / divisor, "training/ratio_max": ratio_max}
         for environment, sums in zip(self._environments, each, strict=False):
-            metrics |= _of_environment(environment, sums)
+            metrics |= self._of_environment(environment, sums)
         return metrics, kept
+
+    def _of_environment(self, environment: str, sums: Mapping[str, float]) -> dict[str, float]:
+        """Figures of the tokens of one environment, under its name."""
+        if not sums["tokens"]:
+            return {}
+        planned, rejected, sequences = (round(sums[name]) for name in ("tokens", "rejected", "sequences"))
+        told = {f"training/{environment}/loss_tokens": sums["tokens"]}
+        divisor = self._divisor.of(planned, planned - rejected, sequences)
+        told[f"training/{environment}/loss"] = sums["loss"] / max(divisor, 1)
+        for name, value in _figures(sums).items():
+            if (key := name.removeprefix("training/")) in OF_ENVIRONMENTS:
+                told[f"training/{environment}/{key}"] = value
+        return told
 
 
 def _figures(sums: Mapping[str, float]) -> dict[str, float]:
@@ -159,21 +173,10 @@ def _figures(sums: Mapping[str, float]) -> dict[str, float]:
         count, difference = left.pop(f"{kind}_tokens"), left.pop(f"{kind}_difference")
         if count:
             figures[f"training/logprob_difference_{kind}"] = difference / count
+    left.pop("sequences")
     squares, weights = left.pop("squared_weights", 0.0), left.pop("weights", 0.0)
     if squares:
         figures["training/effective_sample_share"] = min(1.0, weights**2 / (tokens * squares))  # but for rounding
     if left["rejected"] or any(name.startswith(REJECTED_SHARE) for name in left):
         figures[REJECTED_SHARE] = left["rejected"] / tokens
     return figures | {name: value / tokens for name, value in left.items() if name.startswith("training/")}
-
-
-def _of_environment(environment: str, sums: Mapping[str, float]) -> dict[str, float]:
-    """Figures of the tokens of one environment, under its name."""
-    if not sums["tokens"]:
-        return {}
-    told = {f"training/{environment}/loss_tokens": sums["tokens"]}
-    told[f"training/{environment}/loss"] = sums["loss"] / max(sums["tokens"] - sums["rejected"], 1)
-    for name, value in _figures(sums).items():
-        if (key := name.removeprefix("training/")) in OF_ENVIRONMENTS:
-            told[f"training/{environment}/{key}"] = value
-    return told

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
+from tailrace.models.sizes import inner_matrices
 from tailrace.training.settings.trainer import TrainerSettings
+from tailrace.training.step.offloaded_moments import OffloadedAdamW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,19 +49,21 @@ def learning_rate(step: int, settings: TrainerSettings, max_steps: int) -> float
 def make_optimizer(model: PreTrainedModel, settings: TrainerSettings) -> torch.optim.Optimizer:
     """Over every trainable weight; only matrices decay (norms and biases don't)."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    of_muon = _matrices_of_layers(model) if settings.optimizer == "muon" else set[int]()
+    of_muon = {id(one) for one in inner_matrices(model) if one.requires_grad} if settings.optimizer == "muon" else set()
     matrices = [weight for weight in weights if weight.dim() > 1 and id(weight) not in of_muon]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=True,
-    )
+    common: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+    }
+    used = [group for group in groups if group["params"]]
+    if settings.offload_optimizer:
+        return OffloadedAdamW(used, **common)
+    adamw = torch.optim.AdamW(used, **common, fused=True)
     if not of_muon:
         return adamw
     muon = torch.optim.Muon(
@@ -79,14 +83,6 @@ def moment_kinds(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[str, ..
         for group in optimizer.param_groups
         for weight in group["params"]
     }
-
-
-def _matrices_of_layers(model: PreTrainedModel) -> set[int]:
-    """Ids of the weights that are Muon's."""
-    lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings()
-    others = lookups | ({id(head.weight)} if head is not None else set())
-    return {id(weight) for weight in model.parameters() if weight.dim() == 2 and weight.requires_grad} - others
 
 
 class _Joined(torch.optim.Optimizer):

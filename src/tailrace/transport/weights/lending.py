@@ -1,6 +1,6 @@
 """Published weights, lent to be sent to generators that do not see their folder: whole, or what changed.
 
-    lend(ref, held) ──► the newest file, whole            `held` is "", or no file that was lent of late
+    lend(ref, held) ──► the file, whole                   `held` is "", or no file that was lent of late
                     ──► what changed since file `held`    where that is much shorter (`MAX_SHARE`)
 
 What a generator holds it names by the file's digest, and what it makes of a delta is compared with the new file's: a
@@ -12,7 +12,6 @@ file more.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -77,7 +76,7 @@ class ModelStateDictLender:
         self.figures = LendingFigures()
         self._store, self._deltas = SharedMemoryModelStateDictStore(folder), deltas
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], _KeptFile] = OrderedDict()  # by place and version, the newest last
+        self._kept: dict[tuple[str, int], _KeptFile] = {}  # by place and version
         self._newest_delta: tuple[str, str, Delta | None] = ("", "", None)
 
     @contextmanager
@@ -105,14 +104,21 @@ class ModelStateDictLender:
         """The digest of a file, and what changed from the one that is held, where that is known and short."""
         if not self._deltas:
             return digest_of(content), None
-        newest = self._keep(found)
+        if self._is_late(found):
+            return digest_of(content), None
+        wanted = self._keep(found)
         base = next((kept for kept in self._kept.values() if kept.digest == held), None)
         if base is None:
-            return newest.digest, None
-        if self._newest_delta[:2] != (held, newest.digest):
-            delta = encode_delta(base.content, newest.content, max_share=MAX_SHARE)
-            self._newest_delta = held, newest.digest, delta
-        return newest.digest, self._newest_delta[2]
+            return wanted.digest, None
+        if self._newest_delta[:2] != (held, wanted.digest):
+            delta = encode_delta(base.content, wanted.content, max_share=MAX_SHARE)
+            self._newest_delta = held, wanted.digest, delta
+        return wanted.digest, self._newest_delta[2]
+
+    def _is_late(self, found: ModelStateDictRef) -> bool:
+        """Whether a file is looked up after all that are kept were, though it is older: it was opened before them."""
+        full = len(self._kept) == _KEPT_FILES
+        return full and all(found.version < version for _, version in self._kept)
 
     def _keep(self, found: ModelStateDictRef) -> _KeptFile:
         """The file, kept open, with its digest, which is computed once."""
@@ -122,7 +128,7 @@ class ModelStateDictLender:
                 _, content = opened.enter_context(self._store.lend_file(found))
                 self._kept[key] = _KeptFile(digest_of(content), content, opened.pop_all())
             if len(self._kept) > _KEPT_FILES:
-                self._kept.popitem(last=False)[1].opened.close()
+                self._kept.pop(min(self._kept, key=lambda kept: kept[1])).opened.close()
         return self._kept[key]
 
     def _count(self, whole_bytes: int, delta: Delta | None) -> None:

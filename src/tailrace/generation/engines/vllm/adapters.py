@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from tailrace.errors import ModelError, SettingsError
+from tailrace.models.adapter_files import CONFIG_FILE, TENSORS_FILE, is_down, layer_of
 from tailrace.models.state_dicts import StateDictLayout
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.worker.worker_base import WorkerBase as Worker
 
-_PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _NAME, _NUMBER = "policy", 1
 _NOWHERE = "/nonexistent"
 """Requests name an adapter that is loaded, so that nobody reads its folder."""
@@ -32,7 +32,7 @@ _NOWHERE = "/nonexistent"
 
 def is_adapter(names: Iterable[str]) -> bool:
     """Whether a model state dict is an adapter's, by the names of its tensors."""
-    return any(name.endswith(_DOWN) for name in names)
+    return any(map(is_down, names))
 
 
 def adapter_options(given: Mapping[str, object]) -> dict[str, object]:
@@ -72,11 +72,11 @@ class AdapterInstaller:
         from safetensors.torch import save_file
 
         rank = self._require_fitting(tensors)
-        layers = sorted(name.removeprefix(_PREFIX).removesuffix(_DOWN) for name in tensors if name.endswith(_DOWN))
+        layers = sorted({layer_of(name) for name in tensors})
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
-        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(contiguous, folder / TENSORS_FILE, metadata={"format": "pt"})
 
     def install(self, folder: Path) -> None:
         """Every worker takes it over from there."""
@@ -86,7 +86,7 @@ class AdapterInstaller:
 
     def _require_fitting(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """The rank that all of its layers have."""
-        ranks = {len(tensor) for name, tensor in tensors.items() if name.endswith(_DOWN)}
+        ranks = {len(tensor) for name, tensor in tensors.items() if is_down(name)}
         rank = max(ranks)
         if len(ranks) > 1 or rank > self._max_rank:
             raise ModelError(
@@ -94,9 +94,8 @@ class AdapterInstaller:
                 "generator.vllm.max_lora_rank"
             )
         for name, tensor in tensors.items():
-            layer = name.removeprefix(_PREFIX).removesuffix(_DOWN).removesuffix(_UP)
-            outputs, inputs = self._layout.shape_of(f"{layer}.weight")
-            expected = (rank, inputs) if name.endswith(_DOWN) else (outputs, rank)
+            outputs, inputs = self._layout.shape_of(f"{layer_of(name)}.weight")
+            expected = (rank, inputs) if is_down(name) else (outputs, rank)
             if tuple(tensor.shape) != expected:
                 raise ModelError(f"adapter weight {name} is {list(tensor.shape)}, and {list(expected)} is expected")
         return rank

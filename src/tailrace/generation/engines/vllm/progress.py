@@ -47,14 +47,17 @@ class Progress:
     _token_ids: Int32Array = field(init=False)
     _logprobs: Float32Array = field(init=False)
     _versions: Int32Array = field(init=False)
-    _supports: list[Supports] | None = field(init=False)
-    """One for each output with unreported tokens; None where they are not asked for."""
+    _supports: list[Int32Array] | None = field(init=False)
+    """Their token ids, of each output with unreported tokens; None where they are not asked for."""
+    _support_counts: Int32Array = field(init=False)
+    """Of each unreported token."""
 
     def __post_init__(self, chunk_tokens: int) -> None:
         self._token_ids, self._versions = np.empty(chunk_tokens, np.int32), np.empty(chunk_tokens, np.int32)
         self._logprobs = np.empty(chunk_tokens, np.float32)
         sampling = self.request.sampling
         self._supports = [] if sampling.returns_supports and sampling.restricts else None
+        self._support_counts = np.empty(0 if self._supports is None else chunk_tokens, np.int32)
 
     def take(self, output: EngineCoreOutput, version: int, now_s: float) -> int:
         """Note what one step sampled: the number of its tokens, without those from the first log-probability on that
@@ -85,7 +88,8 @@ class Progress:
                     "vLLM sampled under top_p or top_k and did not say what they left of the vocabulary, though it was "
                     "asked to: leave rollouts.top_p and rollouts.top_k out"
                 )
-            self._supports.append(as_supports(output.new_sampling_mask).part(0, sampled))
+            ids, self._support_counts[self.pending : end] = _first_supports(output.new_sampling_mask, sampled)
+            self._supports.append(ids)
         self.pending = end
         if self.experts is not None:
             self.experts.sampled(self._token_ids[end - sampled : end])
@@ -106,7 +110,8 @@ class Progress:
         experts = self.experts if reason is not None else None
         supports = None
         if self._supports:
-            supports, self._supports = Supports.concatenated(self._supports), []
+            supports = Supports(np.concatenate(self._supports), self._support_counts[:end].copy())
+            self._supports = []
         return SampledTokens(
             request_id=self.request.request_id,
             token_ids=self._token_ids[:end].copy(),
@@ -144,10 +149,15 @@ class Progress:
         self._token_ids = np.resize(self._token_ids, size)
         self._logprobs = np.resize(self._logprobs, size)
         self._versions = np.resize(self._versions, size)
+        if self._supports is not None:
+            self._support_counts = np.resize(self._support_counts, size)
 
 
-def as_supports(mask: SamplingMaskLists) -> Supports:
-    """vLLM's masks of the tokens of one output: token ids, and where those of each begin if it sampled several."""
+def _first_supports(mask: SamplingMaskLists, num_tokens: int) -> tuple[Int32Array, Int32Array]:
+    """Token ids and counts, as `Supports` has them, of the first tokens of one output.
+
+    vLLM's masks are token ids, and where those of each token begin if the output has several.
+    """
     ids = mask.token_ids.astype(np.int32, copy=False)
-    ends = np.array([0, len(ids)]) if mask.offsets is None else mask.offsets
-    return Supports(ids, np.diff(ends).astype(np.int32))
+    starts = np.array([0, len(ids)] if mask.offsets is None else mask.offsets)[: num_tokens + 1]
+    return ids[: starts[-1]], np.diff(starts).astype(np.int32)
