@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -45,18 +46,19 @@ def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) 
     assert "agent worker 0 died of SIGKILL" in printed + (run.folder / "logs" / "orchestrator.log").read_text()
     ended = rollouts(run.folder)
     trained = [record for record in ended if record["outcome"]["state"] == "trained"]
-    assert len(trained) == 12 * 4
+    ledger = json.loads((run.folder / "summary.json").read_text())["ledger"]
+    assert ledger["in_flight"] == 0
+    assert ledger["admitted"] == sum(ledger["by_state"].values())
+    assert ledger["by_state"]["trained"] == len(trained) >= 12 * 4 - ledger["by_state"]["failed"]
+    assert ledger["by_reason"]["failed"].keys() <= {"worker_lost"}
     assert not any(record["columns"]["torch_is_imported"] for record in trained)
-    assert {record["outcome"]["reason"] for record in ended if record["outcome"]["state"] == "failed"} <= {
-        "worker_lost"
-    }
     last = records(run.folder / "metrics.jsonl")[-1]
     assert last["agent_worker/0/restarts"] + last["agent_worker/1/restarts"] >= 1
     assert last["memory/agent_worker_0_rss_bytes"] > 0
-    assert "phase/render/cpu_s" in last
     events = read_trace(run.folder / "trace.json")
     assert tracks(events).keys() >= {"orchestrator", "agent worker 0", "agent worker 1"}
     assert spans(events, "rollout")
+    assert spans(events, "render")
     assert (run.folder / "logs" / "agent_workers.log").is_file()
 
 

@@ -35,6 +35,10 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             time.sleep(600)  # noqa: ASYNC251
         case "spin":
             spin()
+        case "compute":
+            until_s = time.monotonic() + 0.4
+            while time.monotonic() < until_s:
+                pass
         case "crash":
             ctypes.string_at(0)
         case "exit":

@@ -94,6 +94,15 @@ async def test_what_users_code_leaves_behind_ends_with_its_worker(renderer: Chat
         assert (await run.rollout(behave)).turns == 2  # and nothing is left, as after every test here
 
 
+async def test_agents_that_compute_by_turns_may_hold_a_worker_for_longer_together(
+    renderer: ChatRenderer,
+) -> None:
+    async with Run(renderer, block_s=BLOCK_S) as run:
+        rollouts = await asyncio.gather(*(run.rollout("compute") for _ in range(8)))  # 3.2 s in one turn of the loop
+        assert [rollout.turns for rollout in rollouts] == [2] * 8
+        assert run.agents.flush_figures()[0].restarts == 0
+
+
 async def test_a_worker_that_is_stopped_is_killed_and_replaced(renderer: ChatRenderer) -> None:
     async with Run(renderer, block_s=0.5) as run:
         run.held.add("agents-0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -126,3 +127,13 @@ async def test_cancelling_ends_the_agent_and_its_request_and_keeps_finished_turn
         assert run.agents.flush_figures()[0].rollouts == 0
         assert {name: lost.turns for name, lost in run.lost.items()} == {"agents-0": 1, "agents-1": 1}
         assert (await run.rollout()).turns == 2
+
+
+async def test_phases_and_lag_of_a_worker_are_told_while_it_runs(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        await run.rollout()
+        taken: Counter[str] = Counter()
+        while taken["rollout"] < 1:
+            await asyncio.sleep(0.05)
+            taken.update({name: usage.count for name, usage in run.agents.flush_phases().items()})
+        assert (taken["render"], taken["generate"], taken["environment"]) == (2, 2, 1)

@@ -1,6 +1,6 @@
 """One end of the pair of sockets between the orchestrator and an agent worker: whole messages, in order.
 
-What is sent within one turn of the event loop leaves in one write.
+What is sent within one turn of the event loop leaves in one write, unless that turn is long.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing_extensions import override
 from tailrace.rollouts.workers.messages import LENGTH_BYTES
 from tailrace.transport.channels import encode
 
+_LONG_TURN_S = 0.005
+"""What waits for the end of the event loop's turn waits no longer: with thousands of busy tasks that may be far off."""
+
 
 class Connection(asyncio.Protocol):
     """Hands every message's body to `on_message`, and calls `on_end` once when the other end is gone or `close`d."""
@@ -26,6 +29,7 @@ class Connection(asyncio.Protocol):
         self._on_message, self._on_end = on_message, on_end
         self._received = bytearray()
         self._unsent: list[bytes] = []
+        self._waits_since_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._has_ended = False
 
@@ -44,7 +48,10 @@ class Connection(asyncio.Protocol):
             return
         if not self._unsent:
             self._loop.call_soon(self._flush)
+            self._waits_since_s = self._loop.time()
         self._unsent += (len(body).to_bytes(LENGTH_BYTES, "little"), body)
+        if self._loop.time() - self._waits_since_s > _LONG_TURN_S:
+            self._flush()
 
     def close(self) -> None:
         """Send what is left, then end."""

@@ -1,8 +1,8 @@
 """An agent worker: `python -m tailrace.rollouts.agent_workers.process`, started by `AgentWorkers`.
 
 Runs agents, environments and rewards on an event loop of its own, in a process group of its own. It ends when the
-orchestrator does, and when its loop is held for too long: a thread that needs no interpreter lock then writes down
-where every thread is, and ends the process.
+orchestrator does, and when one coroutine holds its loop for too long: a thread that needs no interpreter lock then
+writes down where every thread is, and ends the process.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
 from tailrace.tracing.traces import TraceWriter
 
-_BEATS_PER_LIMIT = 5
-"""How often a beat is sent within `agent_block_s`; at least one a second."""
+_BEAT_S = 0.5
+_LOOKS_PER_LIMIT = 5
+"""How often it is looked within `agent_block_s` whether the event loop has gone on."""
 
 _START_SHARE = 0.9
 """Of the time to start in: then the process says itself where it hangs, before it is killed."""
@@ -117,7 +118,8 @@ class AgentWorkerProcess:
                 self._context = contextvars.copy_context()
                 async with LoopLagMonitor(hello.lag_interval_s, stall_s=hello.stall_s, phases=phases) as lag:
                     self._connection.send(Ready(thread_id=threading.get_ident()))
-                    await self._beat_until_closed(settings.agent_block_s, lag, phases)
+                    with self._ending_when_held(settings.agent_block_s, phases):
+                        await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
             await workers.close()
             faulthandler.cancel_dump_traceback_later()
@@ -159,9 +161,8 @@ class AgentWorkerProcess:
                 trace.close()
 
     async def _beat_until_closed(self, limit_s: float, lag: LoopLagMonitor, phases: PhaseRecorder) -> None:
-        """Say that the loop runs, and put off the end that comes where it does not."""
+        """Say how the loop runs, now and then."""
         while not self._closed.is_set():
-            self._expect_end_within(limit_s)
             taken = {
                 name: PhaseTaken(
                     usage.count,
@@ -176,8 +177,33 @@ class AgentWorkerProcess:
             }
             self._connection.send(Beat(lag_max_s=lag.flush().max_s, phases=taken))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(1.0, limit_s / _BEATS_PER_LIMIT)):
+                async with asyncio.timeout(min(_BEAT_S, limit_s / _LOOKS_PER_LIMIT)):
                     await self._closed.wait()
+
+    @contextlib.contextmanager
+    def _ending_when_held(self, limit_s: float, phases: PhaseRecorder) -> Iterator[None]:
+        """End the process where no task has taken a turn for `limit_s`.
+
+        A thread puts the end off whenever one has: thousands of tasks that are ready at once hold the loop for long
+        without any of them being to blame. Beats are turns, too.
+        """
+        has_left = threading.Event()
+
+        def watch() -> None:
+            seen = -1
+            while not has_left.wait(limit_s / _LOOKS_PER_LIMIT):
+                if (turns := phases.turns) != seen:
+                    seen = turns
+                    self._expect_end_within(limit_s)
+
+        self._expect_end_within(limit_s)
+        thread = threading.Thread(target=watch, name="watch over the event loop", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_left.set()
+            thread.join()
 
     def _expect_end_within(self, limit_s: float) -> None:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._stacks)

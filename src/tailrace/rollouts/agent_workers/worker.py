@@ -3,8 +3,8 @@
     play(rollout) ─► Play ─► worker: its agent ─► Ask ─► a task here awaits `generate` ─► Answer ─► ... ─► Played
     the process ends ─► its requests are cancelled ─► every `play` raises `WorkerLost`, with the tokens known so far
 
-A worker ends itself when its event loop is held for too long; one that cannot even do that (it was stopped) is killed
-once it has said nothing for longer still.
+A worker ends itself when a coroutine holds its event loop for too long; one that cannot even do that (it was stopped)
+is killed once it has said nothing for longer still.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Any, NoReturn
 
 import msgspec
+import psutil
 
 from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
@@ -45,6 +46,7 @@ from tailrace.rollouts.agent_workers.messages import (
     Ready,
     Score,
     Scored,
+    Told,
     Withdraw,
     pack_task,
     unpack_report,
@@ -63,8 +65,8 @@ LEAVE_S = 2.0
 """Seconds between the end of a worker's socket and that of its process, either way round."""
 CANCELLED_S = 3 * CANCEL_S
 """Seconds in which a worker that runs answers that a cancelled rollout has ended."""
-_SILENCES = 4
-"""A worker is looked at so often within the time that it may be silent for."""
+_SILENCES, _LONG_SILENCES = 4, 40
+"""A worker is looked at so often within the time after which one that is stopped is killed, and any other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,11 @@ class AgentWorker:
         self._kill("it closed its socket")
         self._connection.abort()
         status = await process.wait()
+        await asyncio.wait(self._ends)
         lost = WorkerLost(self._why(status))
         await self._lose_all(lost)
         self._last_words.close()
+        self._process = None
         return lost
 
     async def close(self) -> None:
@@ -199,9 +203,10 @@ class AgentWorker:
                     await process.wait()
             self._kill("it did not end")
             self._connection.abort()
-            await process.wait()
+            await asyncio.wait(self._ends)
             await self._lose_all(WorkerLost(f"{self.name} was closed"))
             self._last_words.close()
+            self._process = None
 
     async def _spawn(self) -> Process:
         """A process in a group of its own, with one end of a pair of sockets."""
@@ -209,26 +214,38 @@ class AgentWorker:
         with its, nullcontext() if self._output is None else self._output.writer() as log:
             self._connection = await Connection.over(ours, self._receive, self._gone.set)
             passed = (its.fileno(), self._last_words.fileno())
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "tailrace.rollouts.agent_workers.process", *map(str, passed)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=passed,
-                env=worker_environment(),
-            )
+            try:
+                return await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "tailrace.rollouts.agent_workers.process", *map(str, passed)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=passed,
+                    env=worker_environment(),
+                )
+            except BaseException:
+                self._connection.abort()
+                self._last_words.close()
+                raise
 
     async def _watch_silence(self) -> NoReturn:
-        """Kill a process that says nothing, although it ends itself where its event loop is held."""
+        """Kill a process that says nothing since it is stopped, or for very long although it ends itself when held."""
         limit_s = 2 * self._settings.agent_block_s + LEAVE_S
         silences = 0
         while True:
             await asyncio.sleep(limit_s / _SILENCES)
             silences = 0 if self._heard else silences + 1  # counted, since this event loop may have been held itself
             self._heard = False
-            if silences >= _SILENCES and self._is_ready:
-                self._kill(f"it said nothing for {limit_s:g} s, as a process that is stopped")
+            if self._is_ready and (silences >= _LONG_SILENCES or (silences >= _SILENCES and self._is_stopped())):
+                self._kill(f"it said nothing for {silences * limit_s / _SILENCES:g} s, as a process that is stopped")
+
+    def _is_stopped(self) -> bool:
+        """Whether the process is there and does not run (SIGSTOP)."""
+        try:
+            return self.pid is not None and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
 
     def _kill(self, why: str) -> None:
         """End the process group at once, with whatever users' code started in it."""
@@ -321,7 +338,7 @@ class AgentWorker:
         try:
             async with asyncio.timeout(CANCELLED_S):
                 played = await asyncio.shield(held.ended)
-            self._filled(rollout, played)
+            self._fill(rollout, played)
         except (TimeoutError, TailraceError):
             _fill_with_known(rollout, held)
         except asyncio.CancelledError:
@@ -330,6 +347,13 @@ class AgentWorker:
 
     def _filled(self, rollout: Rollout, played: Played | Scored) -> PlayedRollout:
         """Raises what it failed with."""
+        told, played = self._fill(rollout, played)
+        if played.failure is not None or told.reported is None:
+            raise (played.failure or Failure("WorkerLost", f"{self.name} told of no result")).error()
+        return PlayedRollout(told.reported, told.scored, played.score_failure)
+
+    def _fill(self, rollout: Rollout, played: Played | Scored) -> tuple[Told, Played]:
+        """Raises `WorkerLost` for what is no rollout."""
         assert isinstance(played, Played)  # keys of scores are none of rollouts
         with phase("receive_rollout"):
             try:
@@ -339,9 +363,7 @@ class AgentWorker:
                 raise WorkerLost(f"task {rollout.task.task_id}: {self.name}: {error}") from error
             rollout.messages, rollout.metrics = told.messages, told.metrics
             rollout.turns, rollout.truncated = played.turns, played.truncated
-        if played.failure is not None or told.reported is None:
-            raise (played.failure or Failure("WorkerLost", f"{self.name} told of no result")).error()
-        return PlayedRollout(told.reported, told.scored, played.score_failure)
+        return told, played
 
     async def _lose_all(self, lost: WorkerLost) -> None:
         """Nothing of what it held comes back."""
