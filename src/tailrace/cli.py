@@ -105,7 +105,8 @@ class Train:
             summary = _run(train(settings, recipe=read_settings_file(self.recipe).table))
         _print(summary_text(summary))
         _print(f"  in          runs/{settings.name}")
-        if summary.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) and summary.checkpoint_path:
+        stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)
+        if summary.exit_code in stopped and summary.checkpoint_path:
             _print(f"  go on with  tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume")
         return summary.exit_code
 

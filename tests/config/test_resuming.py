@@ -111,6 +111,18 @@ def test_a_folder_of_an_older_version_does_not_know_what_was_edited(file: Path) 
     assert resumed(file, "--trainer.learning_rate", "5e-3") == {"trainer.learning_rate": (1e-3, 5e-3)}
 
 
+def test_a_setting_that_older_versions_had_is_no_obstacle(file: Path) -> None:
+    config = start(file) / "config.toml"
+    config.write_text(config.read_text().replace("[generator.router]\n", "[generator.router]\nmax_restarts = 3\n"))
+    assert "max_restarts" in config.read_text()
+    assert resumed(file) == {}
+
+
+def test_how_long_is_waited_and_how_often_a_role_is_started_again_may_differ(file: Path) -> None:
+    start(file)
+    assert resumed(file, "--restarts.per_role", "0", "--shutdown.grace_s", "9", "--restarts.silence_s", "5") == {}
+
+
 def test_name_and_capture_are_those_of_each_start(file: Path) -> None:
     folder = start(file)
     folder.rename(folder.with_name("copied"))

@@ -6,9 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.roles import RoleSpec
-from tailrace.lifecycle.shutdown import ShutdownSettings
 
 
 async def main(function: str, folder: str) -> None:

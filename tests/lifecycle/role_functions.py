@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -47,11 +48,33 @@ async def wait_for_stop(role: Role) -> None:
 
 
 async def ignore_terminate(role: Role) -> None:
+    """Whoever asks, and however."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     Path(role.spec.settings.decode(), "running").write_text(str(os.getpid()))
     while True:
-        await asyncio.Event().wait()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+async def hold_its_loop(role: Role) -> None:
+    """In a call that does not compute, for ever."""
+    Path(role.spec.settings.decode(), "running").write_text(str(os.getpid()))
+    await asyncio.sleep(0.1)
+    threading.Event().wait()
+
+
+async def work_in_a_thread(role: Role) -> None:
+    """Computes until a file asks it to get stuck in it."""
+    folder = Path(role.spec.settings.decode())
+
+    def work() -> None:
+        with role.working("a long step"):
+            (folder / "running").write_text(str(os.getpid()))
+            while not (folder / "get stuck").exists():
+                sum(range(100_000))
+            threading.Event().wait()
+
+    await asyncio.to_thread(work)
 
 
 async def start_grandchild(role: Role) -> None:

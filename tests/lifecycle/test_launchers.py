@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError, SettingsError
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
 from tailrace.lifecycle.roles import Role, RoleSpec, resolve_entry
-from tailrace.lifecycle.shutdown import ShutdownSettings
 
 PATIENCE_S = 60.0
 

@@ -7,17 +7,18 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 from role_functions import is_alive, wait_for_file
 
+from tailrace.config.restarts import RestartSettings
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.launchers.local import LocalHandle, LocalLauncher
 from tailrace.lifecycle.roles import RoleSpec
-from tailrace.lifecycle.shutdown import ShutdownSettings
 
 PATIENCE_S = 60.0
 
@@ -41,6 +42,16 @@ async def start_and_wait(launcher: LocalLauncher, function: str, folder: Path, n
     assert isinstance(process, LocalHandle)
     await asyncio.to_thread(wait_for_file, folder / "running")
     return process
+
+
+@asynccontextmanager
+async def hasty_launcher(
+    folder: Path, *, silence_s: float = PATIENCE_S, stuck_s: float = PATIENCE_S
+) -> AsyncIterator[LocalLauncher]:
+    """With such deadlines for signs of life."""
+    async with LocalLauncher("epoch", folder / "logs") as launcher:
+        launcher.restarts = RestartSettings(silence_s=silence_s, stuck_s=stuck_s)
+        yield launcher
 
 
 async def until_dead(pid: int) -> None:
@@ -140,13 +151,49 @@ async def test_ctrl_c_in_the_terminal_does_not_reach_a_role(launcher: LocalLaunc
     assert process.status == ExitCode.TERMINATED
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
-async def test_what_a_role_started_ends_with_it(
-    launcher: LocalLauncher, tmp_path: Path, ending: signal.Signals
-) -> None:
+async def test_a_role_leaves_sigterm_to_its_parent(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """A cluster scheduler sends it to every process of a job; the run decides what ends when."""
+    process = await start_and_wait(launcher, "wait_for_stop", tmp_path)
+    os.kill(process.pid, signal.SIGTERM)
+    log = launcher.logs / "trainer.log"
+    async with asyncio.timeout(PATIENCE_S):
+        while "SIGTERM is left to the process that started this one" not in log.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert process.is_running
+    await process.stop()
+    assert process.status == ExitCode.TERMINATED
+
+
+async def test_a_role_that_is_stopped_is_killed_for_its_silence(tmp_path: Path) -> None:
+    async with hasty_launcher(tmp_path, silence_s=5.0) as launcher:
+        process = await start_and_wait(launcher, "wait_for_stop", tmp_path)
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(LifecycleError, match=r"the trainer was killed: it gave no sign of life for 5 s"):
+            await launcher.watch()
+        assert process.status == -signal.SIGKILL
+
+
+async def test_a_role_that_holds_its_event_loop_is_killed_and_its_log_says_where(tmp_path: Path) -> None:
+    async with hasty_launcher(tmp_path, stuck_s=4.0) as launcher:
+        await start_and_wait(launcher, "hold_its_loop", tmp_path)
+        with pytest.raises(LifecycleError, match=r"(?s)its event loop has been held for .* in hold_its_loop"):
+            await launcher.watch()
+
+
+async def test_a_role_whose_thread_computes_is_left_alone_and_one_that_is_stuck_is_killed(tmp_path: Path) -> None:
+    async with hasty_launcher(tmp_path, stuck_s=4.0) as launcher:
+        process = await start_and_wait(launcher, "work_in_a_thread", tmp_path)
+        await asyncio.sleep(6)
+        assert process.is_running
+        (tmp_path / "get stuck").touch()
+        with pytest.raises(LifecycleError, match=r"(?s)its thread has not computed for .* s in a long step .* in work"):
+            await launcher.watch()
+
+
+async def test_what_a_role_started_ends_with_it(launcher: LocalLauncher, tmp_path: Path) -> None:
     process = await start_and_wait(launcher, "start_grandchild", tmp_path)
     grandchild = int(wait_for_file(tmp_path / "grandchild"))
-    os.kill(process.pid, ending)  # the role alone, not its group
+    os.kill(process.pid, signal.SIGKILL)  # the role alone, not its group
     await process.left()
     await until_dead(grandchild)
 

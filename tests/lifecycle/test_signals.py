@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 LOOPS = ["asyncio", "uvloop"]
+ASKING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 75)]
 
 
 @contextmanager
@@ -27,7 +29,7 @@ def program(loop: str, manner: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "status"), ASKING)
 def test_the_first_signal_asks_for_a_stop_and_decides_the_exit_status(
     loop: str, number: signal.Signals, status: int
 ) -> None:
@@ -45,6 +47,22 @@ def test_the_second_signal_ends_everything_at_once(loop: str) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         assert process.stdout.read() == "aborted by INTERRUPTED\n"
+
+
+def test_a_notice_of_preemption_is_followed_by_one_sigterm_that_ends_no_last_save() -> None:
+    with program("asyncio", "slow") as process:
+        assert process.stdout
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == "asked by PREEMPTED\n"
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        while process.poll() is None:  # two that come at once are one
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        assert process.returncode == 143
+        assert process.stdout.read() == "aborted by TERMINATED\n"
 
 
 def test_a_terminal_that_goes_away_only_asks_however_often_it_says_so() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli import main
-from tailrace.lifecycle.shutdown import ShutdownSettings
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
-from tailrace.run import orchestrator
-from tests.run.runs import TINY, command, environment, records, run_inline, trained_tasks
+from tests.run.runs import RESUMED, TINY, command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
+
+ASKING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 75)]
 
 
 async def test_exhausted_data_finishes_the_run_with_a_last_partial_batch(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ async def test_a_run_whose_summary_or_report_cannot_be_written_does_not_end_with
         assert read_summary(tmp_path / "run") == summary
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "code"), ASKING)
 async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: int, code: int) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"
     signalling = (*environment("signalling"), "--environment.args.number", str(int(number)))
@@ -77,6 +77,36 @@ async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: 
     assert summary.checkpoint_path.endswith(f"step_{summary.steps:06d}")
     assert Path(summary.checkpoint_path).is_dir()
     assert (tmp_path / "run" / "summary.json").is_file()
+    assert summary.ledger.balances
+
+
+async def test_a_notice_of_preemption_in_the_folder_stops_with_a_last_save_and_is_not_there_for_the_next_start(
+    tmp_path: Path,
+) -> None:
+    running = asyncio.create_task(run_inline(tmp_path, "--max_steps", "100000"))
+    while not records(tmp_path / "run" / "metrics.jsonl"):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    (tmp_path / "run" / "preempt").touch()
+    summary = await running
+    assert (summary.status, summary.exit_code) == (RunStatus.CANCELLED, 75)
+    assert Path(summary.checkpoint_path).name == f"step_{summary.steps:06d}"
+    (tmp_path / "run" / "preempt").touch()  # late
+    resumed = await run_inline(tmp_path, "--max_steps", str(summary.steps + 1), *RESUMED)
+    assert (resumed.exit_code, resumed.steps) == (0, summary.steps + 1)
+    assert not (tmp_path / "run" / "preempt").exists()
+
+
+def test_a_run_in_which_nothing_moves_fails_and_every_process_tells_where_it_stands(tmp_path: Path) -> None:
+    with command(tmp_path, *environment("waiting"), "--observability.watchdog_s", "8", "--max_steps", "1") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (1, []), printed
+    summary = read_summary(run.folder)
+    assert summary.status is RunStatus.FAILED
+    assert "nothing has moved for 0:0" in summary.reason
+    assert "; the run waits for " in summary.reason
+    assert "(observability.watchdog_s); where every process stood is at the end of its log in " in summary.reason
+    for role in ("orchestrator", "trainer", "generator"):
+        assert "thread 0x" in (run.folder / "logs" / f"{role}.log").read_text().lower(), role
     assert summary.ledger.balances
 
 
@@ -92,11 +122,9 @@ def test_an_interrupted_command_says_how_to_stop_at_once_and_how_to_go_on(
     assert "go on with  tailrace train quickstart --name run --resume\n" in printed.out
 
 
-async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(orchestrator, "SHUTDOWN", ShutdownSettings(cancel_rollouts_s=0.1))
-    summary = await run_inline(tmp_path, *environment("stubborn"), "--max_steps", "1")
+async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadline(tmp_path: Path) -> None:
+    hasty = ("--shutdown.cancel_rollouts_s", "0.1")
+    summary = await run_inline(tmp_path, *environment("stubborn"), *hasty, "--max_steps", "1")
     released.set()
     assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.CANCELLED, 130, 0)
     assert summary.ledger.balances

@@ -86,7 +86,7 @@ def test_ctrl_c_twice_ends_at_once_with_nothing_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["trainer", "generator"])
 def test_a_role_that_is_killed_fails_the_run_by_its_name(tmp_path: Path, role: str) -> None:
-    with command(tmp_path, "--max_steps", "10000", "--generator.restart", "never") as run:
+    with command(tmp_path, "--max_steps", "10000", "--restarts.per_role", "0") as run:
         run.wait_for_steps(1)
         children = family(run)
         run.role(role).kill()

@@ -8,6 +8,7 @@ import re
 import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tailrace.config import load_settings
@@ -15,6 +16,7 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
+from tailrace.run.folder import RunPaths, count_starts
 from tests.run.runs import RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
@@ -186,3 +188,11 @@ async def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to resume"):
         await run_inline(tmp_path, "--max_steps", "1", *RESUMED)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_start_counts_once_however_often_its_trainer_was_started_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    starts = [TrainerStarted(epoch=epoch, step=step, version=step) for epoch, step in (("a", 0), ("a", 3), ("b", 7))]
+    torn = b'{"type":"TrainerStarted","ep\n'
+    paths.events.write_bytes(b"".join(msgspec.json.encode(start) + b"\n" for start in starts) + torn)
+    assert count_starts(paths) == 2

@@ -69,9 +69,15 @@ def test_two_ranks_share_a_reference_and_learn_from_demonstrations(tmp_path: Pat
     assert second > 0
 
 
-def test_a_rank_that_is_killed_ends_the_run_which_names_it(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO, "--max_steps", "100000") as process:
+def test_a_rank_that_is_killed_is_started_again_with_all_others_and_names_itself_once_that_is_too_often(
+    tmp_path: Path,
+) -> None:
+    with command(tmp_path, *TWO, "--max_steps", "100000", "--restarts.per_role", "1") as process:
         process.wait_for_steps(2)
+        ranks = {name: process.role(name).pid for name in ("trainer", "trainer-1")}
+        process.role("trainer-1").kill()
+        process.wait_until(lambda: records(process.folder / "metrics.jsonl")[-1].get("training/restarts") == 1)
+        assert all(process.role(name).pid != pid for name, pid in ranks.items())
         process.role("trainer-1").kill()
         status, printed = process.wait()
         assert (status, process.leftovers()) == (1, [])

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -38,6 +44,40 @@ def steep(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor
 def enormous(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Finite, and so is every gradient, but not the norm of all."""
     return logprobs * 1e30, torch.ones_like(logprobs, dtype=torch.bool)
+
+
+MARK = "TAILRACE_TEST_MARK"
+"""Variable that names a file: what follows happens where it does not exist, and makes it."""
+
+_calls = itertools.count()
+
+
+def leaving(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """The process leaves with status 0 in the middle of some step."""
+    if next(_calls) >= 10 and _is_first():
+        os._exit(0)
+    return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
+
+
+def dying_in_a_save(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """The process is killed while it writes a checkpoint, of which some lies there."""
+    from tailrace.training.checkpoints.files import StagedCheckpoint
+
+    def write_and_die(staged: StagedCheckpoint) -> NoReturn:
+        staged._write_rest(staged._temporary)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("is dead")
+
+    if not next(_calls) and _is_first():
+        StagedCheckpoint.write = write_and_die  # type: ignore[method-assign]
+    return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
+
+
+def _is_first() -> bool:
+    mark = Path(os.environ[MARK])
+    is_first = not mark.exists()
+    mark.touch()
+    return is_first
 
 
 class ByToken(PointwiseLoss):

@@ -119,6 +119,16 @@ def demonstrating(sampled: bool = True) -> EnvironmentSpec:
     return EnvironmentSpec(name="demonstrating", agent=agent, train_tasks=rows, held_out=2, trusted=True)
 
 
+def waiting() -> EnvironmentSpec:
+    """Agents that wait for what never comes."""
+
+    async def agent(task: Task, policy: Policy) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    return EnvironmentSpec(name="waiting", agent=agent, train_tasks=[{"word": "ever"}], trusted=True)
+
+
 def calling(port: int) -> EnvironmentSpec:
     """Each rollout begins with a call of a service of this machine."""
 

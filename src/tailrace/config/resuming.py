@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from tailrace.config.overrides import LOSS_NAME
 from tailrace.config.problems import validated
+from tailrace.config.restarts import RestartSettings
 from tailrace.config.settings import RunSettings
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.config.sources import Key, Places, SettingsFile, Table, read_settings_file
 from tailrace.training.settings.losses import DEFAULT_LOSS
 
@@ -22,9 +24,18 @@ OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observabi
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
 
 _OF_ONE_PLACE = frozenset(
-    f"trainer.{name}" for name in ("ranks", "sequence_parallel", "devices", "threads", "collective_timeout_s")
+    {
+        *(f"trainer.{name}" for name in ("ranks", "sequence_parallel", "devices", "threads", "collective_timeout_s")),
+        *(f"restarts.{name}" for name in RestartSettings.model_fields),
+        *(f"shutdown.{name}" for name in ShutdownSettings.model_fields),
+        "observability.watchdog_s",
+    }
 )
-"""Settings that say how a trainer's work is spread, and change nothing of what it learns: a resume may have others."""
+"""Settings that say how a run's work is spread and how long is waited for what, and change nothing of what it learns:
+a resume may have others."""
+
+_GONE = frozenset({"generator.router.max_restarts"})
+"""Settings that older versions wrote, and that have no meaning any more."""
 
 _UNSET = "unset"
 
@@ -47,7 +58,7 @@ def _without_starts(table: Table, prefix: str = "") -> Table:
     return {
         key: _without_starts(value, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in table.items()
-        if f"{prefix}{key}" not in OF_ONE_START
+        if f"{prefix}{key}" not in OF_ONE_START | _GONE
     }
 
 
@@ -79,7 +90,7 @@ def own_settings(folder: Path) -> RunSettings | None:
     if not (folder / CONFIG_FILE).is_file():
         return None
     file = read_settings_file(str(folder / CONFIG_FILE))
-    return validated(RunSettings, file.table, Places(file, set()))
+    return validated(RunSettings, _without_starts(file.table), Places(file, set()))
 
 
 class Difference(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.config.contradictions import Contradictions, find_contradictions
+from tailrace.config.restarts import RestartSettings
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.environments import EnvironmentSettings
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.reporting.settings import ObservabilitySettings
@@ -54,6 +56,8 @@ class RunSettings(BaseModel):
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
+    restarts: RestartSettings = Field(default_factory=RestartSettings)
+    shutdown: ShutdownSettings = Field(default_factory=ShutdownSettings)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
     @property

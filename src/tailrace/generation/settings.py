@@ -115,8 +115,8 @@ class GeneratorSettings(BaseModel):
     )
     restart: Literal["on_failure", "never"] = Field(
         default="on_failure",
-        description="Whether a generator that dies or gets stuck is replaced (or connected to again); its requests "
-        "go on elsewhere either way, and a run without any generator left fails",
+        description="Whether a generator that dies or gets stuck is replaced (or connected to again), as often as "
+        "section restarts says; its requests go on elsewhere either way, and a run without any generator left fails",
     )
     connect: tuple[str, ...] = Field(
         default=(),

@@ -1,53 +1,66 @@
 """The process of a role: `python -m tailrace.lifecycle.child`, started by `spawn_role`.
 
-Runs the role's coroutine to its end. SIGINT and SIGHUP are ignored (the parent decides); SIGTERM cancels the coroutine,
-and so does the end of the parent, after which a thread kills this process and all it started by a deadline.
+Runs the role's coroutine to its end. Signals that ask for an end are the parent's to answer, since terminals and
+cluster schedulers send them to every process; what cancels the coroutine is the parent's wish, or its end, after which
+a thread kills this process and all it started by a deadline. Another thread sends signs of life.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
-from typing import NoReturn
+from collections.abc import Coroutine
+from typing import Any, NoReturn
 
 import msgspec
 
 from tailrace.lifecycle.event_loop import loop_factory
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
-from tailrace.lifecycle.processes import Launch
+from tailrace.lifecycle.heartbeats import Beat, Pulse, Ready
+from tailrace.lifecycle.processes import STACKS, Launch
 from tailrace.lifecycle.roles import EntryFunction, Role, resolve_entry
 
 _logger = logging.getLogger(__name__)
+
+_IDLE_BEAT_S = 1.0
+"""Between two turns of the loop where nobody hears of them."""
 
 
 def main() -> int:
     """Run the role that standard input names; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    pipe = _take_standard_input()
-    launch = _read_launch(pipe)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # not ignored: what this starts would inherit that
+        signal.signal(number, lambda *_: None)
+    faulthandler.register(STACKS)
+    parent = _Parent(_take_standard_input())
+    launch = parent.read_launch()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     sys.path[:] = launch.sys_path
-    orphaned = threading.Event()
-    threading.Thread(target=_watch_parent, args=(pipe, orphaned, launch.orphan_grace_s), daemon=True).start()
-    status = _run_role(launch, pipe)
+    stop, pulse = _Stop(), Pulse()
+    threading.Thread(target=parent.watch, args=(stop, launch.orphan_grace_s), daemon=True).start()
+    if launch.beat_every_s:
+        threading.Thread(target=parent.tell_beats, args=(pulse, launch.beat_every_s), daemon=True).start()
+    status = _run_role(launch, parent, stop, pulse)
     logging.shutdown()
-    if orphaned.is_set():
+    if parent.is_gone.is_set():
         _kill_own_group()
     return status
 
 
-def _run_role(launch: Launch, pipe: int) -> int:
-    role = Role(launch.spec, launch.life, launch.address, lambda address: _say_ready(pipe, address))
+def _run_role(launch: Launch, parent: _Parent, stop: _Stop, pulse: Pulse) -> int:
+    role = Role(launch.spec, launch.life, launch.address, lambda at: parent.tell(Ready(at)), pulse.working)
     try:
         entry = resolve_entry(launch.spec.entry)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_until_terminated(entry, role))
+            runner.run(_until_stopped(entry, role, stop, pulse.beat_with_loop(launch.beat_every_s or _IDLE_BEAT_S)))
     except asyncio.CancelledError:
         _logger.info("role %s was stopped", launch.spec.name)
         return ExitCode.TERMINATED
@@ -57,49 +70,92 @@ def _run_role(launch: Launch, pipe: int) -> int:
     return ExitCode.FINISHED
 
 
-def _say_ready(pipe: int, address: str) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent is gone, which another thread notices
-        os.write(pipe, f"{address}\n".encode())
-
-
-async def _until_terminated(entry: EntryFunction, role: Role) -> None:
-    """Waits for the role to end; SIGTERM cancels it."""
+async def _until_stopped(entry: EntryFunction, role: Role, stop: _Stop, beats: Coroutine[Any, Any, None]) -> None:
+    """Waits for the role to end; a wish to stop cancels it."""
     task = asyncio.current_task()
     assert task is not None
     task.set_name(role.spec.name)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await entry(role)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _leave_to_parent, stop)
+    stop.cancels(task)
+    beating = asyncio.create_task(beats, name="heartbeats")
+    try:
+        await entry(role)
+    finally:
+        beating.cancel()
+
+
+def _leave_to_parent(stop: _Stop) -> None:
+    if not stop.is_wanted:
+        _logger.warning("SIGTERM is left to the process that started this one; SIGKILL ends this one alone")
+
+
+class _Stop:
+    """A wish to stop, from any thread, before or after there is something to cancel."""
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self._task: asyncio.Task[None] | None = None
+
+    def cancels(self, task: asyncio.Task[None]) -> None:
+        """Called by the task itself."""
+        self._task = task
+        if self.is_wanted:
+            task.cancel()
+
+    def request(self) -> None:
+        """Stop."""
+        self.is_wanted = True
+        if self._task is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the task
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+class _Parent:
+    """The parent's socket."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket, self._lock = socket.socket(fileno=descriptor), threading.Lock()
+        self.is_gone = threading.Event()
+
+    def read_launch(self) -> Launch:
+        """Its first line."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            byte = self._socket.recv(65536, socket.MSG_PEEK)
+            if not byte:
+                raise SystemExit(ExitCode.FAILED)
+            line += self._socket.recv(byte.find(b"\n") + 1 or len(byte))
+        return msgspec.json.decode(line, type=Launch)
+
+    def watch(self, stop: _Stop, grace_s: float) -> None:
+        """Waits for its wish to stop, and for the end of file, when it is gone; SIGKILL `grace_s` after that."""
+        with contextlib.suppress(ConnectionResetError):  # the parent ended before it read what this told
+            while self._socket.recv(4096):  # it only ever says STOP
+                stop.request()
+        self.is_gone.set()
+        _logger.error("the parent process is gone; ending")
+        stop.request()
+        threading.Event().wait(grace_s)
+        _kill_own_group()
+
+    def tell(self, message: Ready | Beat) -> None:
+        """One line. A parent that is gone is noticed by another thread."""
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(msgspec.json.encode(message) + b"\n")
+
+    def tell_beats(self, pulse: Pulse, every_s: float) -> None:
+        """Until the process ends. A parent that reads nothing holds this thread alone."""
+        while not self.is_gone.wait(every_s):
+            self.tell(pulse.beat())
 
 
 def _take_standard_input() -> int:
     """Move the parent's socket to a descriptor that no child inherits, and leave standard input empty."""
-    pipe = os.dup(0)
+    parent = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
-    return pipe
-
-
-def _read_launch(pipe: int) -> Launch:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        chunk = os.read(pipe, 65536)
-        if not chunk:
-            raise SystemExit(ExitCode.FAILED)
-        line += chunk
-    return msgspec.json.decode(line, type=Launch)
-
-
-def _watch_parent(pipe: int, orphaned: threading.Event, grace_s: float) -> None:
-    """Waits for the pipe's end of file, when the parent is gone; then SIGTERM, and SIGKILL after `grace_s`."""
-    with contextlib.suppress(ConnectionResetError):  # the parent ended before it read that this is ready
-        while os.read(pipe, 4096):
-            pass
-    orphaned.set()
-    _logger.error("the parent process is gone; ending")
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(grace_s)
-    _kill_own_group()
+    return parent
 
 
 def _kill_own_group() -> None:

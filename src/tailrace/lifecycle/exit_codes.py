@@ -16,6 +16,8 @@ class ExitCode(enum.IntEnum):
     FINISHED = 0
     FAILED = 1
     BAD_SETTINGS = 2
+    PREEMPTED = 75
+    """By SIGUSR1 or a file: to be started again elsewhere, with --resume."""
     HUNG_UP = 129
     """By SIGHUP: the terminal is gone."""
     INTERRUPTED = 130
@@ -40,6 +42,15 @@ def exit_code_named(kind: str) -> ExitCode:
     (<ExitCode.BAD_SETTINGS: 2>, <ExitCode.FAILED: 1>)
     """
     return ExitCode.BAD_SETTINGS if kind in {one.__name__ for one in _OF_BAD_SETTINGS} else ExitCode.FAILED
+
+
+def is_from_outside(status: int) -> bool:
+    """Whether a role that left early with this status was made to, or left without a word: it told of no error.
+
+    >>> is_from_outside(-9), is_from_outside(0), is_from_outside(ExitCode.FAILED)
+    (True, True, False)
+    """
+    return status < 0 or status in (ExitCode.FINISHED, ExitCode.TERMINATED)
 
 
 def describe_exit(returncode: int) -> str:

@@ -1,7 +1,8 @@
 """A role's process, started with a socket as its standard input.
 
 The parent writes a `Launch` as one line of JSON and keeps the socket open: its end of file is how the child learns, on
-every system, that its parent is gone, however it died. The child's only answer is the line that says it is ready.
+every system, that its parent is gone, however it died. A second line, `STOP`, asks the child to end. The child answers
+with lines of JSON: that it is ready, and signs of life (`heartbeats`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,14 @@ from typing import IO
 import msgspec
 
 from tailrace.lifecycle.roles import RoleSpec
+
+STOP = b"stop\n"
+"""Asks a role to end. A signal would not do: schedulers send SIGTERM to every process of a job."""
+
+STACKS = signal.SIGUSR2
+"""Lets a role write the stacks of all its threads into its log."""
+STACKS_S = 1.0
+"""How long that may take."""
 
 _LOOPBACK = Path("/sys/class/net/lo")
 _THREAD_VARIABLES = (
@@ -38,6 +48,8 @@ class Launch(msgspec.Struct, frozen=True):
     """The parent's, so that both import the same modules."""
     orphan_grace_s: float
     """From the parent's end to this process group's, at most."""
+    beat_every_s: float = 0.0
+    """Between two signs of life; 0: none."""
 
 
 def spawn_role(
@@ -49,12 +61,13 @@ def spawn_role(
     output: IO[bytes] | None = None,
     inherited: Sequence[int] = (),
     leads_group: bool = True,
+    beat_every_s: float = 0.0,
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a role's process; it ends with the returned socket. Raises `OSError`.
 
     `output` takes its prints; `inherited` are descriptors that stay open in it.
     """
-    launch = Launch(spec, life, address, [path for path in sys.path if path], orphan_grace_s)
+    launch = Launch(spec, life, address, [path for path in sys.path if path], orphan_grace_s, beat_every_s)
     ours, its = socket.socketpair()
     try:
         process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TypeAlias, cast
@@ -38,6 +39,8 @@ class Role:
     address: str
     """Where it may listen; no other life of any role is given the same."""
     say_ready: Callable[[str], None]
+    working: Callable[[str], AbstractContextManager[object]] = nullcontext
+    """Around what a thread computes, named for people: it is watched, and has to go on computing."""
     has_own_process: bool = True
     """Whether threads, devices and environment of its spec are those of its process. Else nothing was set for it."""
 

@@ -9,7 +9,8 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+
+from tailrace.config.shutdown import ShutdownSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -28,26 +29,9 @@ class ShutdownStage(enum.StrEnum):
     """The trainer leaves with its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShutdownSettings:
-    """Deadlines in seconds: of the stages, of the trainer's last save, and from SIGTERM to SIGKILL of each process."""
-
-    cancel_rollouts_s: float = 10.0
-    last_save_s: float = 120.0
-    close_transports_s: float = 5.0
-    stop_generators_s: float = 10.0
-    close_event_log_s: float = 5.0
-    terminate_s: float = 5.0
-
-    def deadline_s(self, stage: ShutdownStage) -> float:
-        """Of one stage."""
-        deadline: float = getattr(self, f"{stage}_s")
-        return deadline
-
-
 async def run_stage(stage: ShutdownStage, settings: ShutdownSettings, action: Callable[[], Awaitable[object]]) -> None:
     """Wait for one stage until its deadline; the log names one that overran or failed. Cancelling cancels it."""
-    deadline_s = settings.deadline_s(stage)
+    deadline_s: float = getattr(settings, f"{stage}_s")
     task = asyncio.ensure_future(action())
     try:
         await asyncio.wait({task}, timeout=deadline_s)

@@ -1,7 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, a second one ends everything at once.
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first asks for an orderly stop, a second one ends everything at once.
 
 A terminal that goes away sends SIGHUP more than once, so that this one only ever asks; where it is ignored (`nohup`) it
-stays so.
+stays so. SIGUSR1 is a scheduler's notice of preemption, which only ever asks, too, and is followed by one SIGTERM that
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _EXIT_CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,
     signal.SIGTERM: ExitCode.TERMINATED,
     signal.SIGHUP: ExitCode.HUNG_UP,
+    signal.SIGUSR1: ExitCode.PREEMPTED,
 }
+_ONLY_ASK = (ExitCode.HUNG_UP, ExitCode.PREEMPTED)
 
 
 class StopSignals:
@@ -36,6 +39,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._terminals: list[int] = []
+        self._notice_was_followed = False
         self.exit_code: ExitCode | None = None
         """Of the first signal; None while there was none."""
 
@@ -56,13 +60,20 @@ class StopSignals:
         exit_code = _EXIT_CODES[signal.Signals(number)]
         if exit_code is ExitCode.HUNG_UP:
             self._leave_terminal()
-        if self.exit_code is not None:
-            if exit_code is not ExitCode.HUNG_UP:
-                self._abort(exit_code)
-            return
-        self.exit_code = exit_code
-        if self._loop:
-            self._loop.call_soon_threadsafe(self._request_stop, exit_code)
+        follows_notice = self.exit_code is ExitCode.PREEMPTED and exit_code is ExitCode.TERMINATED
+        if follows_notice and not self._notice_was_followed:
+            self._notice_was_followed = True
+        elif self.exit_code is not None and exit_code not in _ONLY_ASK:
+            self._abort(exit_code)
+        else:
+            self.ask(exit_code)
+
+    def ask(self, exit_code: ExitCode) -> None:
+        """As the first signal of this exit code does; the first of all counts."""
+        if self.exit_code is None:
+            self.exit_code = exit_code
+            if self._loop:
+                self._loop.call_soon_threadsafe(self._request_stop, exit_code)
 
     def _leave_terminal(self) -> None:
         """What goes to a terminal that is gone would fail: it goes nowhere from now on."""

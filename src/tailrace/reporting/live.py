@@ -137,6 +137,31 @@ class QuietLines:
         return None
 
 
+class Stillness:
+    """For how long nothing has moved, from snapshots of the run."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[object, ...] = ()
+        self._moved_s = 0.0
+
+    def observe(self, view: RunView) -> float:
+        """Seconds up to this snapshot."""
+        seen = (
+            *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
+            *(view.in_flight, view.running_rollouts, view.ready_groups, view.queued_batches),
+            *(sum(view.failures.values()), view.evaluating_step, view.evaluated_rollouts, view.moves),
+        )
+        if seen != self._seen:
+            self._seen, self._moved_s = seen, view.elapsed_s
+        return view.elapsed_s - self._moved_s
+
+
+def describe_stillness(view: RunView, still_s: float) -> str:
+    """For people: which stage the run waits for."""
+    waits = f"; the run waits for {view.waiting_for}" if view.waiting_for else ""
+    return f"nothing has moved for {clock(still_s)}{waits}"
+
+
 class Watchdog:
     """Says, every `limit_s` without an event, which stage the run waits for.
 
@@ -147,24 +172,17 @@ class Watchdog:
     """
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._seen: tuple[object, ...] = ()
-        self._moved_s = self._warned_s = 0.0
+        self._limit_s, self._stillness = limit_s, Stillness()
+        self._warned_s = 0.0
 
     def next(self, view: RunView) -> str | None:
         """The warning for this snapshot, or None."""
-        seen = (
-            *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
-            *(view.in_flight, view.running_rollouts, view.ready_groups, view.queued_batches),
-            *(sum(view.failures.values()), view.evaluating_step, view.evaluated_rollouts),
-        )
-        if seen != self._seen:
-            self._seen, self._moved_s, self._warned_s = seen, view.elapsed_s, view.elapsed_s
+        still_s = self._stillness.observe(view)
+        self._warned_s = max(self._warned_s, view.elapsed_s - still_s)
         if view.elapsed_s - self._warned_s < self._limit_s:
             return None
         self._warned_s = view.elapsed_s
-        waits = f"; the run waits for {view.waiting_for}" if view.waiting_for else ""
-        return f"nothing has moved for {clock(view.elapsed_s - self._moved_s)}{waits}"
+        return describe_stillness(view, still_s)
 
 
 def progress_line(view: RunView, remaining_s: float | None = None) -> str:

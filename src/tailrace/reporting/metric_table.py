@@ -147,6 +147,7 @@ _ROWS = (
     ("training/reward_loss", "1", _MEAN, "The loss of rewards alone, where components are added to it."),
     ("training/reference_kl", "nats", _MEAN, "Divergence of the trained policy from the reference model, per token."),
     ("training/grad_norm", "1", _MEAN, "Norm of the gradients before clipping."),
+    ("training/restarts", "restarts", _TOTAL, "How often the trainer was started again, in all."),
     ("training/optimizer_steps", "steps", _MEAN, "Optimizer steps on the batch, where it is given several."),
     ("training/last_loss", "1", _MEAN, "Loss of the last of them; other figures are of the first."),
     ("training/last_grad_norm", "1", _MEAN, "Norm of its gradients before clipping."),

@@ -81,6 +81,9 @@ class RunView:
     running_rollouts: int = 0
     """Rollouts whose agents run."""
 
+    moves: int = 0
+    """Counts what the counts above don't show: steps of engines, and what the trainer told of."""
+
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Wall seconds per phase of the newest step."""
     lag: LagStatistics = field(default_factory=LagStatistics)

@@ -29,6 +29,13 @@ class ObservabilitySettings(BaseModel):
     no_progress_s: float = Field(
         60.0, gt=0, description="Seconds without any event after which a warning names what the run waits for."
     )
+    watchdog_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds without any event, not one token sampled and no step begun or ended, after which the run"
+        " ends as failed, with the stacks of every process in its log. Choose more than your longest step, and than the"
+        " longest silence of your agents' tools.",
+    )
     queue_records: int = Field(
         256, ge=1, description="Writes that may wait for the disk; more are dropped and counted, never waited for."
     )

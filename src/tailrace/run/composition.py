@@ -108,6 +108,7 @@ class ComposedRun:
             waiting_for=orchestrator.start_waits_for,
             step=orchestrator.step,
             policy_version=orchestrator.version,
+            moves=orchestrator.events + self.roles.generators.engine_steps,
         )
         return snapshot(
             so_far,
@@ -174,6 +175,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             judge_gauge(lambda: rollouter.judge_usage),
             payload_gauge(roles.payloads),
             weights_gauge(lambda: roles.lending),
+            lambda: {"training/restarts": roles.trainer.restarts},
         )
         orchestrator = Orchestrator(
             roles,

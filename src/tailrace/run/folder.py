@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,8 +52,8 @@ class RunPaths:
         """The tokenizer's files, where the model has no local folder."""
 
 
-_STARTED = b'{"type":"TrainerStarted"'
-"""How the event of each start begins."""
+_STARTED = re.compile(rb'\{"type":"TrainerStarted","epoch":"([^"]+)"')
+"""How the event of each start of the trainer begins; the run's has one epoch."""
 
 
 _REFUSED = """\
@@ -154,9 +155,9 @@ def wind_back(paths: RunPaths, step: int) -> None:
 
 
 def count_starts(paths: RunPaths) -> int:
-    """How often the run was started and its trainer came up, so far."""
+    """How often the run was started and its trainer came up, so far; once, however often that was started again."""
     with paths.events.open("rb") as events:
-        return sum(line.startswith(_STARTED) for line in events)
+        return len({found.group(1) for line in events if (found := _STARTED.match(line))})
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -2,9 +2,9 @@
 
     open ──→ serve ──→ failed: died, stuck, starved ──→ ended ──→ open ...
 
-A generator that fails before it ever served fails the run: its settings or its model are wrong, and would be again. One
-that served is replaced, unless `generator.restart` is never or it fails again and again; the run goes on with the rest,
-and fails when none is left.
+A generator that fails by itself before it ever served fails the run: its settings or its model are wrong, and would be
+again. One that served, or was killed, is replaced, unless `generator.restart` is never or it ends too often
+(`restarts`); the run goes on with the rest, and fails when none is left.
 """
 
 from __future__ import annotations
@@ -13,18 +13,26 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError, TailraceError
 from tailrace.generation.router.router import Router
 from tailrace.generation.rpc.client import ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
 from tailrace.run.transports import ReplicaConnection
 
 _logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 30.0
+
+class EndedReplica(NamedTuple):
+    """Why one life of a generator ended."""
+
+    reason: Exception
+    """For people."""
+    by_itself: bool
+    """With an error of its own; else it was killed."""
 
 
 class ReplicaSource(Protocol):
@@ -41,8 +49,8 @@ class ReplicaSource(Protocol):
         """Wait until it serves. Raises `TailraceError`."""
         ...
 
-    async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:
-        """Make sure that nothing is left of it; why it failed, for people."""
+    async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
+        """Make sure that nothing is left of it; why it failed."""
         ...
 
     async def close(self, client: ReplicaConnection) -> None:
@@ -58,6 +66,8 @@ class Generators:
     ) -> None:
         """`awaits_weights`: whatever weights they hold, they take no request before the trainer's are installed."""
         self._settings = chosen = settings.generator
+        never = {"per_role": 0} if chosen.restart == "never" else {}
+        self._restarts = settings.restarts.model_copy(update=never)
         self.awaits_weights = awaits_weights
         self.router = Router(
             chosen.replica_names,
@@ -70,6 +80,12 @@ class Generators:
         self._left = len(sources)
         self._fatal: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._keep(source), name=f"life of {source.name}") for source in sources]
+
+    @property
+    def engine_steps(self) -> int:
+        """Of all that serve now, each since it started."""
+        known = (replica.statistics for replica in self.router.replicas)
+        return sum(statistics.steps_total for statistics in known if statistics is not None)
 
     async def watch(self) -> NoReturn:
         """Wait for what fails the run, and raise it."""
@@ -88,21 +104,22 @@ class Generators:
 
     async def _keep(self, source: ReplicaSource) -> None:
         """Waits for a generator to fail, and opens it again; ends when it is given up."""
+        restarts, has_served = RestartHistory(self._restarts), False
         try:
-            reason, served = await self._live(source)
-            failed_starts = 0
-            while (
-                served and self._settings.restart == "on_failure" and failed_starts < self._settings.router.max_restarts
-            ):
-                failed_starts = 0 if self.router.completions(source.name) else failed_starts + 1
+            while True:
+                (reason, by_itself), served = await self._live(source)
+                has_served = has_served or served
+                now_s = asyncio.get_running_loop().time()
+                pause_s = restarts.next_pause_s(EarlyEnd(now_s, has_worked=has_served, by_itself=by_itself))
+                if pause_s is None:
+                    break
                 _logger.warning("%s is started again: %s", source.name, reason)
                 self.router.restarted(source.name)
-                await asyncio.sleep(0 if failed_starts == 0 else min(2.0 ** (failed_starts - 1), _LONGEST_PAUSE_S))
-                reason, _ = await self._live(source)
+                await asyncio.sleep(pause_s)
         except Exception as error:  # noqa: BLE001 - of any kind: it fails the run
-            reason, served = error, False
+            reason, has_served = error, False
         self._left -= 1
-        if served and self._left:
+        if has_served and self._left:
             _logger.error("%s is given up, %d of the run's generators are left: %s", source.name, self._left, reason)
         else:
             self._fail(reason)
@@ -112,7 +129,7 @@ class Generators:
             self._fatal.set_exception(reason)
         self.router.fail(reason)
 
-    async def _live(self, source: ReplicaSource) -> tuple[Exception, bool]:
+    async def _live(self, source: ReplicaSource) -> tuple[EndedReplica, bool]:
         """One life: why it ended, and whether it ever served."""
         client, deadline_s, served = None, self._settings.router.start_deadline_s, False
         try:
@@ -129,6 +146,6 @@ class Generators:
             failure, served = error, False
         if client is not None:
             client.fail(failure)
-        reason = await source.end(client, failure)
+        ended = await source.end(client, failure)
         self._clients.pop(source, None)
-        return reason, served
+        return ended, served

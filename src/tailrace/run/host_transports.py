@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import TypedDict
@@ -36,7 +36,7 @@ from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.weights.lending import ModelStateDictLender
-from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
+from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore, remove_published
 
 ORCHESTRATOR = "orchestrator"
 """Its name as a writer of payloads that came over sockets; a generator's is that of its life."""
@@ -52,6 +52,8 @@ class Whereabouts(msgspec.Struct, frozen=True):
     shared_memory: str
     payloads: str
     """Folder for those that shared memory has no room for."""
+    trainer_life: int = 0
+    """How often the trainer was started before; each life has addresses of its own for events and batches."""
 
 
 class _TrainerRanks(TypedDict):
@@ -59,6 +61,21 @@ class _TrainerRanks(TypedDict):
 
     num_ranks: int
     ranks_per_row: int
+
+
+class _Kept(TypedDict):
+    """How many batches a sender has in hand."""
+
+    capacity: int
+    retained_bytes: int | None
+
+
+def restarts_trainer(settings: RunSettings) -> bool:
+    """Whether a trainer that ends early is started again: its batches are kept then, until a checkpoint has them.
+
+    Not where they name payloads (gigabytes a step), which are released when their rollouts end.
+    """
+    return settings.restarts.per_role > 0 and not settings.generator.return_routed_experts
 
 
 class HostTransports(Transports):
@@ -109,14 +126,14 @@ class HostTransports(Transports):
     @override
     def batch_sender(self) -> ChannelBatchSender:
         address, ranks = self.where.batches, self._trainer_ranks
+        kept: _Kept = {"capacity": BATCHES_AHEAD, "retained_bytes": self._retained_bytes}
         match self._settings.transport.batches:
             case "files":
-                return file_sender(address, self._files, **ranks, capacity=BATCHES_AHEAD)
+                return file_sender(address, self._files, **ranks, **kept)
             case "zmq":
-                return value_sender(address, **ranks, capacity=BATCHES_AHEAD)
+                return value_sender(address, **ranks, **kept)
             case _:
-                memory = self._shared_memory
-                return shared_memory_sender(address, memory, spill=self._files, **ranks, capacity=BATCHES_AHEAD)
+                return shared_memory_sender(address, self._shared_memory, spill=self._files, **ranks, **kept)
 
     def _batch_receiver(self, rank: int) -> ChannelBatchReceiver:
         address, ranks = self.where.batches, self._trainer_ranks
@@ -127,6 +144,31 @@ class HostTransports(Transports):
                 return value_receiver(address, rank=rank, **ranks)
             case _:
                 return shared_memory_receiver(address, self._shared_memory, spill=self._files, rank=rank, **ranks)
+
+    async def end_trainer_life(self, launcher: Launcher, batches: ChannelBatchSender) -> None:
+        """New addresses for the next life of the trainer, at which `batches` waits for it."""
+        life = self.where.trainer_life + 1
+        events, new = (launcher.address(f"{name}.{life}") for name in ("events", "batches"))
+        self.where = msgspec.structs.replace(self.where, events=events, batches=new, trainer_life=life)
+        await batches.reconnect(new)
+
+    def forget_weights(self, pids: Sequence[int]) -> None:
+        """Remove what processes published that have ended. What is open stays readable."""
+        for pid in pids:
+            remove_published(self._shared_memory, pid)
+
+    @property
+    def _retained_bytes(self) -> int | None:
+        """Of batches that a trainer would train again; None where none is started again.
+
+        In shared memory, which weights and payloads need too, a quarter of what is free at most.
+        """
+        if not restarts_trainer(self._settings):
+            return None
+        chosen = int(self._settings.restarts.retained_mb * 1e6)
+        if self._settings.transport.batches in ("files", "zmq"):
+            return chosen
+        return min(chosen, shutil.disk_usage(self._shared_memory).free // 4)
 
     @property
     def _trainer_ranks(self) -> _TrainerRanks:

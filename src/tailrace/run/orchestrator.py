@@ -34,6 +34,7 @@ from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
     ModelStateDictPublished,
+    ModelStateDictRef,
     RunStatus,
     StepSkipped,
     StepTrained,
@@ -47,7 +48,7 @@ from tailrace.reporting.totals import read_totals
 from tailrace.rollouts import Rollouter
 from tailrace.run.folder import RunPaths, count_starts, wind_back
 from tailrace.run.scheduler_states import SchedulerStates
-from tailrace.run.started_roles import SHUTDOWN, StartedRoles
+from tailrace.run.started_roles import StartedRoles
 from tailrace.scheduling import Evaluator, StreamScheduler
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
@@ -83,6 +84,8 @@ class Orchestrator(WeightListener):
         self.version = 0
         self.installed_version = -1 if roles.generators.awaits_weights else 0
         """Lowest that a generator serves; -1 before the trainer's first weights are there, where that is waited for."""
+        self.events = 0
+        """Read from the log."""
         self.has_begun = False
         """Whether rollouts are scheduled, or were."""
         self.error: BaseException | None = None
@@ -92,7 +95,7 @@ class Orchestrator(WeightListener):
         self._observer, self._evaluator = observer, evaluator
         roles.generators.router.weights.listener = self
         self._trainer_started = False
-        self._stop_requested = self._is_interrupted = self._is_exhausted = False
+        self._stop_requested = self._is_interrupted = self._is_exhausted = self._is_hurried = False
         self._exhausted = DATA_EXHAUSTED
         """Why there is nothing more to schedule, once there is not."""
         self._scheduling: asyncio.Task[None] | None = None
@@ -110,23 +113,37 @@ class Orchestrator(WeightListener):
                 if worker.done() or self._is_exhausted:
                     await self._stop_trainer(worker.exception() if worker.done() else None)
                 await self._wait_for_record(follower)
-            await self._finish_evaluating(follower.result(), worker)
+            ended = self._ended(follower)
+            await self._finish_evaluating(ended, worker)
             if not self.has_begun:
                 with contextlib.suppress(TailraceError):  # it failed the run already
                     self._observer.begin(await self._take_up())
-            return follower.result()
+            return ended
         finally:
-            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, SHUTDOWN, lambda: _cancelled(worker, follower, ending))
+            cancel = lambda: _cancelled(worker, follower, ending)  # noqa: E731
+            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, self._roles.shutdown, cancel)
             self._scheduler.finish(RUN_ENDED)
 
-    async def request_stop(self, status: RunStatus, reason: str) -> None:
-        """Ask the trainer to end; the first request counts."""
+    async def request_stop(self, status: RunStatus, reason: str, *, hurried: bool = False) -> None:
+        """Ask the trainer to end; the first request counts. A trainer that is gone is not started again for it.
+
+        `hurried`: who asks will end everything soon, and waits for a last save for `shutdown.grace_s` alone.
+        """
+        self._is_hurried = self._is_hurried or hurried
+        self._roles.trainer.let_end()
         if status is RunStatus.CANCELLED:
             self._is_interrupted = True
             self._changed.set()
         if not self._stop_requested and not self._has_ended:
             self._stop_requested = True
             await self._log.append(StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason))
+
+    async def fail(self, error: LifecycleError) -> None:
+        """End the run as failed, for a reason that no part of it raises."""
+        if not self._stop_requested and not self._has_ended:
+            self.error = error
+            _logger.error("the run failed: %s", error)
+            await self.request_stop(RunStatus.FAILED, str(error), hurried=True)
 
     @property
     def stage(self) -> Stage:
@@ -148,18 +165,20 @@ class Orchestrator(WeightListener):
     async def _follow(self) -> TrainerEnded:
         """Waits for events; ends with the terminal record."""
         async for event in self._log.follow():
+            self.events += 1
             match event:
                 case TrainerStarted():
-                    self._trainer_started, self.step, self.version = True, event.step, event.version
+                    self._start_trainer(event)
                 case ModelStateDictPublished():
-                    self._roles.generators.router.weights.publish(event.ref)
-                case StepTrained() | StepSkipped():
+                    self._publish(event.ref)
+                case StepTrained() | StepSkipped() if event.step > self.step:  # else trained again, and told before
                     self.step, self.version = event.step, event.version
-                    self._states.step_ended(event.step)
+                    self._states.step_ended(self._roles.trainer.earliest_step(event.step))
                     self._scheduler.handle(event)
                     self._evaluator.step_ended(event.step, event.version)
                 case CheckpointWritten():
                     self.checkpoint = event.path
+                    self._roles.trainer.saved(event.step)
                 case StopRequested():
                     self._stop_requested = True
                     _logger.info("stopping: %s", event.reason)
@@ -170,6 +189,30 @@ class Orchestrator(WeightListener):
                     return event
             self._changed.set()
         raise LifecycleError("the event log ended without the trainer's terminal record")
+
+    def _start_trainer(self, event: TrainerStarted) -> None:
+        """A trainer that was started again goes on further back: what it trains again changes no figure."""
+        if self._trainer_started:
+            self._roles.generators.router.weights.trainer_restarted()
+        else:
+            self._trainer_started, self.step, self.version = True, event.step, event.version
+        self._roles.trainer.started(event.step)
+
+    def _publish(self, ref: ModelStateDictRef) -> None:
+        """Generators take these weights, unless they have newer ones of a trainer that ended early."""
+        weights = self._roles.generators.router.weights
+        weights.publish(ref)
+        if weights.newest is ref:
+            self._roles.trainer.published()
+
+    def _ended(self, follower: asyncio.Task[TrainerEnded]) -> TrainerEnded:
+        """The terminal record; one of our own where an event could not be handled, or no record could be read."""
+        if follower.exception() is None:
+            return follower.result()
+        self.error = follower.exception()
+        _logger.error("the run failed: %s", self.error, exc_info=self.error)
+        epoch, reason = self._log.epoch, f"{ROLE}: {self.error}"
+        return TrainerEnded(epoch=epoch, status=RunStatus.FAILED, step=self.step, reason=reason)
 
     async def _stop_trainer(self, error: BaseException | None) -> None:
         if error is None:
@@ -194,18 +237,21 @@ class Orchestrator(WeightListener):
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
         """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""
-        left = asyncio.ensure_future(self._roles.trainer.left())
-        await asyncio.wait({follower, left}, timeout=SHUTDOWN.last_save_s, return_when=asyncio.FIRST_COMPLETED)
+        left = asyncio.ensure_future(self._roles.trainer.gone())
+        deadline_s = self._roles.shutdown.grace_s if self._is_hurried else self._roles.shutdown.last_save_s
+        await asyncio.wait({follower, left}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         has_left = left.done() and not follower.done()
         left.cancel()
         if follower.done():
             return
-        late = f"the trainer did not answer a request to stop within {SHUTDOWN.last_save_s:g} s"
+        late = f"the trainer did not answer a request to stop within {deadline_s:g} s"
         why = str(self.error or ("the trainer left without its terminal record" if has_left else late))
         record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
         with contextlib.suppress(TransportError):  # it came at the last moment
             await self._log.append(record)
         await asyncio.wait({follower})
+        with contextlib.suppress(LifecycleError):  # the launcher tells of what cannot be killed
+            await self._roles.trainer.kill()  # whatever it waits for has had its time
 
     # --- the work ------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,11 @@ from tailrace.generation.rpc.client import GeneratorClient, LendWeights, ReportL
 from tailrace.generation.rpc.keys import read_keys
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
+from tailrace.lifecycle.exit_codes import is_from_outside
 from tailrace.lifecycle.launchers import Launcher, RoleHandle
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.models.identity import ModelIdentity, identify, is_other, other_architecture
-from tailrace.run.generators import ReplicaSource
+from tailrace.run.generators import EndedReplica, ReplicaSource
 from tailrace.run.transports import ReplicaConnection, Transports
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
@@ -57,19 +58,23 @@ class StartedGenerator(ReplicaSource):
         return welcome
 
     @override
-    async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:
+    async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
         if self._handle is None:
-            return failure
+            return EndedReplica(failure, by_itself=True)
         if client is not None:
             assert self._leaving is not None
             await asyncio.wait({self._leaving}, timeout=_EXPLANATION_S)
-        reason = failure if self._handle.is_running else self._handle.early_exit()
+        status = self._handle.status
+        ended = EndedReplica(
+            failure if status is None else self._handle.early_exit(),
+            by_itself=status is None or not is_from_outside(status),
+        )
         await self._handle.kill()
         if client is not None:
             await client.leave()
         if self._payloads is not None:
             self._payloads.writer_ended(self._handle.instance)
-        return reason
+        return ended
 
     @override
     async def close(self, client: ReplicaConnection) -> None:
@@ -162,11 +167,11 @@ class ConnectedGenerator(ReplicaSource):
         )
 
     @override
-    async def end(self, client: ReplicaConnection | None, failure: Exception) -> Exception:
+    async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
         """The generator itself is not ours to end."""
         if client is not None:
             await client.leave()
-        return failure
+        return EndedReplica(failure, by_itself=True)
 
     @override
     async def close(self, client: ReplicaConnection) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,11 +21,11 @@ from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.logs import setup_logging
 from tailrace.run.engines import engine_factory, with_adapters
 from tailrace.run.folder import RunPaths
-from tailrace.run.host_transports import HostTransports, Whereabouts
+from tailrace.run.host_transports import HostTransports, Whereabouts, restarts_trainer
 from tailrace.run.memory_transports import memory_transports
 from tailrace.run.phases import observed_process
 from tailrace.run.scheduler_states import SchedulerStates
-from tailrace.run.trainer_ranks import trainer_store
+from tailrace.run.trainer_ranks import launched_rank, trainer_store
 from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.training.settings.trainer import ExportFormat
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
+
+Working: TypeAlias = Callable[[str], AbstractContextManager[object]]
 
 _ENDLESS = 2**31 - 1
 """Steps of a run that ends by epochs: the learning rate's decay has no end to fall to."""
@@ -61,6 +63,11 @@ class RoleSettings(msgspec.Struct, frozen=True):
         return RunSettings.model_validate_json(self.settings)
 
     @property
+    def trainer_life(self) -> int:
+        """How often the trainer of this start of the run was started before."""
+        return self.where.trainer_life if self.where is not None else 0
+
+    @property
     def paths(self) -> RunPaths:
         """The run's folder."""
         return RunPaths(Path(self.run_folder))
@@ -77,7 +84,7 @@ async def trainer(role: Role) -> None:
     if role.has_own_process:
         importlib.import_module("tailrace.training.leading")  # takes seconds, before anybody watches the loop
     async with _observed(role, role_settings) as phases:
-        await train_rank(role_settings, rank, phases=phases, on_ready=role.ready)
+        await train_rank(role_settings, rank, phases=phases, on_ready=role.ready, working=role.working)
 
 
 async def train_rank(
@@ -86,6 +93,7 @@ async def train_rank(
     *,
     phases: PhaseRecorder | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    working: Working = nullcontext,
 ) -> None:
     """All that one rank of the trainer does, however its process was started: rank 0 leads, the others follow.
 
@@ -96,7 +104,7 @@ async def train_rank(
         on_ready()
         try:
             if rank == 0:
-                await _lead(role_settings, ends, phases)
+                await _lead(role_settings, ends, phases, working)
             else:
                 await _follow(role_settings, rank, ends)
             await over
@@ -158,7 +166,7 @@ def _make_trainer(
     )
 
 
-async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None) -> None:
+async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None, working: Working) -> None:
     """Train until the terminal record, which this writes on every way out."""
     from tailrace.training.checkpoints.files import latest_checkpoint
     from tailrace.training.leading import LeadingTrainer
@@ -168,7 +176,7 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
 
     settings, paths = role_settings.run, role_settings.paths
     try:
-        newest = latest_checkpoint(paths.checkpoints) if settings.resume else None
+        newest = latest_checkpoint(paths.checkpoints) if settings.resume or role_settings.trainer_life else None
         if newest is not None:
             await asyncio.to_thread(_adopt_scheduler_state, paths, newest)
     except CheckpointError as error:
@@ -182,7 +190,9 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
         resume_from=newest,
         publishes_first=bool(settings.generator.connect),
         publish_dtype=settings.model.dtype,
+        working=working,
         phases=phases,
+        restarts_ranks=restarts_trainer(settings) and launched_rank(settings.trainer) is None,
     )
 
     def make_trainer() -> Trainer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,27 +20,30 @@ from typing import Any, NoReturn, TypeAlias
 import msgspec
 
 from tailrace.config import RunSettings
+from tailrace.config.restarts import RestartSettings
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
 from tailrace.lifecycle.memory import trainer_environment
-from tailrace.lifecycle.processes import loopback_environment
+from tailrace.lifecycle.processes import STACKS_S, loopback_environment
+from tailrace.lifecycle.restarts import RestartHistory
 from tailrace.lifecycle.roles import RoleSpec
-from tailrace.lifecycle.shutdown import ShutdownSettings, ShutdownStage, run_stage
+from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import Generate
 from tailrace.run.devices import in_own_process, role_devices
 from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Generators
-from tailrace.run.host_transports import HostTransports, host_transports
+from tailrace.run.host_transports import HostTransports, host_transports, restarts_trainer
 from tailrace.run.memory_transports import new_memory_transports
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import GENERATOR, TRAINER, RoleSettings
+from tailrace.run.trainer_lives import TrainerLives
 from tailrace.run.trainer_ranks import LaunchedRanks, launched_rank
 from tailrace.run.transports import Transports
+from tailrace.transport.batches.channels import ChannelBatchSender
+from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.weights.lending import LendingFigures
-
-SHUTDOWN = ShutdownSettings()
 
 Watch: TypeAlias = Callable[[], Coroutine[Any, Any, NoReturn]]
 
@@ -49,16 +52,16 @@ class StartedRoles:
     """The roles of a run, as the orchestrator uses them. Make it on a running event loop; it starts them."""
 
     def __init__(self, starter: _RoleStarter, log: MemoryEventLog) -> None:
+        self.shutdown = starter.settings.shutdown
         self._launcher, self._transports = starter.launcher, starter.transports
-        self.trainer, *self._other_ranks = starter.start_trainer()
-        self.batches = self._transports.batch_sender()
-        self._end_log = self._transports.serve_log(log)
+        self.trainer = TrainerLives(starter, log, RestartHistory(starter.trainer_restarts))
+        self.batches = self.trainer.batches
         self.payloads = self._transports.payload_accounts()
         self.generators = starter.start_generators(payloads=self.payloads)
 
     async def watch(self) -> NoReturn:
-        """Wait for a role that leaves early, or for the last generator's failure, and raise it."""
-        await first_done(self._launcher.watch(), self.generators.watch())
+        """Wait for a trainer or a last generator that ends early and is not started again, and raise why."""
+        await first_done(self._launcher.watch(), self.trainer.watch(), self.generators.watch())
 
     @property
     def lending(self) -> LendingFigures:
@@ -71,28 +74,27 @@ class StartedRoles:
         name = "run" if self._launcher.runs_in_this_process else "orchestrator"
         return {name: os.getpid(), **self._launcher.pids()}
 
+    async def write_stacks(self) -> None:
+        """Let every process write the stacks of its threads into its log, as far as it can."""
+        self._launcher.write_stacks()
+        await asyncio.sleep(STACKS_S)
+
     async def shut_down(self) -> None:
         """In this order, each stage with its deadline. Rollouts are cancelled and the trainer has saved before."""
+        self.trainer.let_end()
         for stage, action in (
             (ShutdownStage.CLOSE_TRANSPORTS, self.batches.close),
             (ShutdownStage.STOP_GENERATORS, self.generators.close),
-            (ShutdownStage.CLOSE_EVENT_LOG, self._let_trainer_leave),
+            (ShutdownStage.CLOSE_EVENT_LOG, self.trainer.leave),
         ):
-            await run_stage(stage, SHUTDOWN, action)
+            await run_stage(stage, self.shutdown, action)
+        await self.trainer.close()
         await self.payloads.close()
 
     def kill(self) -> None:
         """End every role at once, without waiting, and remove what they shared."""
         self._launcher.kill()
         self._transports.remove()
-
-    async def _let_trainer_leave(self) -> None:
-        """The event log has ended, and the trainer leaves by itself; the launcher ends it if it doesn't in time."""
-        ranks = (self.trainer, *self._other_ranks)
-        for rank in ranks:
-            rank.expect_exit()
-        await self._end_log()
-        await asyncio.gather(*(rank.left() for rank in ranks))
 
 
 @asynccontextmanager
@@ -134,20 +136,50 @@ class _RoleStarter:
     launcher: Launcher
     transports: Transports
     devices: Mapping[str, tuple[str, ...]]
-    role_settings: bytes
+    paths: RunPaths
     launched: LaunchedRanks | None = None
     """Processes that another launcher started for the trainer's other ranks; None: they are started here."""
 
-    def start_trainer(self) -> list[RoleHandle]:
-        """All of its ranks, rank 0 first."""
+    @property
+    def trainer_restarts(self) -> RestartSettings:
+        """Those that the trainer is granted: none in this process, nor of ranks that another launcher started."""
+        chosen, is_ours = self.settings.restarts, isinstance(self.transports, HostTransports) and self.launched is None
+        is_restarted = is_ours and restarts_trainer(self.settings)
+        return chosen if is_restarted else chosen.model_copy(update={"per_role": 0})
+
+    def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:
+        """All of its ranks, rank 0 first; `earlier` are those of the life before, which have left."""
+        for rank in earlier:
+            rank.start_next_life(self._role_settings)
+        if earlier:
+            return [*earlier]
         chosen, environment = self.settings.trainer, trainer_environment(os.environ)
         if chosen.ranks > 1:
             environment |= loopback_environment()
         specs = [self._spec(name, TRAINER, chosen.threads, environment) for name in chosen.rank_names]
         if self.launched is None:
-            return [self.launcher.start(spec) for spec in specs]
+            return [self.launcher.start(spec, is_replaceable=True) for spec in specs]
         self.launched.give_roles(specs[1:])
-        return [self.launcher.start(specs[0])]
+        return [self.launcher.start(specs[0], is_replaceable=True)]
+
+    def batch_sender(self) -> BatchSender:
+        """The orchestrator's end of the batch queue."""
+        return self.transports.batch_sender()
+
+    def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
+        """As `Transports.serve_log`."""
+        return self.transports.serve_log(log)
+
+    async def end_trainer_life(self, batches: BatchSender) -> None:
+        """New addresses for the next life, at which `batches` waits for it."""
+        assert isinstance(self.transports, HostTransports)
+        assert isinstance(batches, ChannelBatchSender)
+        await self.transports.end_trainer_life(self.launcher, batches)
+
+    def forget_weights(self, pids: Sequence[int]) -> None:
+        """Remove what trainers of these processes published."""
+        assert isinstance(self.transports, HostTransports)
+        self.transports.forget_weights(pids)
 
     def start_generators(self, *, payloads: PayloadAccounts | None = None, with_trainer: bool = True) -> Generators:
         """Those that the settings ask for, or name; these must serve the model's weights unless a trainer sends its."""
@@ -169,8 +201,15 @@ class _RoleStarter:
         connected = map(connect, chosen.replica_names, chosen.connect)
         return Generators(self.settings, [*connected], awaits_weights=with_trainer)
 
+    @property
+    def _role_settings(self) -> bytes:
+        """As of now: each life of the trainer is found elsewhere."""
+        where = self.transports.where if isinstance(self.transports, HostTransports) else None
+        run = in_own_process(self.settings, self.devices).model_dump_json()
+        return msgspec.json.encode(RoleSettings(run, str(self.paths.root), self.launcher.epoch, where))
+
     def _spec(self, name: str, entry: str, threads: int, environment: Mapping[str, str] | None = None) -> RoleSpec:
-        return RoleSpec(name, entry, self.role_settings, threads, self.devices.get(name), environment or {})
+        return RoleSpec(name, entry, self._role_settings, threads, self.devices.get(name), environment or {})
 
 
 @asynccontextmanager
@@ -178,18 +217,15 @@ async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEvent
     """On leaving, every role that still runs is ended."""
     devices = await asyncio.to_thread(role_devices, settings)
     async with AsyncExitStack() as stack:
-        launcher = launcher_class(settings.placement)(log.epoch, paths.logs, SHUTDOWN)
+        launcher = launcher_class(settings.placement)(log.epoch, paths.logs, settings.shutdown)
+        launcher.restarts = settings.restarts
         launcher.inherited = () if paths.held is None else (paths.held,)
         stack.callback(launcher.kill)
-        where = None
         if launcher.runs_in_this_process:
             transports: Transports = stack.enter_context(new_memory_transports(log, settings.model.name))
         else:
-            transports = host = await stack.enter_async_context(host_transports(settings, paths, launcher))
-            where = host.where
+            transports = await stack.enter_async_context(host_transports(settings, paths, launcher))
         await stack.enter_async_context(launcher)
-        run = in_own_process(settings, devices).model_dump_json()
-        role_settings = msgspec.json.encode(RoleSettings(run, str(paths.root), log.epoch, where))
         rank = None if launcher.runs_in_this_process else launched_rank(settings.trainer)
         launched = None if rank is None else await asyncio.to_thread(LaunchedRanks, rank)  # which imports torch
-        yield _RoleStarter(settings, launcher, transports, devices, role_settings, launched)
+        yield _RoleStarter(settings, launcher, transports, devices, paths, launched)

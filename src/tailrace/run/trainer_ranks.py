@@ -33,7 +33,8 @@ def trainer_store(where: Whereabouts, size: int) -> Store:
     """Where ranks of one host meet: a file of the run's own, so that no port is taken."""
     import torch.distributed as dist
 
-    store: Store = dist.FileStore(str(Path(where.shared_memory) / _MEETING), size)  # type: ignore[attr-defined]
+    meeting = Path(where.shared_memory) / f"{_MEETING}-{where.trainer_life}"
+    store: Store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
     return store
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -37,6 +37,7 @@ from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, open_run_folder, record_settings
+from tailrace.run.notices import wait_for_notice
 from tailrace.run.parts import (
     load_environments,
     make_renderer,
@@ -46,6 +47,7 @@ from tailrace.run.parts import (
     within_own_context,
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
+from tailrace.run.watchdog import end_when_still
 from tailrace.training.settings.lora import require_peft
 
 _logger = logging.getLogger(__name__)
@@ -54,8 +56,11 @@ _STOPPED_BY = {
     ExitCode.INTERRUPTED: ("interrupted", "Ctrl-C again"),
     ExitCode.TERMINATED: ("terminated", "SIGTERM again"),
     ExitCode.HUNG_UP: ("hung up", "SIGTERM"),
+    ExitCode.PREEMPTED: ("preempted", "SIGTERM"),
 }
 """Why a signal's exit status stops the run, and how it ends at once."""
+_HURRIED = (ExitCode.TERMINATED, ExitCode.PREEMPTED)
+"""Who sends these ends everything soon after."""
 
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
@@ -86,7 +91,11 @@ async def train(
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(_load_environments, settings, given)
     with open_run_folder(settings, parent) as paths:
-        summary = await _train_in(paths, settings, recipe, environments, devices, callbacks=callbacks, abort=abort)
+        try:
+            summary = await _train_in(paths, settings, recipe, environments, devices, callbacks=callbacks, abort=abort)
+        except Exception as error:
+            await asyncio.to_thread(_write_failed, settings, paths, error)
+            raise
         summary = await asyncio.to_thread(_written, summary, paths, with_report=settings.observability.report)
     if callbacks.error is not None:
         raise callbacks.error
@@ -134,7 +143,7 @@ async def _train_in(
         async with compose(ground) as run:
             live.follow(run.view)
             with _stop_signals(run, live, abort) as signals:
-                async with callbacks.delivered(run.orchestrator.request_stop):
+                async with callbacks.delivered(run.orchestrator.request_stop), _watched(run, signals):
                     ended = await run.orchestrator.run()
         return await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
 
@@ -156,7 +165,8 @@ def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], 
     def request_stop(code: ExitCode) -> None:
         why, at_once = _STOPPED_BY[code]
         _logger.warning("stopping, with a last save: %s to stop at once", at_once)
-        requests.add(asyncio.ensure_future(run.orchestrator.request_stop(RunStatus.CANCELLED, why)))
+        stop = run.orchestrator.request_stop(RunStatus.CANCELLED, why, hurried=code in _HURRIED)
+        requests.add(asyncio.ensure_future(stop))
 
     def end_at_once(code: ExitCode) -> None:
         run.roles.kill()
@@ -166,9 +176,27 @@ def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], 
     return StopSignals(request_stop, end_at_once)
 
 
+@contextlib.asynccontextmanager
+async def _watched(run: ComposedRun, signals: StopSignals) -> AsyncIterator[None]:
+    """While the run goes on: what ends it where no part of it does."""
+    ground = run.ground
+    watches = [
+        asyncio.create_task(end_when_still(run, ground.settings.observability.watchdog_s), name="watchdog"),
+        asyncio.create_task(
+            wait_for_notice(ground.paths.root, lambda: signals.ask(ExitCode.PREEMPTED)), name="notice of preemption"
+        ),
+    ]
+    try:
+        yield
+    finally:
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+
+
 async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
     """The run in figures, once everything else is written."""
-    run.observer.write_rest(ended.step)
+    run.observer.write_rest(max(ended.step, run.orchestrator.step))
     await asyncio.to_thread(run.writer.close)
     writer, orchestrator, ground = run.writer, run.orchestrator, run.ground
     summary = RunSummary(
@@ -206,6 +234,22 @@ def _written(summary: RunSummary, paths: RunPaths, *, with_report: bool) -> RunS
         with contextlib.suppress(OSError):  # the one there says that the run succeeded
             write_summary(paths.root, summary)
     return summary
+
+
+def _write_failed(settings: RunSettings, paths: RunPaths, error: Exception) -> None:
+    """A summary of a start that could not be composed, or taken apart; none where nothing of it was begun."""
+    if paths.events.exists() and not settings.resume:  # what was resumed has one
+        failed = RunSummary(
+            name=settings.name,
+            status=RunStatus.FAILED,
+            reason=str(error),
+            exit_code=int(exit_code_of(error)),
+            model=settings.model.name,
+            environments=[one.id or one.name for one in settings.environments],
+            versions=_versions(),
+        )
+        with contextlib.suppress(OSError):
+            write_summary(paths.root, failed)
 
 
 def _incomplete(summary: RunSummary, why: str) -> RunSummary:

@@ -18,7 +18,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -69,6 +71,10 @@ class TrainerPlan:
     """Between checkpoints, where no number of steps is set: what a crash may cost."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of published weights: what the generators compute in."""
+    restarts_ranks: bool = False
+    """Whether the loss of a rank is left to whoever started the ranks, and starts them again: it ends no training."""
+    working: Callable[[str], AbstractContextManager[object]] = nullcontext
+    """Around what each thread does: whoever watches them is told."""
     phases: PhaseRecorder | None = None
     """Of this process, reported with each step; None where another role of the process reports them."""
 
@@ -92,6 +98,8 @@ async def run_trainer(
         await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
         raise
     except RankLost as error:
+        if plan.restarts_ranks:
+            raise
         await loop.end_early(RunStatus.FAILED, await loop.explained(error), type(error).__name__)
         raise
     except Exception as error:
@@ -317,12 +325,17 @@ class _TrainerLoop:
     async def _in_thread(self, work: Callable[[], ResultT], executor: Executor | None = None) -> ResultT:
         """Run `work` in the trainer's thread, or that of `executor`; a cancellation waits for it to finish."""
         context = contextvars.copy_context()  # phases inside are those of the phase around
-        future = asyncio.get_running_loop().run_in_executor(executor or self._executor, context.run, work)
+        watched = partial(context.run, self._watched, work)
+        future = asyncio.get_running_loop().run_in_executor(executor or self._executor, watched)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await asyncio.wait({future})
             raise
+
+    def _watched(self, work: Callable[[], ResultT]) -> ResultT:
+        with self._plan.working(f"what follows step {self._step}"):
+            return work()
 
     def _phase_metrics(self) -> dict[str, float]:
         used = self._plan.phases.flush() if self._plan.phases is not None else {}

@@ -189,6 +189,26 @@ async def test_a_replica_that_is_lost_is_not_tried_again() -> None:
         assert here.listener.not_installed == []
 
 
+async def test_a_trainer_that_was_started_again_replaces_weights_of_the_same_version_and_never_newer_ones() -> None:
+    async with world() as run:
+        loader = Loader()
+        replica = await run.join(loader.load)
+        run.weights.publish(ref(7))
+        await until(lambda: replica.version == 7)
+        run.weights.trainer_restarted()
+        for version in (5, 6):
+            run.weights.publish(ref(version))
+        assert run.weights.newest == ref(7)
+        late = Loader()
+        late_replica = await run.join(late.load)
+        await until(lambda: late_replica.version == 7)
+        run.weights.publish(ref(7))
+        await until(lambda: loader.loads == [7, 7] and late.loads == [7, 7])
+        run.weights.publish(ref(8))
+        await until(lambda: run.listener.installed[-1] == 8)
+        assert loader.loads == late.loads == [7, 7, 8]
+
+
 async def test_a_drain_that_waits_takes_the_newest_weights_there_are() -> None:
     brake, policy = Brake(after_tokens=0), WeightPolicy("drain", "reset_prefix")
     async with Generator(lambda: brake.on(SimulatedEngine()), policy) as generator, world(policy) as here:

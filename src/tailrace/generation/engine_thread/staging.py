@@ -113,7 +113,7 @@ class Stager:
         """Waits for loads; ends with `fail`."""
         while (load := self._next_load()) is not None:
             try:
-                if load.version > self._installed:
+                if load.version >= self._installed:  # the same again: of a trainer that was started again
                     self._install(load)
             except _Withdrawn:
                 pass

@@ -52,8 +52,6 @@ class Replica:
     restarts: int = 0
     failovers: int = 0
     """Requests that went on elsewhere because this replica died or got stuck."""
-    completions: int = 0
-    """Since it last joined."""
     _sent: int = 0
     _promised: deque[tuple[int, int]] = field(default_factory=deque)
     """Number and tokens of each request that no report covers yet."""
@@ -74,7 +72,7 @@ class Replica:
     def join(self, client: ReplicaClient, statistics: EngineStatistics) -> None:
         """A fresh process, or a fresh connection."""
         self.client, self.statistics, self.version = client, statistics, -1
-        self.starved, self._sent, self._promised_tokens, self.completions = False, 0, 0, 0
+        self.starved, self._sent, self._promised_tokens = False, 0, 0
         self._promised.clear()
 
     def promise(self, tokens: int) -> None:

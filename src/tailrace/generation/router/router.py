@@ -119,7 +119,6 @@ class Router:
         finally:
             routed.client = None
             replica.requests -= 1
-        replica.completions += 1
         if completion.finish_reason is not FinishReason.ABORTED:
             return completion
         routed.continue_from(completion)
@@ -191,10 +190,6 @@ class Router:
     def restarted(self, name: str) -> None:
         """Count a restart."""
         self.replicas[self._index(name)].restarts += 1
-
-    def completions(self, name: str) -> int:
-        """Of a replica since it last joined."""
-        return self.replicas[self._index(name)].completions
 
     def fail(self, failure: Exception) -> None:
         """No replica is left and none will come: every waiting and every later call fails with `EngineFailed`."""

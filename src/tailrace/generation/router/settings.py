@@ -44,9 +44,6 @@ class RouterSettings(BaseModel):
     start_deadline_s: float = Field(
         default=600.0, gt=0, description="Seconds from a replica's start (or the attempt to connect) until it serves"
     )
-    max_restarts: int = Field(
-        default=3, ge=0, description="Restarts of a replica in a row, without one completion in between"
-    )
     max_failovers: int = Field(
         default=3, ge=0, description="Replicas that may die under one request before that request is refused"
     )

@@ -56,6 +56,8 @@ class WeightDistributor:
         self._policy, self._on_change = policy, on_change
         self._loading = asyncio.Semaphore(loads_at_once)
         self._replicas: set[Replica] = set()
+        self._trainer_lives = 0
+        self._life_of_newest = 0
         self._published_s: dict[int, float] = {}
         """When versions were published that not every replica holds."""
         self._changed = asyncio.Event()
@@ -69,9 +71,13 @@ class WeightDistributor:
     def publish(self, ref: ModelStateDictRef) -> None:
         """These are the weights to serve from now on, unless newer ones were published before."""
         if self.newest is None or ref.version >= self.newest.version:
-            self.newest = ref
+            self.newest, self._life_of_newest = ref, self._trainer_lives
             self._published_s[ref.version] = self._clock()
             self._update()
+
+    def trainer_restarted(self) -> None:
+        """What is published from now on replaces weights of the same version, too, and never those of a newer one."""
+        self._trainer_lives += 1
 
     async def follow(self, replica: Replica, load: LoadModelStateDict) -> NoReturn:
         """Keep a replica at the newest version; cancel it when the replica is gone.
@@ -80,19 +86,20 @@ class WeightDistributor:
         holds none were tried `attempts` times: there is nothing that it could go on with.
         """
         self._replicas.add(replica)
-        tried, attempt = -1, 0
+        tried, attempt, life = -1, 0, self._life_of_newest
         try:
             while True:
-                await self._newer_than(replica.version)
+                await self._newer_than(replica.version, life)
                 async with self._loading:
-                    ref = await self._newer_than(replica.version)
+                    ref, life_of_ref = await self._newer_than(replica.version, life), self._life_of_newest
                     tried, attempt = ref.version, attempt + 1 if ref.version == tried else 1
                     error = await self._load(replica, load, ref)
                 if error is None:
+                    life = life_of_ref
                     self._update()
                 else:
                     self._report(replica, ref.version, attempt, error)
-                    await self._pause(ref.version, attempt)
+                    await self._pause(ref.version, life_of_ref, attempt)
         finally:
             self._replicas.discard(replica)
             self._update()
@@ -114,7 +121,7 @@ class WeightDistributor:
     async def _load_unless_newer(self, load: LoadModelStateDict, ref: ModelStateDictRef) -> int:
         """A load that may wait long for running requests to end: newer weights take its place; -1 then."""
         loading = asyncio.ensure_future(load(ref))
-        newer = asyncio.ensure_future(self._newer_than(ref.version))
+        newer = asyncio.ensure_future(self._newer_than(ref.version, self._life_of_newest))
         try:
             await asyncio.wait({loading, newer}, return_when=asyncio.FIRST_COMPLETED)
             return loading.result() if loading.done() else -1
@@ -137,18 +144,24 @@ class WeightDistributor:
             if replica.version < 0:
                 raise error
 
-    async def _pause(self, version: int, attempt: int) -> None:
+    async def _pause(self, version: int, life: int, attempt: int) -> None:
         """Before the next attempt, each twice as long as the last one. A newer version is tried at once."""
         pause_s = min(self._policy.backoff_s * 2 ** min(attempt - 1, 30), _LONGEST_PAUSE_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
-                await self._newer_than(version)
+                await self._newer_than(version, life)
 
-    async def _newer_than(self, version: int) -> ModelStateDictRef:
-        """Wait for newer weights than these; the newest there are."""
-        await wait_until(self._changed, lambda: self.newest is not None and self.newest.version > version)
+    async def _newer_than(self, version: int, life: int) -> ModelStateDictRef:
+        """Wait for newer weights than these, which one life of the trainer published; the newest there are."""
+        await wait_until(self._changed, lambda: self._is_newer(version, life))
         assert self.newest is not None
         return self.newest
+
+    def _is_newer(self, version: int, life: int) -> bool:
+        """The same version counts where a later life of the trainer published it."""
+        if self.newest is None:
+            return False
+        return self.newest.version > version or (self.newest.version == version and self._life_of_newest > life)
 
     def _update(self) -> None:
         """A version was published or installed, or a replica is gone: wake who waits, and report what now serves."""

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import os
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
+from tailrace.config.restarts import RestartSettings
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.devices import visible_devices
 from tailrace.lifecycle.exit_codes import describe_exit
 from tailrace.lifecycle.roles import Role, RoleSpec
-from tailrace.lifecycle.shutdown import ShutdownSettings
 from tailrace.transport.channels import wait_until
 
 _logger = logging.getLogger(__name__)
@@ -52,6 +54,9 @@ class RoleHandle(ABC):
     def pid(self) -> int | None:
         """Its process on this machine, where there is one."""
         return None
+
+    def write_stacks(self) -> None:  # noqa: B027 - one that is no process of its own has none
+        """Write the stacks of all its threads into its log, soon."""
 
     def early_exit(self) -> LifecycleError:
         """The error to raise when it left before it was asked to."""
@@ -124,6 +129,11 @@ class RoleHandle(ABC):
         await self.kill()
         self.start_life()
 
+    def start_next_life(self, settings: bytes) -> None:
+        """As `restart`, of a role that has left, with settings that are this life's. Raises `LifecycleError`."""
+        self.spec = replace(self.spec, settings=settings)
+        self.start_life()
+
     def start_life(self) -> None:
         """Start the next life, once the one before has ended. Raises `LifecycleError` where it cannot be started."""
         loop = asyncio.get_running_loop()
@@ -155,6 +165,8 @@ class Launcher(ABC):
     def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
         """`logs` is the folder for what roles print."""
         self.epoch, self.logs, self.settings = epoch, logs, settings or ShutdownSettings()
+        self.restarts = RestartSettings()
+        """How long a role may give no sign of life, or be stuck."""
         self.changed = asyncio.Event()
         """Set when a role leaves, or may leave."""
         self.inherited: tuple[int, ...] = ()
@@ -194,6 +206,11 @@ class Launcher(ABC):
     def pids(self) -> dict[str, int]:
         """Process ids of the roles that run in processes of their own, by name."""
         return {name: role.pid for name, role in self._handles.items() if role.is_running and role.pid is not None}
+
+    def write_stacks(self) -> None:
+        """Every role that runs writes the stacks of its threads into its log, soon; not one that is stopped."""
+        for handle in self._handles.values():
+            handle.write_stacks()
 
     async def close(self) -> None:
         """Stop every role that still runs, the last one started first. Closing twice does nothing."""

@@ -12,17 +12,21 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 from typing_extensions import override
 
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.exit_codes import describe_exit
+from tailrace.lifecycle.heartbeats import Beat, Ready, Vigil
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
-from tailrace.lifecycle.processes import call_on_exit, spawn_role
+from tailrace.lifecycle.processes import STACKS, STACKS_S, STOP, call_on_exit, spawn_role
 from tailrace.lifecycle.resources import own_socket_folder
 from tailrace.lifecycle.roles import Role
-from tailrace.lifecycle.shutdown import ShutdownSettings
 from tailrace.transport.channels import ipc_address
 
+_BEAT_EVERY_S = 0.5
+_MESSAGES: msgspec.json.Decoder[Beat | Ready] = msgspec.json.Decoder(Beat | Ready)
 _TAIL_BYTES = 8192
 _TAIL_LINES = 30
 
@@ -42,17 +46,22 @@ class LocalHandle(RoleHandle):
                     orphan_grace_s=self._launcher.settings.terminate_s,
                     output=log,
                     inherited=self._launcher.inherited,
+                    beat_every_s=min(_BEAT_EVERY_S, self._launcher.restarts.silence_s / 4),
                 )
         except OSError as error:
             self._has_left(1)
             raise LifecycleError(f"the {self.spec.name} cannot be started: {error}") from error
-        self._ready_line = bytearray()
+        self._lines = bytearray()
+        self._killed_for = ""
+        self._vigil = Vigil(self._launcher.restarts, self._end_hung)
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._listen)
         call_on_exit(self._process, self._exited)
 
     @override
     def _terminate(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended, or read nothing for long
+            self._socket.send(STOP)
         self._signal(signal.SIGTERM)
 
     @override
@@ -66,11 +75,18 @@ class LocalHandle(RoleHandle):
         return self._process.pid
 
     @override
+    def write_stacks(self) -> None:
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, STACKS)
+
+    @override
     def early_exit(self) -> LifecycleError:
-        return LifecycleError(
-            f"the {self.spec.name} left early, {describe_exit(self.status or 0)}; "
-            f"the end of its log ({self._log_path}):\n{_tail(self._log_path)}"
-        )
+        ended = f"left early, {describe_exit(self.status or 0)}"
+        if self._killed_for:
+            ended = f"was killed: {self._killed_for}"
+        tail = f"the end of its log ({self._log_path}):\n{_tail(self._log_path)}"
+        return LifecycleError(f"the {self.spec.name} {ended}; {tail}")
 
     @property
     def _log_path(self) -> Path:
@@ -83,22 +99,38 @@ class LocalHandle(RoleHandle):
                 os.killpg(self.pid, number)
 
     def _listen(self) -> None:
-        """Its one line says that it is ready, and where it listens."""
+        """Its lines say that it is ready, and that it lives."""
         try:
-            self._ready_line += self._socket.recv(4096)
+            received = self._socket.recv(65536)
         except BlockingIOError:
             return
         except ConnectionResetError:
-            pass
-        if self._ready_line.endswith(b"\n"):
-            self._was_ready(self._ready_line.decode().removesuffix("\n"))
-        asyncio.get_running_loop().remove_reader(self._socket)
+            received = b""
+        if not received:
+            asyncio.get_running_loop().remove_reader(self._socket)
+        self._lines += received
+        *lines, self._lines = self._lines.split(b"\n")
+        for line in lines:
+            match _MESSAGES.decode(line):
+                case Ready(address=address):
+                    self._was_ready(address)
+                case Beat() as beat:
+                    self._vigil.take(beat)
+
+    def _end_hung(self, reason: str) -> None:
+        """It does not move: kill it, once it wrote its stacks into its log, which one that is stopped cannot."""
+        self._killed_for = reason
+        self.write_stacks()
+        hung = self._process
+        asyncio.get_running_loop().call_later(STACKS_S, lambda: self._process is not hung or self._kill())
 
     def _exited(self) -> None:
         """The process has ended and is not reaped yet: kill the rest of its group."""
+        self._vigil.close()
         self._signal(signal.SIGKILL)
         self._listen()  # it may have said that it was ready a moment ago
         status = self._process.wait()
+        asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._has_left(status)
 

@@ -5,6 +5,11 @@
       store.release            ◄─── acknowledged (every rank) gave its part back
 
 The sender binds one socket for each rank. A batch counts against `capacity` until every rank has acknowledged it.
+A sender that retains batches outlives its receivers: those that come in their place are sent again what lies in the
+store since the newest checkpoint.
+
+    acknowledged ──► retained ──► released: a checkpoint contains its step, or newer batches need its room
+                        └── reconnect, resume_after(step) ──► sent again
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import contextvars
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +51,19 @@ class BatchAcknowledged(msgspec.Struct, frozen=True):
     sequence: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A batch that lies in the store."""
+
+    sequence: int
+    step: int
+    pieces: Sequence[Piece]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.ref.num_bytes for piece in self.pieces)
+
+
 class ChannelBatchSender(BatchSender):
     """The scheduler's end. Make it on a running event loop, before the receivers."""
 
@@ -57,22 +76,34 @@ class ChannelBatchSender(BatchSender):
         ranks_per_row: int = 1,
         capacity: int = 2,
         adopted: Sequence[Sequence[BatchRef]] = (),
+        retained_bytes: int | None = None,
     ) -> None:
         """`adopted` are batches that lie in the store already: they are offered first, and count as sent.
 
-        So many neighbours among the ranks open the same rows: what is planned for one data-parallel rank.
+        So many neighbours among the ranks open the same rows: what is planned for one data-parallel rank. Batches are
+        retained where `retained_bytes` says how many bytes of them; None: they are released once acknowledged.
         """
         require_capacity(capacity)
         self._store, self._num_ranks, self._capacity = store, num_ranks, capacity
         self._ranks_per_row = ranks_per_row
-        self._adopted = deque(adopted)
+        self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in adopted)
         self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
+        self._retained_bytes = retained_bytes
+        self._retained: dict[int, _Written] = {}  # all that is not released, the oldest first
+        self._saved_step = 0
+        self._newest_step = 0
+        self._is_paused = False  # receivers are to say first where they go on
+        self._is_closed = False
         self._turn = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._changed = asyncio.Event()
-        self._channels = [
+        self._channels = self._bind(address)
+        self._offering = asyncio.create_task(self._offer(), name="batches that wait for receivers")
+
+    def _bind(self, address: str) -> list[Channel]:
+        return [
             Channel(
                 rank_address(address, rank),
                 bind=True,
@@ -80,9 +111,8 @@ class ChannelBatchSender(BatchSender):
                 changed=self._changed,
                 peer=f"batch queue's receiver of rank {rank}",
             )
-            for rank in range(num_ranks)
+            for rank in range(self._num_ranks)
         ]
-        self._offering = asyncio.create_task(self._offer_adopted(), name="batches of an earlier sender")
 
     @override
     async def send(self, batch: PlannedBatch) -> None:
@@ -92,16 +122,50 @@ class ChannelBatchSender(BatchSender):
         """
         require_ranks(batch, self._num_ranks // self._ranks_per_row)
         async with self._turn:
-            await asyncio.shield(self._offering)
             await wait_until(self._changed, lambda: self._failure is not None or self._is_ready)
             if self._failure:
                 raise self._failure
             self._writing = asyncio.create_task(self._write_and_send(batch))
             await asyncio.shield(self._writing)
 
+    async def reconnect(self, address: str) -> None:
+        """The receivers are gone, and others come to `address`: nothing is sent before `resume_after`."""
+        self._is_paused = True
+        gone, self._channels = self._channels, self._bind(address)
+        self._sent.clear()
+        await asyncio.gather(*(channel.close() for channel in gone))
+
+    def resume_after(self, step: int) -> int:
+        """The receivers go on after `step`: send them all later batches again; returns how many.
+
+        Raises `TransportError` where one of those is not retained any more.
+        """
+        again = [written for written in self._retained.values() if written.step > step]
+        if self._newest_step > step and (not again or again[0].step != step + 1):
+            last = again[0].step - 1 if again else self._newest_step
+            raise TransportError(f"the batches of steps {step + 1} to {last} are not kept any more")
+        self._unsent = deque(again)
+        self._is_paused = False
+        self._changed.set()
+        return len(again)
+
+    @property
+    def oldest_retained(self) -> int | None:
+        """The step of the oldest batch that is retained."""
+        return next((written.step for written in self._retained.values()), None)
+
+    def saved(self, step: int) -> None:
+        """A durable checkpoint contains `step`: release it and all before."""
+        self._saved_step = max(step, self._saved_step)
+        for written in [*self._retained.values()]:
+            if written.step <= step and written.sequence not in self._sent:
+                self._release(written.sequence)
+
     @override
     async def close(self) -> None:
         """What a receiver has opened stays readable to it."""
+        self._is_closed = True
+        self._changed.set()
         await asyncio.gather(*(channel.close() for channel in self._channels))
         await asyncio.gather(self._offering, *([self._writing] if self._writing else []), return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown)
@@ -109,15 +173,25 @@ class ChannelBatchSender(BatchSender):
 
     @property
     def _failure(self) -> TransportError | None:
-        return next((channel.failure for channel in self._channels if channel.failure), None)
+        """What ended the queue. Receivers that are gone do not, where others may come."""
+        if self._is_closed:
+            return PeerGone("the batch queue is closed")
+        failures = (channel.failure for channel in self._channels if channel.failure)
+        return next((one for one in failures if not (self._retains and isinstance(one, PeerGone))), None)
 
     @property
-    def _is_connected(self) -> bool:
-        return all(channel.connected for channel in self._channels)
+    def _retains(self) -> bool:
+        return self._retained_bytes is not None
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the receivers are there, and have given back enough."""
+        is_connected = not self._is_paused and all(one.connected and not one.failure for one in self._channels)
+        return is_connected and len(self._sent) < self._capacity
 
     @property
     def _is_ready(self) -> bool:
-        return self._is_connected and self._writing is None and len(self._sent) < self._capacity
+        return self._has_room and self._writing is None and not self._unsent
 
     async def _write_and_send(self, batch: PlannedBatch) -> None:
         """Waits for the thread that writes, never for a receiver."""
@@ -126,10 +200,18 @@ class ChannelBatchSender(BatchSender):
         try:
             context = contextvars.copy_context()  # the phase inside is one of the phase around
             write = partial(context.run, self._write, batch, sequence)
-            self._send_out(sequence, await asyncio.get_running_loop().run_in_executor(self._thread, write))
+            pieces = await asyncio.get_running_loop().run_in_executor(self._thread, write)
+            written = _Written(sequence, batch.summary.step, pieces)
+            if self._retains:
+                self._retained[sequence] = written
+            self._newest_step = written.step
+            if self._retains and not self._has_room:  # the receivers went away meanwhile
+                self._unsent.append(written)
+            else:
+                self._send_out(written)
         finally:
-            if sequence not in self._sent:
-                self._thread.submit(self._store.release, sequence)
+            if sequence not in self._sent and sequence not in self._retained:
+                self._release(sequence)
             self._writing = None
             self._changed.set()
 
@@ -137,20 +219,27 @@ class ChannelBatchSender(BatchSender):
         with phase("write_batch", num_bytes=batch.num_bytes):
             return self._store.write(batch, sequence)
 
-    async def _offer_adopted(self) -> None:
-        """Waits for the receivers and for room; ends when all is offered, or with the queue."""
-        while self._adopted:
-            await wait_until(self._changed, lambda: self._failure is not None or self._is_ready)
+    async def _offer(self) -> None:
+        """Waits for batches that could not be sent at once, and for receivers and room; ends with the queue."""
+        while True:
+            await wait_until(self._changed, lambda: self._failure is not None or bool(self._unsent and self._has_room))
             if self._failure:
                 return
-            refs = self._adopted.popleft()
-            self._send_out(refs[0].sequence, [Piece(ref) for ref in refs])
+            self._send_out(self._unsent.popleft())
+            self._changed.set()
 
-    def _send_out(self, sequence: int, pieces: Sequence[Piece]) -> None:
-        each = (piece for piece in pieces for _ in range(self._ranks_per_row))
-        for channel, piece in zip(self._channels, each, strict=True):
-            channel.send(encode(piece.ref), piece.body)
-        self._sent[sequence] = set(range(self._num_ranks))
+    def _send_out(self, written: _Written) -> None:
+        each = (piece for piece in written.pieces for _ in range(self._ranks_per_row))
+        try:
+            for channel, piece in zip(self._channels, each, strict=True):
+                channel.send(encode(piece.ref), piece.body)
+        except TransportError:
+            if not self._retains:
+                raise
+            self._unsent.appendleft(written)
+            self._is_paused = True  # the receivers are gone, and nobody has noticed yet
+        else:
+            self._sent[written.sequence] = set(range(self._num_ranks))
 
     def _on_acknowledged(self, rank: int, message: bytes) -> None:
         sequence = decode(message, BatchAcknowledged).sequence
@@ -158,7 +247,24 @@ class ChannelBatchSender(BatchSender):
         waited_for.discard(rank)
         if sequence in self._sent and not waited_for:
             del self._sent[sequence]
-            self._thread.submit(self._store.release, sequence)
+            retained = self._retained.get(sequence)
+            if retained is None or retained.step <= self._saved_step:
+                self._release(sequence)
+            else:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Let go of the oldest that were acknowledged, while what is retained has too many bytes."""
+        excess = sum(written.num_bytes for written in self._retained.values()) - (self._retained_bytes or 0)
+        for written in [*self._retained.values()]:
+            if excess <= 0 or written.sequence in self._sent or written in self._unsent:
+                return
+            excess -= written.num_bytes
+            self._release(written.sequence)
+
+    def _release(self, sequence: int) -> None:
+        self._retained.pop(sequence, None)
+        self._thread.submit(self._store.release, sequence)
 
 
 class ChannelBatchReceiver(BatchReceiver):
@@ -255,6 +361,7 @@ def shared_memory_sender(
     num_ranks: int = 1,
     ranks_per_row: int = 1,
     capacity: int = 2,
+    retained_bytes: int | None = None,
     checksum_bodies: bool = False,
 ) -> ChannelBatchSender:
     """Through recycled files in a folder of shared memory, for processes of one host.
@@ -262,7 +369,14 @@ def shared_memory_sender(
     What does not fit in there goes to files in `spill`, and is refused without.
     """
     store = SharedMemoryStore(folder, spill=spill, checksum_bodies=checksum_bodies)
-    return ChannelBatchSender(address, store, num_ranks=num_ranks, ranks_per_row=ranks_per_row, capacity=capacity)
+    return ChannelBatchSender(
+        address,
+        store,
+        num_ranks=num_ranks,
+        ranks_per_row=ranks_per_row,
+        capacity=capacity,
+        retained_bytes=retained_bytes,
+    )
 
 
 def shared_memory_receiver(
@@ -286,6 +400,7 @@ def file_sender(
     num_ranks: int = 1,
     ranks_per_row: int = 1,
     capacity: int = 2,
+    retained_bytes: int | None = None,
     keep: bool = False,
 ) -> ChannelBatchSender:
     """Through durable, checksummed files in a folder that both ends see, on one host or on several.
@@ -294,7 +409,13 @@ def file_sender(
     """
     store = FileStore(folder, keep=keep)
     return ChannelBatchSender(
-        address, store, num_ranks=num_ranks, ranks_per_row=ranks_per_row, capacity=capacity, adopted=store.adopted
+        address,
+        store,
+        num_ranks=num_ranks,
+        ranks_per_row=ranks_per_row,
+        capacity=capacity,
+        adopted=store.adopted,
+        retained_bytes=retained_bytes,
     )
 
 
@@ -306,10 +427,23 @@ def file_receiver(
     return ChannelBatchReceiver(address, source, rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row)
 
 
-def value_sender(address: str, *, num_ranks: int = 1, ranks_per_row: int = 1, capacity: int = 2) -> ChannelBatchSender:
+def value_sender(
+    address: str,
+    *,
+    num_ranks: int = 1,
+    ranks_per_row: int = 1,
+    capacity: int = 2,
+    retained_bytes: int | None = None,
+) -> ChannelBatchSender:
     """By value, through the socket itself, for hosts that share no folder."""
-    store = ValueStore()
-    return ChannelBatchSender(address, store, num_ranks=num_ranks, ranks_per_row=ranks_per_row, capacity=capacity)
+    return ChannelBatchSender(
+        address,
+        ValueStore(),
+        num_ranks=num_ranks,
+        ranks_per_row=ranks_per_row,
+        capacity=capacity,
+        retained_bytes=retained_bytes,
+    )
 
 
 def value_receiver(address: str, *, rank: int = 0, num_ranks: int = 1, ranks_per_row: int = 1) -> ChannelBatchReceiver:

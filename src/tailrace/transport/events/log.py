@@ -19,7 +19,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.errors import TransportError
-from tailrace.records import Event, StepTrained
+from tailrace.records import Event, StepTrained, TrainerEnded
 from tailrace.transport.channels import wait_until
 
 
@@ -72,6 +72,8 @@ class MemoryEventLog(EventLog):
         self.epoch = epoch
         """Events of others are refused."""
         self.closed = False
+        self.has_ended = False
+        """Whether the terminal record is there."""
         self._events: list[Event] = []
         self._changed = asyncio.Event()
 
@@ -79,6 +81,7 @@ class MemoryEventLog(EventLog):
     async def append(self, event: Event) -> None:
         self._require_acceptable(event)
         remember(self._events, event)
+        self.has_ended = self.has_ended or isinstance(event, TrainerEnded)
         self._changed.set()
 
     @override

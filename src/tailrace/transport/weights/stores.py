@@ -179,11 +179,18 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
                 continue
             self._slots.remove(slot)
             return slot
-        slot = SegmentFile(self._folder / f"model-state-dict-{os.getpid()}-{len(self._slots)}.safetensors")
+        slot = SegmentFile(self._folder / f"{_FILE}{os.getpid()}-{len(self._slots)}.safetensors")
         fcntl.flock(slot, fcntl.LOCK_EX)
         return slot
 
 
+def remove_published(folder: Path, pid: int) -> None:
+    """Remove the files of a publisher that was killed. What a reader has open stays readable to it."""
+    for path in folder.glob(f"{_FILE}{pid}-*"):
+        path.unlink(missing_ok=True)
+
+
+_FILE = "model-state-dict-"
 _DTYPE_NAMES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},

@@ -1,0 +1,33 @@
+"""How long each part of a run's end may take."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ShutdownSettings(BaseModel):
+    """Deadlines of a run's end; what overruns one is named in the log and ended."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    grace_s: float = Field(
+        25.0,
+        gt=0,
+        description="Seconds from SIGTERM, or from a notice of preemption, for the step that is computed and the last"
+        " checkpoint; then the trainer is killed, and the newest checkpoint is the one before. Choose less than the"
+        " scheduler gives.",
+    )
+    last_save_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds for the same in any other case: from the wish to stop to the answer.",
+    )
+    cancel_rollouts_s: float = Field(10.0, gt=0, description="Seconds for rollouts to end that are cancelled.")
+    close_transports_s: float = Field(5.0, gt=0, description="Seconds for the batch queue to close.")
+    stop_generators_s: float = Field(10.0, gt=0, description="Seconds for generators to end.")
+    close_event_log_s: float = Field(
+        15.0, gt=0, description="Seconds for the trainer to leave, after the event log has ended."
+    )
+    terminate_s: float = Field(
+        5.0, gt=0, description="Seconds from the wish that a process ends until it is killed with all that it started."
+    )

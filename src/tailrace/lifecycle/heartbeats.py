@@ -1,0 +1,141 @@
+"""Signs of life of a role's process: from a thread of its own, about its event loop and the threads that work for it.
+
+    Pulse (in the role's process) ── Beat, every second or so ──► Vigil (in its parent) ── stopped, or stuck ──► killed
+
+A process that is stopped sends nothing. One whose loop does not turn, or whose working thread neither computes nor
+ends, says so itself: a step that takes hours and computes is none of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from tailrace.config.restarts import RestartSettings
+from tailrace.generation.rpc.progress import ProgressDeadline
+
+_IDLE_SHARE = 0.001
+"""Of one core, below which a thread does not compute."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """One sign of life."""
+
+    loop_s: float
+    """Since the event loop turned."""
+    work: str = ""
+    """What has moved least recently of all that threads work at; empty where none works."""
+    work_s: float = 0.0
+    """Since its thread computed."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The role is ready, and listens there."""
+
+    address: str
+
+
+@dataclass(slots=True)
+class _Work:
+    what: str
+    clock: int
+    cpu_s: float
+    moved_s: float
+
+
+class Pulse:
+    """Of this process. Safe across threads."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loop_s = self._beat_s = clock()
+        self._lock = threading.Lock()
+        self._works: dict[int, _Work] = {}
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """The calling thread works at this, for as long as it takes, and computes while it does.
+
+        Not watched where the system has no clock of a thread's own (macOS).
+        """
+        if not hasattr(time, "pthread_getcpuclockid"):
+            yield
+            return
+        thread, now_s = threading.get_ident(), self._clock()
+        clock = time.pthread_getcpuclockid(thread)
+        with self._lock:
+            self._works[thread] = _Work(what, clock, time.clock_gettime(clock), now_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._works[thread]
+
+    async def beat_with_loop(self, every_s: float) -> None:
+        """Turns with the event loop until cancelled."""
+        while True:
+            self._loop_s = self._clock()
+            await asyncio.sleep(every_s)
+
+    def beat(self) -> Beat:
+        """Now."""
+        now_s = self._clock()
+        with self._lock:
+            least_s = (now_s - self._beat_s) * _IDLE_SHARE
+            self._beat_s = now_s
+            for work in self._works.values():
+                cpu_s = time.clock_gettime(work.clock)
+                if cpu_s - work.cpu_s > least_s:
+                    work.moved_s = now_s
+                work.cpu_s = cpu_s
+            slowest = min(self._works.values(), key=lambda work: work.moved_s, default=None)
+        if slowest is None:
+            return Beat(now_s - self._loop_s)
+        return Beat(now_s - self._loop_s, slowest.what, now_s - slowest.moved_s)
+
+
+def stuck_reason(beat: Beat, settings: RestartSettings) -> str | None:
+    """Why a process that sends this has to be ended, for people; None where it need not be.
+
+    >>> stuck_reason(Beat(0.1, "a step", 1900.0), RestartSettings())
+    'its thread has not computed for 1900 s in a step (restarts.stuck_s)'
+    >>> stuck_reason(Beat(0.1, "a step", 0.2), RestartSettings())
+    """
+    if beat.loop_s > settings.stuck_s:
+        return f"its event loop has been held for {beat.loop_s:.0f} s (restarts.stuck_s)"
+    if beat.work and beat.work_s > settings.stuck_s:
+        return f"its thread has not computed for {beat.work_s:.0f} s in {beat.work} (restarts.stuck_s)"
+    return None
+
+
+class Vigil:
+    """Watches over one life of a role, and calls `on_dead` once, with the reason, when it has to be ended."""
+
+    def __init__(self, settings: RestartSettings, on_dead: Callable[[str], None]) -> None:
+        """On a running event loop."""
+        self._settings, self._on_dead = settings, on_dead
+        silent = f"it gave no sign of life for {settings.silence_s:g} s (restarts.silence_s)"
+        self._deadline = ProgressDeadline(settings.silence_s, lambda: self._end(silent))
+        self._deadline.begin()
+
+    def take(self, beat: Beat) -> None:
+        """A sign of life came."""
+        self._deadline.progress()
+        if (reason := stuck_reason(beat, self._settings)) is not None:
+            self._end(reason)
+
+    def close(self) -> None:
+        """The process has ended. Closing twice does nothing."""
+        self._deadline.close()
+        self._on_dead = lambda reason: None
+
+    def _end(self, reason: str) -> None:
+        on_dead = self._on_dead
+        self.close()
+        on_dead(reason)

@@ -1,0 +1,183 @@
+"""The trainer of a run, over all its lives: every rank, and what joins them to the orchestrator.
+
+    ranks started ─► TrainerStarted ─► trains ─► one rank ends early ─► all are ended ─► started again, or the run fails
+                     batches since the checkpoint: sent again
+
+A life begins at the newest checkpoint, and has sockets of its own: nothing that an earlier one sent is taken for its.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, Protocol
+
+from tailrace.errors import LifecycleError, TransportError
+from tailrace.lifecycle.exit_codes import is_from_outside
+from tailrace.lifecycle.launchers import RoleHandle
+from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
+from tailrace.transport.batches.channels import ChannelBatchSender
+from tailrace.transport.batches.queue import BatchSender
+from tailrace.transport.events.log import MemoryEventLog
+
+_logger = logging.getLogger(__name__)
+
+
+class TrainerStarter(Protocol):
+    """Starts the ranks of a trainer, joined by transports."""
+
+    def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:
+        """All of its ranks, rank 0 first; `earlier` are those of the life before. Raises `LifecycleError`."""
+        ...
+
+    def batch_sender(self) -> BatchSender:
+        """The orchestrator's end of the batch queue."""
+        ...
+
+    def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
+        """As `Transports.serve_log`."""
+        ...
+
+    async def end_trainer_life(self, batches: BatchSender) -> None:
+        """New addresses for the next life, at which `batches` waits for it."""
+        ...
+
+    def forget_weights(self, pids: Sequence[int]) -> None:
+        """Remove what trainers of these processes published."""
+        ...
+
+
+class TrainerLives:
+    """Make it on a running event loop; it starts the trainer."""
+
+    def __init__(self, starter: TrainerStarter, log: MemoryEventLog, restarts: RestartHistory) -> None:
+        self.restarts = 0
+        self._starter, self._log, self._history = starter, log, restarts
+        self._ranks = starter.start_trainer()
+        self.batches = starter.batch_sender()
+        self._end_log = starter.serve_log(log)
+        self._has_worked = self._is_over = False
+        self._ended_pids: list[int] = []
+        """Of lives that ended; what they published last may be on its way through the log until the next one starts."""
+        self._forgotten_pids: list[int] = []
+        """Of those, once the next life has started."""
+        self._gone: asyncio.Future[LifecycleError] = asyncio.get_running_loop().create_future()
+        self._keeping = asyncio.create_task(self._keep(), name="lives of the trainer")
+
+    # --- what its owner waits for ------------------------------------------------------------------------------------
+
+    async def watch(self) -> NoReturn:
+        """Wait until the trainer ended early and is not started again, and raise why."""
+        raise await self.gone()
+
+    async def gone(self) -> LifecycleError:
+        """Wait until there is no trainer any more, and none will come; why."""
+        return await asyncio.shield(self._gone)
+
+    # --- what its owner learns from the event log --------------------------------------------------------------------
+
+    def started(self, step: int) -> None:
+        """A life of the trainer holds the weights of this step: it is sent what is kept of later ones."""
+        self._has_worked = True
+        if not self.restarts:
+            return
+        self._forgotten_pids, self._ended_pids = self._forgotten_pids + self._ended_pids, []
+        assert isinstance(self.batches, ChannelBatchSender)
+        try:
+            count = self.batches.resume_after(step)
+        except TransportError as error:
+            lost = f"the trainer ended, and cannot go on after step {step}: {error} (restarts.retained_mb)"
+            self._give_up(LifecycleError(lost))
+        else:
+            _logger.info("the trainer goes on after step %d, with %d batches that are sent again", step, count)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint contains this step."""
+        if isinstance(self.batches, ChannelBatchSender):
+            self.batches.saved(step)
+
+    def earliest_step(self, step: int) -> int:
+        """Of which a checkpoint may be begun once the trainer has done `step`: it may have to do later ones again."""
+        oldest = self.batches.oldest_retained if isinstance(self.batches, ChannelBatchSender) else None
+        return step if oldest is None else min(step, oldest - 1)
+
+    def published(self) -> None:
+        """The newest weights are those of the life that trains: nobody needs those of earlier ones."""
+        if self._forgotten_pids:
+            self._starter.forget_weights(self._forgotten_pids)
+            self._forgotten_pids = []
+
+    def let_end(self) -> None:
+        """Training is about to end: from now on the trainer is not started again."""
+        self._is_over = True
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    async def leave(self) -> None:
+        """The event log has ended, and the trainer leaves by itself; the launcher ends it if it doesn't in time."""
+        self._is_over = True
+        for rank in self._ranks:
+            rank.expect_exit()
+        await self._end_log()
+        await asyncio.gather(*(rank.left() for rank in self._ranks if rank.is_running))
+
+    async def kill(self) -> None:
+        """End every rank at once. Raises `LifecycleError` where the system holds one."""
+        self._is_over = True
+        await asyncio.gather(*(rank.kill() for rank in self._ranks))
+
+    async def close(self) -> None:
+        """Watch no more. Closing twice does nothing."""
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+
+    # --- lives -------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Waits for a rank to end; ends when the trainer is not started again."""
+        try:
+            while (pause_s := self._pause_s(rank := await self._first_to_leave())) is not None:
+                self.restarts += 1
+                _logger.warning("the trainer is started again: %s", rank.early_exit())
+                await self._end_life()
+                await asyncio.sleep(pause_s)
+                if self._is_over:
+                    break
+                self._end_log = self._starter.serve_log(self._log)
+                self._ranks = self._starter.start_trainer(self._ranks)
+            self._give_up(rank.early_exit())
+        except LifecycleError as error:
+            self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - of any kind: without a keeper nobody would miss the trainer
+            self._give_up(LifecycleError(f"the trainer cannot be started again: {error}"))
+
+    async def _first_to_leave(self) -> RoleHandle:
+        """A rank that was killed before others that it left without a peer."""
+        leaving = {asyncio.ensure_future(rank.left()) for rank in self._ranks}
+        try:
+            await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in leaving:
+                one.cancel()
+        left = [rank for rank in self._ranks if not rank.is_running]
+        return min(left, key=lambda rank: rank.status if rank.status is not None else 0)
+
+    def _pause_s(self, rank: RoleHandle) -> float | None:
+        """Before the next life; None where there is none: training is over, or the trainer ended too often."""
+        if self._is_over or self._log.has_ended:
+            return None
+        by_itself = rank.status is not None and not is_from_outside(rank.status)
+        end = EarlyEnd(asyncio.get_running_loop().time(), has_worked=self._has_worked, by_itself=by_itself)
+        return self._history.next_pause_s(end)
+
+    async def _end_life(self) -> None:
+        """End all ranks and their sockets, and make new ones."""
+        self._ended_pids += [rank.pid for rank in self._ranks if rank.pid is not None]
+        await asyncio.gather(*(rank.kill() for rank in self._ranks))
+        await self._end_log()
+        await self._starter.end_trainer_life(self.batches)
+
+    def _give_up(self, why: LifecycleError) -> None:
+        if not self._gone.done():
+            self._gone.set_result(why)

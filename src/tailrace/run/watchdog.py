@@ -1,0 +1,35 @@
+"""The last resort against a silent hang: a run in which nothing moves for long ends, and says who waited for what."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+from pathlib import Path
+
+from tailrace.errors import LifecycleError
+from tailrace.reporting.live import Stillness, describe_stillness
+from tailrace.run.composition import ComposedRun
+
+_LOOK_EVERY_S = 1.0
+
+
+async def end_when_still(run: ComposedRun, watchdog_s: float) -> None:
+    """Wait until nothing has moved for so long; then fail the run, once every process wrote where it stands."""
+    stillness, still_s = Stillness(), 0.0
+    while still_s < watchdog_s:
+        await asyncio.sleep(min(_LOOK_EVERY_S, watchdog_s - still_s))
+        view = run.view()
+        still_s = stillness.observe(view)
+    logs = run.ground.paths.logs
+    await run.roles.write_stacks()
+    _write_own_stacks(logs / "orchestrator.log")
+    why = f"{describe_stillness(view, still_s)} (observability.watchdog_s)"
+    await run.orchestrator.fail(LifecycleError(f"{why}; where every process stood is at the end of its log in {logs}"))
+
+
+def _write_own_stacks(log: Path) -> None:
+    """Of all threads of this process, and of what waits on its event loop."""
+    with log.open("a", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file)
+        for task in asyncio.all_tasks():
+            task.print_stack(limit=8, file=file)

@@ -1,0 +1,140 @@
+"""Runs whose trainer is killed: it goes on from its newest checkpoint, and what no checkpoint had is trained again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tailrace.records import ModelStateDictPublished, RunStatus, TrainerStarted
+from tailrace.reporting.summary import read_summary
+from tests.run.runs import Command, command, records, trained_tasks
+from tests.support.event_files import read_events
+from tests.support.losses import MARK
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
+
+FRESH = ("--scheduling.max_staleness", "10")
+"""No token gets too old, however late a busy machine installs new weights."""
+
+
+def kill_trainer(run: Command, name: str = "trainer") -> int:
+    """As soon as it is there; its process id."""
+    while True:
+        with contextlib.suppress(AssertionError):
+            victim = run.role(name)
+            victim.kill()
+            return victim.pid
+        assert run.process.poll() is None, run.wait()
+
+
+def require_one_history(run: Command, steps: int) -> None:
+    """Every step is told once, every task is trained once, versions only grow."""
+    lines = records(run.folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    for name in ("policy/version", "generator/generator/policy_version", "wall_s"):
+        values = [line[name] for line in lines]
+        assert values == sorted(values), name
+    assert set(Counter(trained_tasks(run.folder)).values()) == {2}
+    summary = read_summary(run.folder)
+    assert (summary.status, summary.steps, summary.starts) == (RunStatus.FINISHED, steps, 1)
+    assert summary.ledger.balances
+    assert summary.ledger.by_state["failed"] == 0
+
+
+@pytest.mark.parametrize(("checkpoint_every_steps", "again"), [("3", range(1, 40)), ("0", [0])])
+def test_a_trainer_that_is_killed_goes_on_from_its_newest_checkpoint_and_no_step_is_lost(
+    tmp_path: Path, checkpoint_every_steps: str, again: range | list[int]
+) -> None:
+    often = ("--trainer.checkpoint_every_steps", checkpoint_every_steps, "--max_steps", "40")
+    with command(tmp_path, *FRESH, *often) as run:
+        run.wait_for_steps(5)
+        kill_trainer(run)
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    assert "the trainer is started again: the trainer left early, killed by SIGKILL" in printed
+    require_one_history(run, 40)
+    events = read_events(run.folder / "events.jsonl")
+    first, second = (event.step for event in events if isinstance(event, TrainerStarted))
+    assert first == 0
+    assert second in again
+    published = [event.ref for event in events if isinstance(event, ModelStateDictPublished)]
+    assert len({ref.uri.split("-")[3] for ref in published}) == 2  # by two processes
+    assert records(run.folder / "metrics.jsonl")[-1]["training/restarts"] == 1
+
+
+def test_a_trainer_that_is_stopped_is_killed_for_its_silence_and_replaced(tmp_path: Path) -> None:
+    hasty = ("--restarts.silence_s", "12", "--max_steps", "30", "--trainer.checkpoint_every_steps", "4")
+    with command(tmp_path, *FRESH, *hasty) as run:
+        run.wait_for_steps(5)
+        run.role("trainer").suspend()
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    assert "the trainer was killed: it gave no sign of life for 12 s (restarts.silence_s)" in printed
+    require_one_history(run, 30)
+
+
+def test_a_trainer_that_is_stopped_for_a_moment_goes_on_as_if_nothing_was(tmp_path: Path) -> None:
+    with command(tmp_path, *FRESH, "--max_steps", "30") as run:
+        run.wait_for_steps(5)
+        trainer = run.role("trainer")
+        trainer.suspend()
+        time.sleep(1.5)
+        trainer.resume()
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    require_one_history(run, 30)
+    assert records(run.folder / "metrics.jsonl")[-1]["training/restarts"] == 0
+
+
+@pytest.mark.parametrize("loss", ["leaving", "dying_in_a_save"])
+def test_a_trainer_that_leaves_with_status_0_or_dies_in_a_save_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path / "done once"))
+    often = ("--trainer.checkpoint_every_steps", "4", "--max_steps", "12")
+    with command(tmp_path, *FRESH, *often, "--trainer.loss.name", f"tests.support.losses:{loss}") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    ended = "with status 0" if loss == "leaving" else "killed by SIGKILL"
+    assert f"the trainer is started again: the trainer left early, {ended}" in printed
+    require_one_history(run, 12)
+
+
+def test_a_trainer_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    with command(tmp_path, *FRESH, "--max_steps", "3") as run:
+        kill_trainer(run)
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    require_one_history(run, 3)
+
+
+def test_a_trainer_whose_batches_are_not_kept_fails_the_run(tmp_path: Path) -> None:
+    kept = ("--restarts.retained_mb", "0", "--trainer.checkpoint_every_steps", "0")
+    with command(tmp_path, *FRESH, *kept, "--max_steps", "10000") as run:
+        run.wait_for_steps(4)
+        kill_trainer(run)
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (1, []), printed
+    summary = read_summary(run.folder)
+    assert "the trainer ended, and cannot go on after step 0: the batches of steps 1 to " in summary.reason
+    assert "are not kept any more (restarts.retained_mb)" in summary.reason
+    assert summary.status is RunStatus.FAILED
+    assert summary.ledger.balances
+
+
+def test_a_trainer_that_ends_too_often_fails_the_run_by_its_name(tmp_path: Path) -> None:
+    with command(tmp_path, *FRESH, "--max_steps", "10000", "--restarts.per_role", "1") as run:
+        run.wait_for_steps(1)
+        first = kill_trainer(run)
+        log = run.folder / "events.jsonl"
+        run.wait_until(lambda: sum(isinstance(event, TrainerStarted) for event in read_events(log)) == 2)
+        assert kill_trainer(run) != first
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (1, []), printed
+    summary = read_summary(run.folder)
+    assert "the trainer left early, killed by SIGKILL; the end of its log" in summary.reason
+    assert summary.ledger.balances

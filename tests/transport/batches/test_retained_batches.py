@@ -1,0 +1,176 @@
+"""A sender that outlives its receivers: what no checkpoint has is sent again to those that come in their place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import PeerGone, TransportError
+from tailrace.records import PlannedBatch
+from tailrace.transport.batches.channels import (
+    ChannelBatchReceiver,
+    ChannelBatchSender,
+    file_receiver,
+    file_sender,
+    shared_memory_receiver,
+    shared_memory_sender,
+    value_receiver,
+    value_sender,
+)
+from tailrace.transport.channels import ipc_address
+from tests.transport.transport_builders import assert_same_batch, plan
+
+PLENTY = 10**9
+
+
+def batch(step: int) -> PlannedBatch:
+    return plan([30, 20, 10], step=step, num_ranks=2, row_tokens=40)
+
+
+class Ends:
+    """A sender, and two ranks that may be replaced."""
+
+    def __init__(self, kind: str, sockets: Path, folder: Path, retained_bytes: int | None) -> None:
+        self._kind, self._sockets, self._folder, self._lives = kind, sockets, folder, 0
+        self.sender = self._sender(retained_bytes)
+        self.ranks: list[ChannelBatchReceiver] = []
+        self.meet()
+
+    def _sender(self, retained_bytes: int | None) -> ChannelBatchSender:
+        address = self._address
+        match self._kind:
+            case "shared memory":
+                return shared_memory_sender(
+                    address, self._folder, num_ranks=2, capacity=3, retained_bytes=retained_bytes
+                )
+            case "files":
+                return file_sender(address, self._folder, num_ranks=2, capacity=3, retained_bytes=retained_bytes)
+            case _:
+                return value_sender(address, num_ranks=2, capacity=3, retained_bytes=retained_bytes)
+
+    @property
+    def _address(self) -> str:
+        return ipc_address(self._sockets, f"batches.{self._lives}")
+
+    def meet(self) -> None:
+        """Two ranks come."""
+        receivers: dict[str, Callable[[int], ChannelBatchReceiver]] = {
+            "shared memory": lambda rank: shared_memory_receiver(self._address, self._folder, rank=rank, num_ranks=2),
+            "files": lambda rank: file_receiver(self._address, self._folder, rank=rank, num_ranks=2),
+            "by value": lambda rank: value_receiver(self._address, rank=rank, num_ranks=2),
+        }
+        self.ranks = [receivers[self._kind](rank) for rank in range(2)]
+
+    async def replace(self) -> None:
+        """The ranks end, and others come."""
+        for rank in self.ranks:
+            await rank.close()
+        self._lives += 1
+        await self.sender.reconnect(self._address)
+        self.meet()
+
+    async def train(self, *steps: int) -> None:
+        """Every rank receives the batches of these steps, and gives them back."""
+        for step in steps:
+            for number, rank in enumerate(self.ranks):
+                assert_same_batch(await rank.receive(), batch(step), number)
+                await rank.acknowledge(step)
+
+
+@asynccontextmanager
+async def ends(kind: str, sockets: Path, folder: Path, retained_bytes: int | None = PLENTY) -> AsyncIterator[Ends]:
+    made = Ends(kind, sockets, folder, retained_bytes)
+    try:
+        async with asyncio.timeout(60):
+            yield made
+    finally:
+        for rank in made.ranks:
+            await rank.close()
+        await made.sender.close()
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "files", "by value"])
+async def test_what_no_checkpoint_has_is_sent_again_in_order_before_what_is_new(
+    kind: str, sockets: Path, tmp_path: Path
+) -> None:
+    async with ends(kind, sockets, tmp_path) as run:
+        for step in range(1, 6):
+            await run.sender.send(batch(step))
+            await run.train(step)
+        run.sender.saved(2)
+        await run.sender.send(batch(6))
+        await run.ranks[0].receive()  # of one rank alone, and never given back
+        await run.replace()
+        sending = asyncio.create_task(run.sender.send(batch(7)))
+        assert run.sender.resume_after(3) == 3  # a checkpoint that nobody had told of
+        await run.train(4, 5, 6, 7)
+        await sending
+        assert run.sender.oldest_retained == 3
+
+
+async def test_a_batch_that_is_written_while_nobody_is_there_comes_last(sockets: Path, tmp_path: Path) -> None:
+    async with ends("shared memory", sockets, tmp_path) as run:
+        await run.sender.send(batch(1))
+        await run.train(1)
+        for rank in run.ranks:
+            await rank.close()
+        sending = asyncio.create_task(run.sender.send(batch(2)))  # before or after their end is noticed
+        await run.replace()
+        run.sender.resume_after(0)
+        await run.train(1, 2)
+        await sending
+
+
+async def test_what_a_checkpoint_has_is_released_and_its_place_used_again(sockets: Path, tmp_path: Path) -> None:
+    async with ends("shared memory", sockets, tmp_path) as run:
+        for step in range(1, 9):
+            await run.sender.send(batch(step))
+            await run.train(step)
+            if step % 2 == 0:
+                run.sender.saved(step)
+    assert run.sender.oldest_retained is None
+
+
+async def test_the_oldest_go_where_too_many_bytes_are_kept_and_cannot_be_asked_for(
+    sockets: Path, tmp_path: Path
+) -> None:
+    async with ends("shared memory", sockets, tmp_path, retained_bytes=1) as run:
+        for step in (1, 2):
+            await run.sender.send(batch(step))
+            await run.train(step)
+        await run.sender.send(batch(3))
+        await run.replace()
+        with pytest.raises(TransportError, match="the batches of steps 1 to 2 are not kept any more"):
+            run.sender.resume_after(0)
+        assert run.sender.resume_after(2) == 1
+        await run.train(3)
+
+
+async def test_without_retaining_the_end_of_a_receiver_ends_the_queue(sockets: Path, tmp_path: Path) -> None:
+    async with ends("shared memory", sockets, tmp_path, retained_bytes=None) as run:
+        await run.sender.send(batch(1))
+        await run.train(1)
+        await run.ranks[1].close()
+
+        async def go_on() -> None:
+            for step in range(2, 7):
+                await run.sender.send(batch(step))
+
+        with pytest.raises(PeerGone):
+            await go_on()
+
+
+async def test_closing_ends_a_wait_for_receivers(sockets: Path, tmp_path: Path) -> None:
+    async with ends("shared memory", sockets, tmp_path) as run:
+        await run.sender.send(batch(1))
+        await run.train(1)
+        await run.replace()
+        sending = asyncio.create_task(run.sender.send(batch(2)))
+        await asyncio.sleep(0)
+        await run.sender.close()
+        with pytest.raises(PeerGone):
+            await sending
