@@ -55,7 +55,6 @@ def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) 
     events = read_trace(run.folder / "trace.json")
     assert tracks(events).keys() >= {"orchestrator", "agent worker 0", "agent worker 1"}
     assert spans(events, "rollout")
-    assert (run.folder / "logs" / "agent_workers.log").is_file()
 
 
 async def test_an_evaluation_in_workers_is_the_one_on_the_loop(tmp_path: Path) -> None:
