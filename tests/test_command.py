@@ -169,7 +169,7 @@ def test_an_evaluation_prints_greedy_reward_and_conversations(capsys: pytest.Cap
     assert re.match(r"alphabet-sort: mean reward \S+ ± \S+ \(greedy \S+ ± \S+\) over 2 held-out tasks", figures)
 
 
-@pytest.mark.parametrize("module", ["tailrace", "tailrace.cli", "tailrace.run.training"])
+@pytest.mark.parametrize("module", ["tailrace", "tailrace.commands", "tailrace.run.training"])
 def test_nothing_heavy_is_imported_where_the_orchestrator_starts(module: str) -> None:
     script = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""A program that waits to be stopped by signals: `stopping_program.py asyncio|uvloop waits|stuck`."""
+"""A program that waits to be stopped by signals: `stopping_program.py asyncio|uvloop MANNER`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import uvloop
 
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.signals import StopSignals
+from tailrace.lifecycle.signals import Stopped, StopSignals, until_stopped
 
 
 async def main(manner: str) -> int:
@@ -33,7 +33,34 @@ async def main(manner: str) -> int:
     return signals.exit_code or 0
 
 
+async def deaf() -> int:
+    """Takes no notice of being cancelled, and then begins what handles signals by itself."""
+    print("ready", flush=True)
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        print("took no notice", flush=True)
+    return await main("waits")
+
+
+async def whole(manner: str) -> int:
+    if not manner.startswith("around"):
+        return await main(manner)
+    work = deaf() if manner == "around-deaf" else main("waits") if manner == "around-waits" else asleep()
+    try:
+        return await until_stopped(work)
+    except Stopped as stopped:
+        print(f"stopped by {stopped.code.name}", flush=True)
+        return stopped.code
+
+
+async def asleep() -> int:
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+    return 0
+
+
 if __name__ == "__main__":
     factory = uvloop.new_event_loop if sys.argv[1] == "uvloop" else None
     with asyncio.Runner(loop_factory=factory) as runner:
-        sys.exit(runner.run(main(sys.argv[2])))
+        sys.exit(runner.run(whole(sys.argv[2])))

@@ -93,3 +93,20 @@ def test_the_second_signal_works_while_the_event_loop_is_stuck() -> None:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) in (130, 143)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("manner", "said"),
+    [
+        ("around-asleep", "stopped by TERMINATED\n"),
+        ("around-waits", "asked by TERMINATED\n"),
+        ("around-deaf", "took no notice\nready\nasked by TERMINATED\n"),
+    ],
+)
+def test_a_signal_before_a_run_hears_them_is_not_lost(loop: str, manner: str, said: str) -> None:
+    with program(loop, manner) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+        assert process.stdout
+        assert process.stdout.read() == said

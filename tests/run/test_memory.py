@@ -49,6 +49,12 @@ def test_an_adapter_and_ranks_are_told_apart() -> None:
     assert "the optimizer's moments" not in text
 
 
+def test_offloaded_moments_are_told_as_the_host_s() -> None:
+    text = described("--trainer.device", "cuda", "--trainer.offload_optimizer", "true")
+    assert f", {gigabytes(8 * WEIGHTS)} for the optimizer's moments" in text
+    assert "for the optimizer's moments" not in described("--trainer.device", "cuda")
+
+
 def test_a_reference_is_a_second_model_but_where_it_lies_under_an_adapter() -> None:
     beside = ("--trainer.loss.reference_kl.coefficient", "0.1")
     assert figure(described(*beside), "the reference model") == gigabytes(4 * WEIGHTS)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
-from tailrace.records import TrainerEnded
-from tests.run.runs import PATIENCE_S, records, run_inline
+from tailrace.errors import DataError
+from tailrace.records import RunStatus, TrainerEnded
+from tailrace.reporting.summary import read_summary
+from tests.run.runs import PATIENCE_S, RESUMED, records, run_inline
 from tests.support.event_files import read_events
 
 
@@ -44,3 +47,42 @@ async def test_a_run_trains_on_while_metrics_hang_and_rollouts_are_refused(
     written = [record["step"] for record in records(tmp_path / "run" / "metrics.jsonl")]
     assert summary.dropped_records >= 1
     assert summary.dropped_records >= 4 - len(written)
+
+
+@pytest.mark.parametrize("first", [b'{"type":"TrainerStarted"', b'{"type":"StepTrained"'])
+async def test_a_full_disk_under_the_event_log_fails_the_run_in_time_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    written, is_full = os.write, threading.Event()
+
+    def write_until_full(file: int, content: bytes) -> int:
+        is_event = content.startswith(b'{"type":')
+        if is_event and content.startswith(first):
+            is_full.set()
+        if is_event and is_full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(file, content)
+
+    monkeypatch.setattr(os, "write", write_until_full)
+    async with asyncio.timeout(PATIENCE_S):
+        summary = await run_inline(tmp_path, "--max_steps", "4")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert "cannot append to the event log" in summary.reason
+    assert "No space left on device" in summary.reason
+    assert summary.ledger.balances
+    assert read_summary(tmp_path / "run") == summary
+    assert (tmp_path / "run" / "events.jsonl").read_bytes().count(b"\n") == (first == b'{"type":"StepTrained"') * 2
+
+
+@pytest.mark.parametrize(("name", "is_file"), [("events.jsonl", False), ("logs", True), ("config.toml.part", False)])
+async def test_what_cannot_be_written_of_a_run_s_folder_is_told_in_one_sentence(
+    tmp_path: Path, name: str, is_file: bool
+) -> None:
+    path = tmp_path / "run" / name
+    if is_file:
+        path.parent.mkdir()
+        path.write_bytes(b"")
+    else:
+        path.mkdir(parents=True)
+    with pytest.raises(DataError, match=rf"cannot write the run folder .*run: .*{name}"):
+        await run_inline(tmp_path, "--max_steps", "1", *RESUMED)

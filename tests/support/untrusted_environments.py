@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +42,8 @@ class Counting:
                 os._exit(3)
             case "raise":
                 raise ZeroDivisionError("of the user")
+            case "fork" | "leave a thread" | "block signals" as trouble:
+                _misbehave(trouble)
             case "print":
                 print("to the log, not into the pipe")
                 sys.stdout.flush()
@@ -53,6 +57,16 @@ class Counting:
         if self.steps == 3:
             return Observation.end(1.0, metrics=metrics)
         return Observation(messages=[{"role": "user", "content": str(self.steps)}], reward=0.25, metrics=metrics)
+
+
+def _misbehave(trouble: str) -> None:
+    """And return."""
+    if trouble == "fork":
+        os.fork()
+    elif trouble == "leave a thread":
+        threading.Thread(target=threading.Event().wait).start()
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
 
 
 def counting() -> EnvironmentSpec:

@@ -17,6 +17,8 @@ from tailrace.scheduling.settings import MAX_STALENESS
 if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
 
+_SUPPORT_IDS = 2**31
+
 
 class Contradiction:
     """A sentence that names the keys and what to write instead; `keys` are those keys."""
@@ -48,6 +50,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _router_replay,
         _adapters,
         _supports,
+        _support_room,
         _batches,
         _weights,
         _teacher,
@@ -269,6 +272,21 @@ def _supports(settings: RunSettings) -> Iterator[Contradiction]:
             f"{key} restricts what is sampled, and the trainer has to know what was left: add "
             "generator.vllm.return_sampling_mask = true (vLLM on GPUs), or choose generator.engine = 'torch'",
             *(key, "generator.engine"),
+        )
+
+
+def _support_room(settings: RunSettings) -> Iterator[Contradiction]:
+    """A batch names the ids of supports by 31 bits; each sampled token brings `top_k` of them."""
+    rollouts, trainer, batch_size = settings.rollouts, settings.trainer, settings.scheduling.batch_size
+    longest = min(rollouts.max_rollout_tokens or settings.max_model_tokens, settings.max_model_tokens)
+    rank_rollouts = -(-batch_size // trainer.row_groups)
+    ids = rank_rollouts * longest * rollouts.top_k
+    if ids >= _SUPPORT_IDS:
+        yield Contradiction(
+            f"rollouts.top_k = {rollouts.top_k:,} sends so many token ids with each token: {rank_rollouts:,} rollouts "
+            f"of {longest:,} tokens, one rank's part of a batch, are {ids:,} ids, and a batch holds {_SUPPORT_IDS:,}: "
+            "lower rollouts.top_k, scheduling.batch_size or model.max_model_tokens, or raise trainer.ranks",
+            *("rollouts.top_k", "scheduling.batch_size"),
         )
 
 

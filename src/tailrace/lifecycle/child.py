@@ -51,6 +51,7 @@ def main() -> int:
     status = _run_role(launch, parent, stop, pulse)
     logging.shutdown()
     if parent.is_gone.is_set():
+        _remove_leftovers()
         _kill_own_group()
     return status
 
@@ -135,7 +136,9 @@ class _Parent:
         self.is_gone.set()
         _logger.error("the parent process is gone; ending")
         stop.request()
+        _remove_leftovers()
         threading.Event().wait(grace_s)
+        _remove_leftovers()
         _kill_own_group()
 
     def tell(self, message: Ready | Beat) -> None:
@@ -156,6 +159,13 @@ def _take_standard_input() -> int:
     os.dup2(empty, 0)
     os.close(empty)
     return parent
+
+
+def _remove_leftovers() -> None:
+    """The parent's folders of shared memory and sockets: it cannot. The last of its children to leave removes all."""
+    from tailrace.lifecycle.resources import remove_leftovers
+
+    remove_leftovers()
 
 
 def _kill_own_group() -> None:

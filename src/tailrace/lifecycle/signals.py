@@ -3,6 +3,9 @@
 A terminal that goes away sends SIGHUP more than once, so that this one only ever asks; where it is ignored (`nohup`) it
 stays so. SIGUSR1 is a scheduler's notice of preemption, which only ever asks, too, and is followed by one SIGTERM that
 does.
+
+    early_signals ── ends the process ──► until_stopped ── cancels the work ──► a run's own ── a last save ──► ...
+    before the event loop                 around all work of a command          once there is something to save
 """
 
 from __future__ import annotations
@@ -12,25 +15,32 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar, Token
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+from tailrace.lifecycle.early_signals import EXIT_CODES
 from tailrace.lifecycle.exit_codes import ExitCode
 
-_EXIT_CODES = {
-    signal.SIGINT: ExitCode.INTERRUPTED,
-    signal.SIGTERM: ExitCode.TERMINATED,
-    signal.SIGHUP: ExitCode.HUNG_UP,
-    signal.SIGUSR1: ExitCode.PREEMPTED,
-}
 _ONLY_ASK = (ExitCode.HUNG_UP, ExitCode.PREEMPTED)
+
+ResultT = TypeVar("ResultT")
+
+
+class Stopped(BaseException):
+    """A signal ended the work before it could end in order by itself."""
+
+    def __init__(self, code: ExitCode) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class StopSignals:
     """Handles signals to stop while entered, with a running event loop; in another thread than the main one, none.
 
-    The first calls `request_stop` on the loop; a later one `abort` in the signal handler, as the loop may be stuck.
+    The first calls `request_stop` on the loop; a later one `abort` in the signal handler, as the loop may be stuck. One
+    that came to those around these counts: what it interrupted may have taken no notice.
     """
 
     def __init__(self, request_stop: Callable[[ExitCode], object], abort: Callable[[ExitCode], None]) -> None:
@@ -39,6 +49,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._terminals: list[int] = []
+        self._token: Token[StopSignals | None] | None = None
         self._notice_was_followed = False
         self.exit_code: ExitCode | None = None
         """Of the first signal; None while there was none."""
@@ -46,18 +57,24 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
         is_main = threading.current_thread() is threading.main_thread()  # no other one may handle signals
-        for number in _EXIT_CODES if is_main else ():
+        for number in EXIT_CODES if is_main else ():
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+        around = _entered.get()
+        self._token = _entered.set(self)
+        if around is not None and around.exit_code is not None:
+            self.ask(around.exit_code)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            _entered.reset(self._token)
         for number, previous in self._previous.items():
             signal.signal(number, previous)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        exit_code = _EXIT_CODES[signal.Signals(number)]
+        exit_code = EXIT_CODES[signal.Signals(number)]
         if exit_code is ExitCode.HUNG_UP:
             self._leave_terminal()
         follows_notice = self.exit_code is ExitCode.PREEMPTED and exit_code is ExitCode.TERMINATED
@@ -82,3 +99,22 @@ class StopSignals:
             for descriptor in self._terminals:
                 os.dup2(nowhere, descriptor)
             os.close(nowhere)
+
+
+_entered: ContextVar[StopSignals | None] = ContextVar("stop_signals", default=None)
+
+
+async def until_stopped(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The work of a command: the first signal to stop cancels it, a second one ends the process at once.
+
+    Raises `Stopped` where it was cancelled so, whatever error it made of that.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    with StopSignals(lambda code: task.cancel(), abort=os._exit) as signals:
+        try:
+            return await work
+        except BaseException as error:
+            if signals.exit_code is None:
+                raise
+            raise Stopped(signals.exit_code) from error

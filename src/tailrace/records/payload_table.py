@@ -13,6 +13,9 @@ from tailrace.errors import CorruptData, PayloadLost
 from tailrace.records.arrays import Int32Array
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, unrecorded
 
+MOST_EXPERTS = 1 << 16
+"""Experts of one token over all layers; what claims more is none, and would take more memory than there is."""
+
 UNRECORDED = -1
 """In a table, in place of a payload's index: the positions of this chunk were not recorded."""
 
@@ -130,6 +133,7 @@ class PayloadTableBuilder:
 def _num_entries(ref: PayloadRef) -> int:
     """Tokens of a payload of experts; below 0 for a reference that means none."""
     is_one = ref.dtype in ("uint8", "uint16") and len(ref.shape) == 3 and min(ref.shape) >= 0
+    is_one = is_one and ref.shape[1] * ref.shape[2] <= MOST_EXPERTS
     return ref.shape[0] if is_one else -1
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.errors import SettingsError
 from tailrace.records.arrays import Float32Array, Int32Array
 from tailrace.records.batch import Batch, BatchSummary, TrainingSample
 from tailrace.records.columns import ColumnKind
@@ -138,7 +139,10 @@ class PlannedBatch:
         offsets = np.zeros(len(self.samples) + 1, np.int64)
         np.cumsum(self.lengths, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise ValueError(f"one rank's part of a batch holds 2^31 tokens at most, not {int(offsets[-1]):,}")
+            raise SettingsError(
+                f"one rank's part of a batch holds 2^31 tokens at most, not {int(offsets[-1]):,}: lower "
+                "scheduling.batch_size, or raise trainer.ranks"
+            )
         return {
             "temperatures": np.array([sample.temperature for sample in self.samples], np.float32),
             "sample_offsets": offsets.astype(np.int32),
@@ -204,9 +208,9 @@ class PlannedBatch:
         offsets = np.zeros(len(self.samples) + 1, np.int64)
         np.cumsum([sample.branch.num_support_ids for sample in self.samples], out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise ValueError(
+            raise SettingsError(
                 f"one rank's part of a batch holds the supports of its tokens, of 2^31 token ids at most, not "
-                f"{int(offsets[-1]):,}: lower rollouts.top_k"
+                f"{int(offsets[-1]):,}: lower rollouts.top_k or scheduling.batch_size, or raise trainer.ranks"
             )
         return offsets.astype(np.int32)
 

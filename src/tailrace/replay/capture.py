@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from tailrace.errors import DataError
+from tailrace.guards import guarded
 from tailrace.records import (
+    DEEPEST,
     Branch,
     Completion,
     FinishReason,
@@ -37,6 +38,7 @@ from tailrace.records import (
     Supports,
     Task,
     TaskId,
+    is_too_deep,
 )
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
@@ -153,11 +155,20 @@ def read_capture(folder: Path) -> list[Group]:
 
 def _read(path: Path) -> Group:
     columns = path.with_suffix(".safetensors")
-    try:
+    with guarded(f"{path} or {columns.name} beside it is no captured group", DataError):
         record = msgspec.msgpack.decode(path.read_bytes(), type=_GroupRecord)
+        if any(map(is_too_deep, _free_form(record))):
+            raise ValueError(f"it nests deeper than {DEEPEST} levels")
         return _group(record, load_file(columns))
-    except (OSError, KeyError, ValueError, msgspec.MsgspecError, SafetensorError) as error:
-        raise DataError(f"{path} or {columns.name} beside it is no captured group: {error}") from error
+
+
+def _free_form(record: _GroupRecord) -> Iterator[Json]:
+    """Values whose shape their type leaves open."""
+    yield record.task[3]
+    for rollout in record.rollouts:
+        yield rollout.messages
+        if rollout.reward is not None:
+            yield rollout.reward[2]
 
 
 def _columns(rollouts: list[Rollout]) -> dict[str, NDArray[Any]]:

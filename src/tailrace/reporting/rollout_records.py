@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tailrace.errors import DataError
+from tailrace.guards import guarded
 from tailrace.records import Branch, Json, Outcome, Rollout
 
 
@@ -146,8 +148,9 @@ def encode_line(record: RolloutRecord) -> bytes:
 
 
 def decode_line(line: bytes) -> RolloutRecord:
-    """The record of one line. Raises `msgspec.MsgspecError` for a line that is not one (a write that was cut short)."""
-    return msgspec.json.decode(line, type=RolloutRecord)
+    """The record of one line. Raises `DataError` for a line that is not one (a write that was cut short)."""
+    with guarded("a line is no rollout's record", DataError):
+        return msgspec.json.decode(line, type=RolloutRecord)
 
 
 def _plain(value: Any) -> Json:

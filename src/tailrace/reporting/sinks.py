@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from tailrace.errors import DataError
+from tailrace.guards import guarded
 from tailrace.records import Json
 from tailrace.reporting.rollout_records import RolloutEntry, RolloutRecord, decode_line, encode_line, rollout_record
 from tailrace.tracing.background import BackgroundWriter
@@ -140,7 +142,7 @@ def read_rollouts(folder: Path, step: int | None = None) -> Iterator[RolloutReco
         for line in _lines(path):
             try:
                 yield decode_line(line)
-            except msgspec.MsgspecError:
+            except DataError:
                 continue
 
 
@@ -155,8 +157,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _decoded(line: bytes) -> Json:
     try:
-        return msgspec.json.decode(line)
-    except msgspec.DecodeError:
+        with guarded("a line was cut short", DataError):
+            return msgspec.json.decode(line)
+    except DataError:
         return None
 
 

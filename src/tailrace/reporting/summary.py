@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import DataError
+from tailrace.guards import guarded
 from tailrace.records import RunStatus, TerminalState
 from tailrace.reporting.formats import clock, compact, num_bytes, plural, seconds, share
 from tailrace.scheduling import Ledger
@@ -175,10 +176,8 @@ def read_summary(run_folder: Path) -> RunSummary | None:
     path = run_folder / SUMMARY_FILE
     if not path.is_file():
         return None
-    try:
+    with guarded(f"{path} is not a run's summary", DataError):
         return msgspec.json.decode(path.read_bytes(), type=RunSummary)
-    except msgspec.MsgspecError as error:
-        raise DataError(f"{path} is not a run's summary: {error}") from error
 
 
 def summary_text(summary: RunSummary) -> str:

@@ -37,7 +37,7 @@ from tailrace.reporting.run_view import RunView, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.callbacks import Callbacks
-from tailrace.run.folder import RunPaths
+from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.parts import held_out_tasks, make_rollouter
 from tailrace.run.scheduler_states import SchedulerStates
@@ -124,7 +124,8 @@ class ComposedRun:
 async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     """Start the roles, and make all parts around them; on leaving, the roles are ended."""
     settings, paths, environments = ground.settings, ground.paths, ground.environments
-    log = FileEventLog(paths.events, uuid.uuid4().hex)
+    with writing(paths.root):
+        log = FileEventLog(paths.events, uuid.uuid4().hex)
     writer = BackgroundWriter(queue_records=settings.observability.queue_records)
     async with contextlib.AsyncExitStack() as stack:
         roles = await stack.enter_async_context(start_roles(settings, paths, log))

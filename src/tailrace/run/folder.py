@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import tomli_w
 
 from tailrace.config import CONFIG_FILE, RECIPE_FILE, Difference, RunSettings, differences, own_settings
 from tailrace.errors import DataError, SettingsError
+from tailrace.guards import guarded
 from tailrace.reporting.sinks import step_of_path
 from tailrace.run.ownership import OWNER_FILE, own_folder
 
@@ -52,6 +54,8 @@ class RunPaths:
         """The tokenizer's files, where the model has no local folder."""
 
 
+_logger = logging.getLogger(__name__)
+
 _STARTED = re.compile(rb'\{"type":"TrainerStarted","epoch":"([^"]+)"')
 """How the event of each start of the trainer begins; the run's has one epoch."""
 
@@ -68,8 +72,20 @@ class _MetricsLine(msgspec.Struct):
 
 
 @contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise `DataError` where what is done within cannot write the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        what = f" ({error.filename})" if error.filename else ""
+        raise DataError(f"cannot write the run folder {folder}: {error.strerror}{what}") from error
+
+
+@contextlib.contextmanager
 def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
     """The run's folder, with nobody else in it while in here. Without `resume` it is new, with it a run is there.
+
+    What a run left that ended before its first step is set aside.
 
     Raises `DataError` where that is not so, or it cannot be written.
     """
@@ -80,12 +96,36 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
         is_there = any(path.name != OWNER_FILE for path in paths.root.iterdir())
         if settings.resume and not is_there:
             raise _nothing_to_resume(paths)
-        if is_there and not settings.resume:
+        if is_there and not settings.resume and _is_before_first_step(paths):
+            _set_aside(paths)
+        elif is_there and not settings.resume:
             raise DataError(
                 f"the run folder {paths.root} exists already, and nothing in it will be overwritten: choose another "
                 "--name, or add --resume to go on from its newest checkpoint"
             )
         yield RunPaths(paths.root, held)
+
+
+def _is_before_first_step(paths: RunPaths) -> bool:
+    """Whether the folder is that of a run which ended before it had trained at all: its name may be used again."""
+    if not paths.events.is_file() and not paths.settings.is_file():
+        return False  # whatever it is, no run made it
+    if any(paths.checkpoints.glob("step_*")) or (paths.superseded / paths.metrics.name).exists():
+        return False
+    lines = paths.metrics.read_bytes().splitlines() if paths.metrics.is_file() else []
+    return not any(map(_step_of, lines))
+
+
+def _set_aside(paths: RunPaths) -> None:
+    """Move what such a run left to `superseded/`, where nothing is lost. Raises `DataError`."""
+    number = len([*paths.superseded.glob("start_*")]) + 1
+    aside = paths.superseded / f"start_{number}"
+    with writing(paths.root):
+        aside.mkdir(parents=True)
+        for path in [*paths.root.iterdir()]:
+            if path.name != OWNER_FILE and path != paths.superseded:
+                path.rename(aside / path.name)
+    _logger.info("the run of before ended before its first step; what it left is in %s", aside)
 
 
 def _nothing_to_resume(paths: RunPaths) -> DataError:
@@ -102,7 +142,7 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
     changed = [] if before is None else differences(before, settings)
     if changed and not settings.allow_changed_settings:
         raise SettingsError(_REFUSED.format(paths=paths, changes="\n".join(f"  {one}" for one in changed)))
-    try:
+    with writing(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
         if changed:
             _keep(paths.settings, paths.superseded)
@@ -112,8 +152,6 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
             written.replace(paths.settings)  # whatever interrupts this, the run has one file or the other
         if recipe is not None:
             paths.recipe.write_text(tomli_w.dumps(_without_none(recipe)), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"cannot write the run folder {paths.root}: {error.strerror}") from error
     return changed
 
 
@@ -169,8 +207,9 @@ def _append(path: Path, data: bytes) -> None:
 def _step_of(line: bytes) -> int:
     """0 for a line that a crash cut short."""
     try:
-        return msgspec.json.decode(line, type=_MetricsLine).step
-    except msgspec.MsgspecError:
+        with guarded("a line was cut short", DataError):
+            return msgspec.json.decode(line, type=_MetricsLine).step
+    except DataError:
         return 0
 
 

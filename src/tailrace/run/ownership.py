@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import DataError
+from tailrace.guards import guarded
 
 OWNER_FILE = "owner.json"
 RENEWED_EVERY_S = 20.0
@@ -180,8 +181,9 @@ def _in_use(path: Path, owner: Owner | None, what_to_do: str) -> DataError:
 def _owner(file: int) -> Owner | None:
     """Who stands in the file; None in one that is new, or was cut short."""
     try:
-        return msgspec.json.decode(os.pread(file, 4096, 0), type=Owner)
-    except msgspec.MsgspecError:
+        with guarded("it was cut short", DataError):
+            return msgspec.json.decode(os.pread(file, 4096, 0), type=Owner)
+    except DataError:
         return None
 
 

@@ -36,7 +36,8 @@ from tailrace.run.callbacks import Callbacks
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
-from tailrace.run.folder import RunPaths, open_run_folder, record_settings
+from tailrace.run.folder import RunPaths, open_run_folder, record_settings, writing
+from tailrace.run.limits import require_room
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.parts import (
     load_environments,
@@ -115,12 +116,14 @@ async def _train_in(
     """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
     given, settings = settings, within_own_context(settings, renderer)
+    await asyncio.to_thread(require_room, settings)
     await asyncio.to_thread(require_reference, settings)
     await require_teacher(settings, renderer)
     changed = record_settings(given, paths, recipe)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
-    recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
+    with writing(paths.root):
+        recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
     settings = with_decay_end(settings, plan)
     for sentence in [*plan.sentences, *describe_devices(devices), *(f"Goes on with {one}." for one in changed)]:

@@ -19,8 +19,11 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import msgspec
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_TASKS_PER_TRAINED = 8
 """Factor over its weight by which an environment is drawn at most."""
@@ -52,13 +55,13 @@ class EnvironmentFigures:
 class EnvironmentState(msgspec.Struct):
     """One environment's history, as a checkpoint keeps it: without what is in flight, which starts over."""
 
-    credit: float = 0.0
-    trained: int = 0
-    ended: int = 0
-    expected: float = 1.0
-    untrainable_streak: int = msgspec.field(default=0, name="in_vain")
+    credit: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    trained: Count = 0
+    ended: Count = 0
+    expected: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    untrainable_streak: Count = msgspec.field(default=0, name="in_vain")
     """Tasks in a row of which none was trained."""
-    untrainable_tasks: int = msgspec.field(default=0, name="barren_tasks")
+    untrainable_tasks: Count = msgspec.field(default=0, name="barren_tasks")
 
     @property
     def is_untrainable(self) -> bool:
@@ -90,7 +93,7 @@ class MixState(msgspec.Struct):
     environments: dict[str, EnvironmentState]
     newest: str = ""
     """The environment drawn last."""
-    in_a_row: int = 0
+    in_a_row: Count = 0
     """Draws of it since another one was drawn."""
 
 

@@ -18,8 +18,9 @@ import numpy as np
 from tailrace.environments import EnvironmentSpec
 from tailrace.environments.rows import is_in_memory
 from tailrace.errors import DataError
+from tailrace.guards import guarded
 from tailrace.records import Task, TaskId
-from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix, MixState
+from tailrace.scheduling.mix import Count, EnvironmentFigures, EnvironmentMix, MixState
 
 ENCODED_AT_ONCE = 1024
 """Outstanding tasks encoded in one slice: half a millisecond."""
@@ -29,15 +30,15 @@ class TaskKey(msgspec.Struct, frozen=True, array_like=True):
     """Names one task in one epoch."""
 
     environment: str
-    epoch: int
-    index: int
+    epoch: Count
+    index: Count
 
 
 class Position(msgspec.Struct, frozen=True):
     """Position in a data set."""
 
-    epoch: int
-    drawn: int
+    epoch: Count
+    drawn: Count
 
 
 class TaskStreamState(msgspec.Struct, frozen=True):
@@ -181,13 +182,21 @@ class TaskStream:
         return msgspec.json.encode({"positions": positions, "outstanding": listed, "mix": mix})
 
     def restore(self, state: bytes) -> None:
-        """Go on where `state` was taken. Raises `DataError` when it belongs to other environments."""
-        decoded = msgspec.json.decode(state, type=TaskStreamState)
+        """Go on where `state` was taken. Raises `DataError` for what is none, or belongs to other environments."""
+        with guarded("the scheduler's state beside the checkpoint is damaged", DataError):
+            decoded = msgspec.json.decode(state, type=TaskStreamState)
         if set(decoded.positions) != set(self._sources):
             raise DataError(
                 f"the checkpoint was trained on the environments {sorted(decoded.positions)}, "
                 f"this run has {sorted(self._sources)}: resume with the same environments"
             )
+        drawn = [(name, position.drawn - 1) for name, position in decoded.positions.items()]
+        for name, index in [*drawn, *((key.environment, key.index) for key in decoded.outstanding)]:
+            if name not in self._sources or index >= len(self._sources[name].spec.train_tasks):
+                raise DataError(
+                    f"the checkpoint was trained on a task {index} of the environment {name!r}, which this run has "
+                    "not: resume with the same data"
+                )
         for name, position in decoded.positions.items():
             source = self._sources[name]
             source.epoch, source.drawn = position.epoch, position.drawn

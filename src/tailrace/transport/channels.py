@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
+from tailrace.guards import guarded
 from tailrace.records import Float32Array, Int32Array
 
 MAX_ADDRESS_CHARS = 107
@@ -88,10 +89,8 @@ def decode_array(declared: object, data: bytes) -> NDArray[np.generic]:
 
 def decode(frame: bytes, message_type: type[MessageT]) -> MessageT:
     """A message from msgpack. Raises `CorruptData` for bytes that are none of this type."""
-    try:
+    with guarded("a message is not what was agreed on"):
         return msgspec.msgpack.decode(frame, type=message_type)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptData(f"a message is not what was agreed on: {error}") from error
 
 
 async def wait_until(changed: asyncio.Event, condition: Callable[[], bool]) -> None:

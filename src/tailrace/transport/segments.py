@@ -24,6 +24,7 @@ import msgspec
 import xxhash
 
 from tailrace.errors import CorruptData, TransportError
+from tailrace.guards import guarded
 from tailrace.transport.room import reserve_room
 
 ALIGNMENT_BYTES = 64
@@ -281,12 +282,10 @@ def verify_body(path: Path | str, segment: Segment, *, required: bool = False) -
 
 
 def _parse_header(path: Path | str, header: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    try:
+    with guarded(f"the header of {path} is not one of safetensors"):
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(_METADATA_NAME, msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptData(f"the header of {path} is not one of safetensors: {error}") from error
     return entries, metadata
 
 

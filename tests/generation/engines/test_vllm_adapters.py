@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tailrace.errors import ModelError
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.training.model.adapter import Adapter, add_adapter, plain_weights
 from tailrace.training.settings.lora import LoraSettings
 from tests.generation.engine_kinds import ROUNDING, contract_model, start_vllm
@@ -95,6 +97,27 @@ def test_a_request_that_runs_goes_on_with_the_next_adapter(core: InprocClient) -
     assert 0 < boundary < 24
     expected = forward_logprobs(merged, PROMPTS[0], done.token_ids)
     np.testing.assert_allclose(done.logprobs[boundary:], expected[boundary:], rtol=0, atol=2 * ROUNDING)
+
+
+@pytest.mark.long
+def test_processes_that_hold_half_a_model_each_add_up_their_parts_of_adapters(tmp_path: Path) -> None:
+    from tailrace.generation.engines.vllm.core import build_core
+    from tailrace.generation.engines.vllm.engine import VllmEngine
+
+    contract_model().save_pretrained(tmp_path)
+    options = {"block_size": 32, "enable_lora": True, "max_lora_rank": RANK}
+    settings = GeneratorSettings(engine="vllm", slots=4, tensor_parallel=2, vllm=options)
+    driver = Driver(VllmEngine(build_core(ModelSettings(name=str(tmp_path), max_model_tokens=128), settings)))
+    try:
+        for version in (1, 2):
+            adapter, merged = adapted(version)
+            driver.engine.load_model_state_dict(published(adapter), version)
+            for prompt, token_ids, logprobs, versions in sample(driver, f"of version {version}, "):
+                expected = forward_logprobs(merged, prompt, token_ids)
+                np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2 * ROUNDING)
+                assert set(versions) == {version}
+    finally:
+        driver.engine.close()
 
 
 @pytest.mark.parametrize(

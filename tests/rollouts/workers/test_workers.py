@@ -141,6 +141,18 @@ async def test_an_environment_that_fails_costs_its_rollout_and_the_next_one_runs
     assert children() == []
 
 
+@pytest.mark.parametrize("trouble", ["fork", "leave a thread", "block signals"])
+async def test_code_that_misbehaves_and_returns_is_answered_once_and_ends_with_its_worker(
+    renderer: ChatRenderer, trouble: str
+) -> None:
+    async with Run(renderer) as run:
+        first = await run.rollout("counting", replies=[trouble, "b", trouble])
+        others = [await run.rollout("counting", replies=[letter, "y", "z"]) for letter in "ab"]
+    trails = [rollout.reward.columns["trail"] for rollout in (first, *others) if rollout.reward]
+    assert trails == [f"well:4 {trouble} b {trouble}", "well:4 a y z", "well:4 b y z"]
+    assert children() == []
+
+
 @pytest.mark.parametrize("behave", ["nan", "text", "none"])
 async def test_a_reward_from_a_worker_must_be_a_finite_number(renderer: ChatRenderer, behave: str) -> None:
     async with Run(renderer) as run:

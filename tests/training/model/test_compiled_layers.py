@@ -101,15 +101,15 @@ def test_no_layer_of_many_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == counters["stats"]["unique_graphs"] * layers >= PARTS * layers
 
 
-def make_trainer(model_folder: Path, ranks: Ranks = ALONE, **settings: object) -> Trainer:
+def make_trainer(model_folder: Path, joined: Ranks = ALONE, **settings: object) -> Trainer:
     chosen = TrainerSettings.model_validate({"learning_rate": 1e-3, "native_kernels": False, **settings})
-    return Trainer(chosen, model_name=str(model_folder), max_steps=10, max_staleness=4, ranks=ranks)
+    return Trainer(chosen, model_name=str(model_folder), max_steps=10, max_staleness=4, ranks=joined)
 
 
 def two_steps(trainer: Trainer, ranks: Ranks = ALONE) -> list[float]:
     """Their gradients' norms."""
     batches = [build_batch(lengths=(9, 14, 5, 12, 30, 4), rows=(2, 1, 3), step=step, seed=step) for step in (1, 2)]
-    results = [trainer.train_step(rows_of(batch, ranks.rank, ranks.size)) for batch in batches]
+    results = [trainer.train_step(rows_of(batch, ranks.data_rank, ranks.data_size)) for batch in batches]
     return [result.metrics["training/grad_norm"] for result in results]
 
 
@@ -121,17 +121,24 @@ def test_a_trainer_takes_the_same_steps(model_folder: Path, more: dict[str, obje
     assert compiled == pytest.approx(plain, rel=1e-2 if "dtype" in more else 1e-4)
 
 
-def on_ranks(ranks: Ranks, model_folder: Path) -> list[float]:
+def on_ranks(ranks: Ranks, model_folder: Path, options: dict[str, object]) -> tuple[list[float], int]:
     torch.compile = partial(torch.compile, backend="eager")
-    return two_steps(make_trainer(model_folder, ranks, compile=True), ranks)
+    norms = two_steps(make_trainer(model_folder, ranks, compile=True, **options), ranks)
+    return norms, counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.long
 @pytest.mark.xdist_group("trainer ranks")
-def test_ranks_compile_their_layers_too(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("ranks_per_row", [1, 2], ids=["rows of their own", "slices of rows"])
+def test_ranks_compile_their_layers_too(
+    model_folder: Path, tmp_path: Path, ranks_per_row: int, checkpointing: bool
+) -> None:
     expected = two_steps(make_trainer(model_folder))
-    for found in run_ranks(on_ranks, 2, tmp_path, model_folder):
+    options = {"ranks": 2, "sequence_parallel": ranks_per_row, "gradient_checkpointing": checkpointing}
+    for found, graphs in run_ranks(on_ranks, 2, tmp_path, model_folder, options, ranks_per_row=ranks_per_row):
         assert found == pytest.approx(expected, rel=1e-4)
+        assert graphs >= PARTS
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

@@ -242,10 +242,6 @@ def test_what_ranks_cannot_share_is_refused_by_all_alike(tmp_path: Path) -> None
         ({"ranks": 3, "sequence_parallel": 2}, "ranks = 3 cannot be parted into groups of sequence_parallel = 2"),
         ({"sequence_parallel": 2}, "write ranks = 2, for example"),
         ({"ranks": 2, "sequence_parallel": 2, "steps_per_batch": 2}, "has slices of rows: leave one of them out"),
-        (
-            {"ranks": 2, "sequence_parallel": 2, "compile": True, "native_kernels": False},
-            "compiles layers for whole rows",
-        ),
         ({"context_parallel": 2}, "write ranks = 2 and sequence_parallel = 2"),
     ],
 )

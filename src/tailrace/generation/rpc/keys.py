@@ -15,10 +15,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
 
 from tailrace.errors import SettingsError
+from tailrace.guards import guarded, read_at_most
 
 _DOMAIN = "tailrace"
+_MOST_BYTES = 4096
+"""Of a key file."""
+_KEY_CHARS = 40
 
 HEARTBEAT_MS = 5_000
 """Between two signs of life on a connection that could break without either end being told."""
@@ -47,12 +52,15 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_keys(path: Path, setting: str) -> CurveKeys:
     """The keys of a file. Raises `SettingsError` that names `setting`."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=CurveKeys)
-    except OSError as error:
-        raise SettingsError(f"{setting}: cannot read the key file {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{setting}: {path} is no key file of `tailrace serve --key`: {error}") from error
+    with guarded(f"{setting}: {path} is no key file of `tailrace serve --key`", SettingsError):
+        try:
+            keys = msgspec.json.decode(read_at_most(path, _MOST_BYTES), type=CurveKeys)
+        except OSError as error:
+            raise SettingsError(f"{setting}: cannot read the key file {path}: {error.strerror}") from error
+        for name, key in msgspec.structs.asdict(keys).items():
+            if len(key) != _KEY_CHARS or not z85.decode(key.encode()):
+                raise ValueError(f"its {name} is no key of CURVE")
+    return keys
 
 
 def write_keys(path: Path, setting: str) -> CurveKeys:

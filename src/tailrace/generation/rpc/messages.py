@@ -18,6 +18,7 @@ from tailrace import errors
 from tailrace.errors import CorruptData, EngineFailed, TailraceError
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics
 from tailrace.generation.rpc.uploads import Upload
+from tailrace.guards import guarded
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, PayloadChunk
 from tailrace.transport.channels import decode_array
@@ -187,18 +188,17 @@ _REPLIES: msgspec.msgpack.Decoder[AnyReply | list[AnyReply]] = msgspec.msgpack.D
 
 def unpack_calls(message: bytes) -> list[AnyCall]:
     """Calls, in order. Raises `CorruptData` for bytes that are none."""
-    try:
+    with guarded("a generator was sent what is no call"):
         calls = _CALLS.decode(message)
-    except msgspec.DecodeError as error:
-        raise CorruptData(f"a generator was sent what is no call: {error}") from error
     return calls if isinstance(calls, list) else [calls]
 
 
 def call_id_of(message: bytes) -> int:
     """The id in what may be no call, so that an error can answer it; `TO_ALL` where there is none."""
     try:
-        return _CALL_IDS.decode(message).call_id
-    except msgspec.DecodeError:
+        with guarded("there is no id"):
+            return _CALL_IDS.decode(message).call_id
+    except CorruptData:
         return TO_ALL
 
 
@@ -207,10 +207,8 @@ def unpack_replies(message: bytes) -> list[AnyReply]:
 
     Arrays are read-only views of a copy.
     """
-    try:
+    with guarded("a generator answered with what is no reply"):
         decoded = _REPLIES.decode(message)
-    except msgspec.DecodeError as error:
-        raise CorruptData(f"a generator answered with what is no reply: {error}") from error
     replies = decoded if isinstance(decoded, list) else [decoded]
     for reply in replies:
         if isinstance(reply, CompletionReply):
@@ -240,7 +238,8 @@ def unpack_payloads(reply: CompletionReply, frames: Frames) -> list[tuple[Payloa
     for chunk, frame in zip(named[len(named) - len(frames) :], frames, strict=True):
         if chunk.ref is None or checked_bytes(chunk.ref) != len(frame):
             raise CorruptData(f"routed experts of {len(frame):,} bytes came for {chunk.ref}")
-        unpacked.append((chunk, np.frombuffer(frame, chunk.ref.dtype).reshape(chunk.ref.shape)))
+        with guarded(f"routed experts are not {chunk.ref}"):
+            unpacked.append((chunk, np.frombuffer(frame, chunk.ref.dtype).reshape(chunk.ref.shape)))
     return unpacked
 
 
@@ -256,4 +255,5 @@ def unpack_error(reply: ErrorReply) -> TailraceError:
     kind = getattr(errors, reply.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, TailraceError)):
         raise CorruptData(f"the generator answered with an unknown kind of error, {reply.kind!r}: {reply.message}")
-    return kind(reply.message)
+    with guarded(f"the generator answered with a {reply.kind} that says {reply.message!r} and no more"):
+        return kind(reply.message)

@@ -8,9 +8,11 @@ A file is what its sender said that it is, by digest, or nobody can open it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
+import shutil
 import threading
 import traceback
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.errors import CorruptData, TransportError
+from tailrace.guards import guarded
 from tailrace.transport.segments import TRAILER_BYTES
 from tailrace.transport.weights.deltas import apply_delta, digest_of
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
@@ -63,12 +66,13 @@ class UploadedModelStateDicts(SharedMemoryModelStateDictStore):
         Raises `CorruptData` for a piece out of order and a digest that differs at the end, and `TransportError` where
         there is no room, or no base (any more): then the whole file is to be sent.
         """
-        with self._lock:
+        with self._lock, guarded("what was sent are no weights"):
             if offset == 0:
                 self._begin(upload)
             end = offset + len(piece)
             if self._file < 0 or upload != self._upload or offset != self._received or end > upload.num_bytes:
                 raise CorruptData(f"a piece of weights at {offset:,} came where one at {self._received:,} was due")
+            self._reserve(offset, len(piece))
             os.pwrite(self._file, piece, offset)
             self._received = end
             if end < upload.num_bytes:
@@ -100,14 +104,26 @@ class UploadedModelStateDicts(SharedMemoryModelStateDictStore):
             raise TransportError("64 model state dicts are being read at once; no more are taken")
         try:
             os.ftruncate(self._file, upload.num_bytes)
-            os.posix_fallocate(self._file, 0, upload.num_bytes)
+            held_bytes = 512 * os.fstat(self._file).st_blocks
+            if upload.num_bytes - held_bytes > shutil.disk_usage(self._uploads_folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _make_void(self._file)
         except (OSError, OverflowError) as error:
             self._let_go()
-            raise TransportError(
-                f"{self._uploads_folder} has no room for {upload.num_bytes:,} bytes: {error}"
-            ) from error
+            raise self._no_room(upload, error) from error
         self._upload, self._received = upload, 0
+
+    def _reserve(self, offset: int, num_bytes: int) -> None:
+        """For a piece that is there: what a sender only claims takes no memory."""
+        assert self._upload is not None
+        try:
+            if num_bytes:
+                os.posix_fallocate(self._file, offset, num_bytes)
+        except OSError as error:
+            raise self._no_room(self._upload, error) from error
+
+    def _no_room(self, upload: Upload, error: Exception) -> TransportError:
+        return TransportError(f"{self._uploads_folder} has no room for {upload.num_bytes:,} bytes: {error}")
 
     def _take(self, name: str) -> bool:
         """Open a file that nobody else has open; its content is void from now on."""

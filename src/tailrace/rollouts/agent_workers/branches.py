@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from tailrace.errors import CorruptData
+from tailrace.guards import guarded
 from tailrace.records import Branch, Completion, FinishReason, Float32Array, Int32Array, PayloadChunk, Supports
 
 _KINDS = {"int32": np.dtype(np.int32), "float32": np.dtype(np.float32)}
@@ -56,10 +56,8 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
 
     def branch(self) -> Branch:
         """The branch, in memory of its own. Raises `CorruptData` for data that no branch makes."""
-        try:
+        with guarded("an agent worker sent a branch that is none"):
             return self._branch()
-        except (ValueError, KeyError, IndexError, OverflowError) as error:
-            raise CorruptData(f"an agent worker sent a branch that is none: {error}") from error
 
     def _branch(self) -> Branch:
         branch, end, chunks = Branch(self.temperature), 0, self.payload_chunks

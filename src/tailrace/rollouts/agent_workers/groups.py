@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tailrace.environments import AgentResult
-from tailrace.errors import CorruptData
+from tailrace.guards import guarded
 from tailrace.records import Float32Array, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers.branches import BranchData, ColumnData, columns_of, set_columns
 from tailrace.rollouts.agent_workers.values import pack_values, unpack_values
@@ -137,7 +137,7 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
         Raises `CorruptData` for what is none of it.
         """
         known = {rollout.rollout_id: rollout for rollout in group.rollouts}
-        try:
+        with guarded("an agent worker sent what is no score of this group"):
             for rollout_id, changes in self.rollouts.items():
                 _set_values(known[rollout_id], changes.values)
                 for branch, columns in zip(known[rollout_id].branches, changes.columns, strict=True):
@@ -145,8 +145,6 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
             if self.results is not None:
                 return [AgentResult(**fields) for fields in unpack_values(self.results)]
             return [_applied(part, group, known) for part in self.parts]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptData(f"an agent worker sent what is no score of this group: {error}") from error
 
 
 def _part(part: Group, group: Group) -> PartData:

@@ -17,6 +17,7 @@ import msgspec
 from tailrace import errors
 from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, LifecycleError, RolloutError, TailraceError
+from tailrace.guards import guarded
 from tailrace.records import (
     Completion,
     GenerationRequest,
@@ -28,7 +29,7 @@ from tailrace.records import (
 )
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.groups import GroupChanges, GroupData
-from tailrace.rollouts.agent_workers.values import pack_values
+from tailrace.rollouts.agent_workers.values import pack_values, require_shallow
 from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.transport.channels import decode_array
 
@@ -244,10 +245,8 @@ def unpack_order(body: bytes) -> Order:
 
 def unpack_report(body: bytes) -> Report:
     """Raises `CorruptData` for bytes that are none: users' code lives beside what writes them."""
-    try:
+    with guarded("an agent worker sent what is no message"):
         return _REPORTS.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise CorruptData(f"an agent worker sent what is no message: {error}") from error
 
 
 def pack_task(task: Task) -> bytes:
@@ -267,11 +266,10 @@ def pack_told(told: Told) -> bytes:
 
 def unpack_told(packed: bytes) -> Told:
     """Raises `CorruptData` for bytes that are none."""
-    try:
+    with guarded("an agent worker sent what is no result of a rollout"):
         fields = _TOLD.decode(packed)
+        require_shallow([fields.messages, fields.reported, fields.scored])
         return Told(fields.messages, fields.metrics, _as_result(fields.reported), _as_result(fields.scored))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CorruptData(f"an agent worker sent what is no result of a rollout: {error}") from error
 
 
 def _as_result(fields: Mapping[str, Any] | None) -> AgentResult | None:

@@ -338,6 +338,7 @@ class _OwnSelector(selectors.DefaultSelector):
 
 def main() -> int:
     """Play rollouts until the orchestrator says that it is over, or is gone."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # to all of a job: the orchestrator decides, and closes
     os.dup2(2, 1)  # what users' code prints goes to the log
     end, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     end_number = end.fileno()

@@ -9,7 +9,10 @@ from typing import Any
 
 import msgspec
 
-from tailrace.errors import CorruptData, EnvironmentFailed
+from tailrace.errors import EnvironmentFailed
+from tailrace.guards import guarded
+from tailrace.records import Json
+from tailrace.records.conversation import DEEPEST, is_too_deep
 from tailrace.rollouts.workers.messages import plain_value
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_value)
@@ -34,7 +37,13 @@ def pack_values(values: object, what: str) -> bytes:
 
 def unpack_values(packed: bytes) -> Any:
     """Raises `CorruptData` for bytes that are none."""
-    try:
-        return _DECODER.decode(packed)
-    except (ValueError, RecursionError) as error:
-        raise CorruptData(f"an agent worker sent what are no values: {error}") from error
+    with guarded("an agent worker sent what are no values"):
+        values = _DECODER.decode(packed)
+        require_shallow(values)
+        return values
+
+
+def require_shallow(values: Json) -> None:
+    """Raise `ValueError` for what nests too deep to be passed on."""
+    if is_too_deep(values):
+        raise ValueError(f"they nest deeper than {DEEPEST} levels")

@@ -7,12 +7,13 @@ orchestrator ◄── one Answer per call, in order ─── worker        std
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState
-from tailrace.records import Message, Task
+from tailrace.guards import guarded
+from tailrace.records import DEEPEST, Message, Task, is_too_deep
 
 LENGTH_BYTES = 4
 """Of the length, little-endian, in front of every message."""
@@ -103,6 +104,25 @@ def plain_value(value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain_value)
-hello_decoder = msgspec.msgpack.Decoder(Hello)
-request_decoder = msgspec.msgpack.Decoder(Request)
-answer_decoder = msgspec.msgpack.Decoder(Answer)
+
+_MessageT = TypeVar("_MessageT", bound=msgspec.Struct)
+
+
+class MessageDecoder(Generic[_MessageT]):
+    """Of one kind of message."""
+
+    def __init__(self, kind: type[_MessageT]) -> None:
+        self._decoder: msgspec.msgpack.Decoder[_MessageT] = msgspec.msgpack.Decoder(kind)
+
+    def decode(self, body: bytes) -> _MessageT:
+        """Raises `CorruptData` for what is none, or has a value nested too deep to be passed on."""
+        with guarded("what came through a worker's pipe is no message"):
+            message = self._decoder.decode(body)
+            if isinstance(message, Answer) and is_too_deep(message.value):
+                raise ValueError(f"its value nests deeper than {DEEPEST} levels")
+            return message
+
+
+hello_decoder = MessageDecoder(Hello)
+request_decoder = MessageDecoder(Request)
+answer_decoder = MessageDecoder(Answer)

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from tailrace.environments import AgentResult, EnvironmentSettings, Observation
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState
-from tailrace.errors import EnvironmentFailed, RolloutTimeout, SettingsError
+from tailrace.errors import CorruptData, EnvironmentFailed, RolloutTimeout, SettingsError
 from tailrace.records import Json, Message, Task
 from tailrace.rollouts.agents import EnvironmentHost
 from tailrace.rollouts.settings import RolloutSettings
@@ -263,6 +263,9 @@ class _Worker:
             self._kill()
             status = await process.wait()
             raise EnvironmentFailed(f"{what} ended its worker process (status {status})") from None
+        except CorruptData as error:  # code of users wrote into our pipe, or nests without end
+            self._kill()
+            raise EnvironmentFailed(f"{what} answered with what cannot be read: {error}") from error
         if answer.failure is not None:
             raise EnvironmentFailed(f"{what} raised {answer.failure}")
         return answer.value

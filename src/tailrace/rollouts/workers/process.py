@@ -112,8 +112,11 @@ def main() -> None:
     worker = RolloutWorker(hello)
     arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, arrived), daemon=True).start()
+    process = os.getpid()
     while True:
         answer = worker.answer(request_decoder.decode(arrived.get()))
+        if os.getpid() != process:  # the call forked, and returns here as well: one answer is asked for
+            os._exit(0)
         answers.write(_packed(answer))
         answers.flush()
 

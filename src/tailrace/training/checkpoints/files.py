@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tailrace.errors import CheckpointError, ModelError
+from tailrace.guards import guarded, read_at_most
 from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
 from tailrace.training.checkpoints.moments import (
     Moments,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MANIFEST = "manifest.json"
+_MOST_MANIFEST_BYTES = 64 << 20
 TRAINER_STATE = "trainer.pt"
 OPTIMIZER = "optimizer"
 _FORMAT = "tailrace-checkpoint-2"
@@ -191,22 +193,29 @@ def _read_checkpoint(
 ) -> TrainerState:
     ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None)
     require_own_kind(path, adapter)
+    state = _read_trainer_state(path)
     try:
-        if adapter is None:
-            saved = load_causal_lm(str(path), dtype="float32")  # on the CPU: a GPU need not hold the model twice
-            _load_weights(model, saved.state_dict())
-        else:
-            adapter.load(path)
-        state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)
-        if (path / OPTIMIZER).is_dir():
-            moments = read_moments(path / OPTIMIZER, model, ranks)
-        else:
-            moments = moments_of_first_format(state["optimizer"], model, optimizer)
-        set_moments(moments, model, optimizer)
-    except (ModelError, OSError, RuntimeError, KeyError, ValueError, CheckpointException) as error:
-        raise not_of_this_model(path, error) from error
-    _set_randomness(state["randomness"])
-    return TrainerState(*(state[name] for name in TrainerState._fields))
+        with guarded(f"checkpoint {path} does not fit this run's model", CheckpointError):
+            if adapter is None:
+                saved = load_causal_lm(str(path), dtype="float32")  # on the CPU: a GPU need not hold the model twice
+                _load_weights(model, saved.state_dict())
+            else:
+                adapter.load(path)
+            if (path / OPTIMIZER).is_dir():
+                moments = read_moments(path / OPTIMIZER, model, ranks)
+            else:
+                moments = moments_of_first_format(state["optimizer"], model, optimizer)
+            set_moments(moments, model, optimizer)
+    except ModelError as error:
+        raise CheckpointError(f"checkpoint {path} does not fit this run's model: {error}") from error
+    with guarded(f"checkpoint {path} is damaged: {TRAINER_STATE} lacks something", CheckpointError):
+        _set_randomness(state["randomness"])
+        return msgspec.convert([state[name] for name in TrainerState._fields], TrainerState)
+
+
+def _read_trainer_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    with guarded(f"checkpoint {path} is damaged: {TRAINER_STATE} is not one", CheckpointError):
+        return {**torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=mmap)}
 
 
 def scheduler_state_in(path: Path) -> bytes:
@@ -215,30 +224,31 @@ def scheduler_state_in(path: Path) -> bytes:
     Raises `CheckpointError` for an incomplete checkpoint.
     """
     verify_checkpoint(path)
-    state = torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=True)
-    return state.get("scheduler_state") or b""
+    state = _read_trainer_state(path, mmap=True).get("scheduler_state")
+    return state if isinstance(state, bytes) else b""
 
 
 def verify_checkpoint(path: Path) -> Manifest:
     """Read every byte of the checkpoint at `path`; raise `CheckpointError` where it differs from its manifest."""
     manifest = read_manifest(path)
-    for name, expected in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
-        if _entry(file) != expected:
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} is not what was written")
+    with guarded(f"checkpoint {path} is damaged", CheckpointError):
+        for name, expected in manifest.files.items():
+            file = path / name
+            if not file.is_file():
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
+            if _entry(file) != expected:
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} is not what was written")
     return manifest
 
 
 def read_manifest(path: Path) -> Manifest:
     """Raises `CheckpointError` for a folder without one."""
-    try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except OSError as error:
-        raise CheckpointError(f"{path} is no checkpoint: it has no readable {MANIFEST} ({error.strerror})") from error
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} is not one ({error})") from error
+    with guarded(f"{path} is no checkpoint: its {MANIFEST} is not one", CheckpointError):
+        try:
+            manifest = msgspec.json.decode(read_at_most(path / MANIFEST, _MOST_MANIFEST_BYTES), type=Manifest)
+        except OSError as error:
+            why = f"it has no readable {MANIFEST} ({error.strerror})"
+            raise CheckpointError(f"{path} is no checkpoint: {why}") from error
     if manifest.format not in (_FORMAT, _FIRST_FORMAT):
         raise CheckpointError(f"{path} has the format {manifest.format!r}; this version reads {_FORMAT!r}")
     return manifest
@@ -275,11 +285,6 @@ def prune_checkpoints(folder: Path, *, keep: int) -> None:
         # Without its manifest it is no checkpoint any more, whatever interrupts the deletion.
         (path / MANIFEST).unlink()
         shutil.rmtree(path, ignore_errors=True)
-
-
-def not_of_this_model(path: Path, error: BaseException) -> CheckpointError:
-    """The error for a complete checkpoint that does not fit the model being trained."""
-    return CheckpointError(f"checkpoint {path} does not fit this run's model: {error}")
 
 
 def _begin(folder: Path, step: int) -> None:

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor, nn
 
 from tailrace.errors import CheckpointError, SettingsError
+from tailrace.guards import guarded
 from tailrace.models.adapter_files import CONFIG_FILE, TENSORS_FILE, is_down, layer_of, names_beside
 from tailrace.training.model.checkpointed_layers import decoder_layers
 from tailrace.training.model.sharding import own_part, sums_of_bits, whole
@@ -90,7 +91,8 @@ class Adapter:
         from safetensors import safe_open
 
         found = _config_in(checkpoint)
-        with safe_open(checkpoint / ADAPTER / TENSORS_FILE, framework="pt") as file:
+        damaged = guarded(f"checkpoint {checkpoint} is damaged: its {TENSORS_FILE} is no adapter's", CheckpointError)
+        with damaged, safe_open(checkpoint / ADAPTER / TENSORS_FILE, framework="pt") as file:
             names, base = set(file.keys()), (file.metadata() or {}).get(_BASE)
         own = dict(self._weights())
         for what, theirs, ours in (
@@ -275,8 +277,8 @@ def _layer_names(names: Any) -> str:
 
 
 def _config_in(checkpoint: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((checkpoint / ADAPTER / CONFIG_FILE).read_text(encoding="utf-8"))
-    return found
+    with guarded(f"checkpoint {checkpoint} is damaged: its {CONFIG_FILE} is no adapter's", CheckpointError):
+        return {**json.loads((checkpoint / ADAPTER / CONFIG_FILE).read_text(encoding="utf-8"))}
 
 
 def _as_json(config: LoraConfig) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tailrace.errors import SettingsError
+from tailrace.errors import DataError, SettingsError
+from tailrace.guards import guarded
 from tailrace.records import BatchRow
 from tailrace.training.model.head import LossOutput
 from tailrace.training.settings.trainer import ExportFormat
@@ -106,14 +107,15 @@ class TokenExport:
 
 
 def read_tokens(path: Path) -> list[dict[str, object]]:
-    """The tokens of one file, a dict each. Raises `OSError`, or the error of a file that is none."""
-    if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            return [msgspec.json.decode(line) for line in file]
-    from pyarrow import parquet
+    """The tokens of one file, a dict each. Raises `DataError` for a file that is none."""
+    with guarded(f"{path} holds no exported tokens", DataError):
+        if path.suffix == ".jsonl":
+            with path.open("rb") as file:
+                return [msgspec.json.decode(line) for line in file]
+        from pyarrow import parquet
 
-    rows: list[dict[str, object]] = parquet.read_table(path).to_pylist()
-    return rows
+        rows: list[dict[str, object]] = parquet.read_table(path).to_pylist()
+        return rows
 
 
 def _write_parquet(path: Path, columns: Columns) -> None:

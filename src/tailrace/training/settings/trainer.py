@@ -199,11 +199,6 @@ class TrainerSettings(BaseModel):
                 f"ranks = {ranks} cannot be parted into groups of sequence_parallel = {group}: write ranks = "
                 f"{-(-ranks // group) * group}, for example"
             )
-        if group > 1 and self.compile:
-            raise ValueError(
-                f"compile = true compiles layers for whole rows, and sequence_parallel = {group} has slices of rows: "
-                "leave one of them out"
-            )
         if group > 1 and self.steps_per_batch > 1:
             raise ValueError(
                 f"steps_per_batch = {self.steps_per_batch} keeps what each rank's rows were like before the first step,"

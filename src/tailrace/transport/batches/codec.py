@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
+from tailrace.guards import guarded
 from tailrace.records import (
     SUPPORT_COLUMNS,
     TOKEN_COLUMNS,
@@ -77,6 +78,11 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
 
 def read_batch(path: Path | str, segment: Segment) -> Batch:
     """The batch that lies in a segment: views of it. `path` is for messages. Raises `CorruptData`."""
+    with guarded(f"{path} holds no batch"):
+        return _batch(path, segment)
+
+
+def _batch(path: Path | str, segment: Segment) -> Batch:
     columns = {name: _view(path, segment, name, dtype) for name, dtype in {**_BODY, **_SHORT}.items()}
     if _checksum(columns[name] for name in _SHORT) != segment.metadata.get("plan_xxh3"):
         raise CorruptData(f"the batch in {path} is damaged: plan_xxh3 differs")
@@ -130,14 +136,11 @@ def _read_named(path: Path | str, segment: Segment, num_tokens: int) -> dict[str
 
 def _read_metadata(path: Path | str, segment: Segment) -> _Metadata:
     texts = segment.metadata
-    try:
-        metadata = _Metadata(
-            summary=msgspec.json.decode(texts["summary"], type=BatchSummary),
-            rank=msgspec.json.decode(texts["rank"], type=int),
-            num_ranks=msgspec.json.decode(texts["num_ranks"], type=int),
-        )
-    except (KeyError, msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise CorruptData(f"{path} holds no batch: {error}") from error
+    metadata = _Metadata(
+        summary=msgspec.json.decode(texts["summary"], type=BatchSummary),
+        rank=msgspec.json.decode(texts["rank"], type=int),
+        num_ranks=msgspec.json.decode(texts["num_ranks"], type=int),
+    )
     if not 0 <= metadata.rank < metadata.num_ranks:
         raise CorruptData(f"the batch in {path} is for rank {metadata.rank} of {metadata.num_ranks}")
     return metadata
@@ -199,10 +202,8 @@ def _spans_are_valid(edges: NDArray[np.generic], num_tokens: int) -> bool:
 def _read_payloads(path: Path | str, columns: dict[str, NDArray[np.generic]]) -> PayloadTable:
     """The table of payloads, out of `columns`. Raises `CorruptData` for one that means what is not there."""
     flat, encoded = columns.pop("payload_chunks"), columns.pop("payload_refs")
-    try:
+    with guarded(f"the batch in {path} has no table of payloads"):
         refs = msgspec.msgpack.decode(encoded.data, type=tuple[PayloadRef, ...])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptData(f"the batch in {path} has no table of payloads: {error}") from error
     if len(flat) % 4:
         raise CorruptData(f"the chunks of payloads in {path} are cut off")
     table = PayloadTable(flat.reshape(-1, 4).astype(np.int32, copy=False), refs)
@@ -213,10 +214,8 @@ def _read_payloads(path: Path | str, columns: dict[str, NDArray[np.generic]]) ->
 
 def _read_origins(path: Path | str, columns: dict[str, NDArray[np.generic]]) -> SampleOrigins:
     """Out of `columns`. Raises `CorruptData` for those of other samples."""
-    try:
+    with guarded(f"the batch in {path} does not tell where its samples come from"):
         origins = msgspec.msgpack.decode(columns.pop("origins").data, type=SampleOrigins)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptData(f"the batch in {path} does not tell where its samples come from: {error}") from error
     if not origins.is_sound(len(columns["temperatures"])):
         raise CorruptData(f"the batch in {path} contradicts itself in: origins")
     return origins

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,10 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.errors import TransportError
-from tailrace.records import Event, StepTrained, TrainerEnded
+from tailrace.records import Event, StepTrained, StopRequested, TrainerEnded
 from tailrace.transport.channels import wait_until
+
+_logger = logging.getLogger(__name__)
 
 
 class EventLog(Protocol):
@@ -128,7 +131,10 @@ class FileEventLog(MemoryEventLog):
 
     @override
     async def append(self, event: Event) -> None:
-        """The line is in the file before any follower sees the event, cancelled or not."""
+        """The line is in the file before any follower sees the event, cancelled or not.
+
+        On a disk that takes none, what ends the run is told all the same: everybody waits for it.
+        """
         await asyncio.shield(asyncio.ensure_future(self._write_and_tell(event)))
 
     @override
@@ -143,7 +149,12 @@ class FileEventLog(MemoryEventLog):
         async with self._writing:
             self._require_acceptable(event)
             line = msgspec.json.encode(event) + b"\n"
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, line)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._write, line)
+            except TransportError as error:
+                if not isinstance(event, StopRequested | TrainerEnded):
+                    raise
+                _logger.error("%s, which lacks the end of the run: %s", error, event)
             await super().append(event)
 
     def _write(self, line: bytes) -> None:

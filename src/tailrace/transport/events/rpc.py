@@ -96,9 +96,9 @@ class EventLogServer:
     async def _serve(self) -> None:
         """Waits for requests; ends with the server. A request that cannot be decoded gets no answer."""
         while True:
-            client, frame = await self._socket.recv_multipart()
+            client, *frames = await self._socket.recv_multipart()
             try:
-                request: _Request = decode(frame, _Request)  # type: ignore[arg-type]
+                request: _Request = decode(b"".join(frames), _Request)  # type: ignore[arg-type]
             except TransportError:
                 _logger.exception("the event log got a message that it does not understand")
                 continue

@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData, NoRoom, PayloadLost
+from tailrace.guards import guarded
 from tailrace.records import PayloadRef
 from tailrace.transport.room import reserve_room
 
@@ -166,7 +167,8 @@ class MappedSlab:
         if (generation, size, kind) != (address.generation, num_bytes, kind_of(ref.dtype, ref.shape)):
             raise CorruptData(f"{ref.uri} is not {ref.dtype}{list(ref.shape)}, or nothing begins there")
         count = num_bytes // np.dtype(ref.dtype).itemsize
-        return np.frombuffer(self._mapping, ref.dtype, count, start).reshape(ref.shape)
+        with guarded(f"{ref.uri} cannot be read"):
+            return np.frombuffer(self._mapping, ref.dtype, count, start).reshape(ref.shape)
 
 
 def slab_bytes_for(num_bytes: int) -> int:

@@ -27,6 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData
+from tailrace.guards import guarded
 
 SECTION_BYTES: Final = 1 << 20
 """Of the files, looked at at once: what that takes stays in cache, whatever the size of the model."""
@@ -90,7 +91,11 @@ def apply_delta(content: memoryview, delta: memoryview) -> None:
 
     Raises `CorruptData` for what is no delta of a file of this length; then the content is of no use any more.
     """
-    reader = _Reader(delta)
+    with guarded("a delta cannot be applied"):
+        _apply(content, _Reader(delta))
+
+
+def _apply(content: memoryview, reader: _Reader) -> None:
     if reader.take(_FILE.size) != _FILE.pack(len(content)):
         raise CorruptData(f"a delta is not one of a file of {len(content):,} bytes")
     target = np.frombuffer(content, np.uint8)

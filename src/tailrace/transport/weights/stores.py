@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from typing_extensions import override
 
 from tailrace.errors import CorruptData, TransportError
+from tailrace.guards import guarded
 from tailrace.records import ModelStateDictRef
 from tailrace.transport.segments import Segment, SegmentFile, TensorBuffers, map_segment, read_segment
 
@@ -131,9 +132,9 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
     def open(self, ref: ModelStateDictRef) -> Iterator[ModelStateDict]:
         """Waits while the very file is being written (milliseconds)."""
         with self._reading(ref, private=True) as (path, segment):
-            yield ModelStateDict(
-                {name: _tensor(path, segment, name) for name in segment.tensors}, _version(path, segment, ref)
-            )
+            with guarded(f"{path} holds no model state dict"):
+                tensors = {name: _tensor(path, segment, name) for name in segment.tensors}
+            yield ModelStateDict(tensors, _version(path, segment, ref))
 
     @contextmanager
     def lend_file(self, ref: ModelStateDictRef) -> Iterator[tuple[ModelStateDictRef, memoryview]]:
@@ -158,8 +159,8 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
     def _reading(self, ref: ModelStateDictRef, *, private: bool) -> Iterator[tuple[Path, Segment]]:
         """The file's content, which is not overwritten for the length of the `with` block."""
         path = self._folder / ref.uri
-        if path.parent != self._folder:
-            raise CorruptData(f"a model state dict's reference names a file outside its folder: {ref.uri!r}")
+        if path.parent != self._folder or not ref.uri.isprintable():
+            raise CorruptData(f"a model state dict's reference names no file of its folder: {ref.uri[:200]!r}")
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -189,6 +190,9 @@ def remove_published(folder: Path, pid: int) -> None:
     for path in folder.glob(f"{_FILE}{pid}-*"):
         path.unlink(missing_ok=True)
 
+
+_VERSION_CHARS = 20
+"""More than a policy version has."""
 
 _FILE = "model-state-dict-"
 _DTYPE_NAMES = {
@@ -233,6 +237,6 @@ def _tensor(path: Path, segment: Segment, name: str) -> torch.Tensor:
 
 def _version(path: Path, segment: Segment, ref: ModelStateDictRef) -> int:
     version = segment.metadata.get("version", "")
-    if not version.isdecimal() or int(version) < ref.version:
+    if not (version.isdecimal() and len(version) < _VERSION_CHARS) or int(version) < ref.version:
         raise CorruptData(f"{path} holds version {version!r}; the reference means {ref.version}")
     return int(version)

@@ -1,0 +1,39 @@
+"""An orchestrator that is killed can remove nothing: its children do, and nothing is left but the run's folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.run.runs import PATIENCE_S, Command, command
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
+
+
+@pytest.mark.parametrize("moment", ["starting", "training"])
+def test_what_a_killed_orchestrator_shared_goes_with_the_last_of_its_children(tmp_path: Path, moment: str) -> None:
+    with command(tmp_path, "--max_steps", "10000", "--generator.replicas", "2") as run:
+        if moment == "training":
+            run.wait_for_steps(1)
+        else:
+            run.wait_until(lambda: _children_have_begun(run))
+        assert len(run.leftovers()) == 2  # of shared memory, and of sockets
+        children = psutil.Process(run.pid).children(recursive=True)
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
+        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+        assert run.leftovers() == []
+
+
+def _children_have_begun(run: Command) -> bool:
+    """All three listen for the end of their parent: they ignore what a terminal sends, which is their first act."""
+    statuses = [
+        Path(f"/proc/{child.pid}/status").read_text(errors="replace") for child in psutil.Process(run.pid).children()
+    ]
+    ignoring = [line for text in statuses for line in text.splitlines() if line.startswith("SigIgn")]
+    return sum(int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1 for line in ignoring) >= 3
