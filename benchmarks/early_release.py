@@ -29,7 +29,6 @@ from benchmarks import kit  # isort: skip  - before NumPy: pins threads
 
 import json
 import math
-import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from benchmarks.peers import TAILRACE, environment
+from benchmarks.quickstart_runs import metric, summary_of, train_quickstart
 
 from tailrace.scheduling.release import EarlyRelease
 
@@ -123,8 +122,9 @@ def measured(case: str, folder: Path, *, seeds: int, steps: int) -> Row:
     compared: list[Compared] = []
     summaries: list[dict[str, Any]] = []
     for seed in range(seeds):
-        run = trained(case, folder, seed=seed, steps=steps)
-        summaries.append(json.loads((run / "summary.json").read_text()) | {"reward_last": last_rewards(run)})
+        overrides = ("--rollouts.group_size", str(GROUP_SIZE), "--scheduling.group_release", case)
+        run = train_quickstart(folder, f"{case}-{seed}", seed=seed, steps=steps, overrides=overrides)
+        summaries.append(summary_of(run) | {"reward_last": float(np.mean(metric(run, "reward/mean")[-10:]))})
         compared += [one for group in groups_of(run) if (one := compare(group, replay=case == "together")) is not None]
         kit.progress(f"{case}, seed {seed}: {len(compared)} groups, reward {summaries[-1]['reward_last']:.3f}")
     return Row(
@@ -156,20 +156,6 @@ def figures(compared: Sequence[Compared]) -> dict[str, Any]:
         "length_push_difference": float(np.concatenate(push).mean()),
         "length_push_error": error_of_mean(push),
     }
-
-
-def trained(case: str, folder: Path, *, seed: int, steps: int) -> Path:
-    """A run's folder."""
-    name = f"{case}-{seed}"
-    arguments = ["train", "quickstart", "--name", name, "--seed", str(seed), "--max_steps", str(steps)]
-    arguments += ["--rollouts.group_size", str(GROUP_SIZE), "--scheduling.group_release", case]
-    arguments += ["--observability.live", "off"]
-    done = subprocess.run(
-        [str(TAILRACE), *arguments], cwd=folder, env=environment(), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"tailrace train failed:\n{(done.stdout + done.stderr)[-4000:]}")
-    return folder / "runs" / name
 
 
 def groups_of(run: Path) -> list[list[dict[str, Any]]]:
@@ -233,12 +219,6 @@ def replayed_late(rewards: np.ndarray, lengths: np.ndarray) -> list[float | None
 
 def recorded(group: Sequence[dict[str, Any]]) -> list[float | None]:
     return [rollout["advantage"] if rollout["outcome"]["state"] == "trained" else None for rollout in group]
-
-
-def last_rewards(run: Path) -> float:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-    return float(np.mean(rewards[-10:]))
 
 
 def error_of_mean(parts: Sequence[np.ndarray]) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -61,6 +62,15 @@ async def hold_its_loop(role: Role) -> None:
     Path(role.spec.settings.decode(), "running").write_text(str(os.getpid()))
     await asyncio.sleep(0.1)
     threading.Event().wait()
+
+
+async def hold_the_interpreter(role: Role) -> None:
+    """As a library may that is loaded: no thread runs meanwhile."""
+    folder = Path(role.spec.settings.decode())
+    (folder / "running").write_text(str(os.getpid()))
+    ctypes.PyDLL(None).sleep(5)
+    (folder / "done").write_text("done")
+    await asyncio.Event().wait()
 
 
 async def work_in_a_thread(role: Role) -> None:

@@ -165,12 +165,21 @@ async def test_a_role_leaves_sigterm_to_its_parent(launcher: LocalLauncher, tmp_
 
 
 async def test_a_role_that_is_stopped_is_killed_for_its_silence(tmp_path: Path) -> None:
-    async with hasty_launcher(tmp_path, silence_s=5.0) as launcher:
+    async with hasty_launcher(tmp_path, silence_s=1.0) as launcher:
         process = await start_and_wait(launcher, "wait_for_stop", tmp_path)
         os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(LifecycleError, match=r"the trainer was killed: it gave no sign of life for 5 s"):
+        with pytest.raises(
+            LifecycleError, match=r"the trainer was killed: it was stopped, and gave no sign of life for "
+        ):
             await launcher.watch()
         assert process.status == -signal.SIGKILL
+
+
+async def test_a_role_that_is_silent_and_not_stopped_is_left_alone(tmp_path: Path) -> None:
+    async with hasty_launcher(tmp_path, silence_s=1.0) as launcher:
+        process = await start_and_wait(launcher, "hold_the_interpreter", tmp_path)
+        await asyncio.to_thread(wait_for_file, tmp_path / "done")
+        assert process.is_running
 
 
 async def test_a_role_that_holds_its_event_loop_is_killed_and_its_log_says_where(tmp_path: Path) -> None:

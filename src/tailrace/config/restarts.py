@@ -28,14 +28,15 @@ class RestartSettings(BaseModel):
     silence_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds without a sign of life from a process of the run after which it counts as stopped: it is"
+        description="Seconds without a sign of life after which a process of the run that is stopped (SIGSTOP) is"
         " killed, and started again.",
     )
     stuck_s: float = Field(
         1800.0,
         gt=0,
-        description="Seconds for which a process may hold its own event loop, or a step of the trainer may not compute,"
-        " before it is killed and started again. What computes is never stuck, however long it takes.",
+        description="Seconds for which any other process may give no sign of life or hold its own event loop, or a step"
+        " of the trainer may not compute, before it is killed and started again. What computes is never stuck, however"
+        " long it takes.",
     )
     retained_mb: float = Field(
         1024.0,

@@ -2,8 +2,8 @@
 
     Pulse (in the role's process) ── Beat, every second or so ──► Vigil (in its parent) ── stopped, or stuck ──► killed
 
-A process that is stopped sends nothing. One whose loop does not turn, or whose working thread neither computes nor
-ends, says so itself: a step that takes hours and computes is none of these.
+A process that is stopped sends nothing, and the system says that it is stopped. One whose loop does not turn, or whose
+working thread neither computes nor ends, says so itself: a step that takes hours and computes is none of these.
 """
 
 from __future__ import annotations
@@ -115,17 +115,24 @@ def stuck_reason(beat: Beat, settings: RestartSettings) -> str | None:
 
 
 class Vigil:
-    """Watches over one life of a role, and calls `on_dead` once, with the reason, when it has to be ended."""
+    """Watches over one life of a role, and calls `on_dead` once, with the reason, when it has to be ended.
 
-    def __init__(self, settings: RestartSettings, on_dead: Callable[[str], None]) -> None:
+    Silence alone proves little: a library that is loaded holds the interpreter's lock, and the thread of signs of life
+    waits for it. So the system is asked whether a silent process is stopped.
+    """
+
+    def __init__(
+        self, settings: RestartSettings, on_dead: Callable[[str], None], *, is_stopped: Callable[[], bool]
+    ) -> None:
         """On a running event loop."""
-        self._settings, self._on_dead = settings, on_dead
-        silent = f"it gave no sign of life for {settings.silence_s:g} s (restarts.silence_s)"
-        self._deadline = ProgressDeadline(settings.silence_s, lambda: self._end(silent))
-        self._deadline.begin()
+        self._settings, self._on_dead, self._is_stopped = settings, on_dead, is_stopped
+        self._clock = asyncio.get_running_loop().time
+        self._heard_s = self._clock()
+        self._deadline = self._armed()
 
     def take(self, beat: Beat) -> None:
         """A sign of life came."""
+        self._heard_s = self._clock()
         self._deadline.progress()
         if (reason := stuck_reason(beat, self._settings)) is not None:
             self._end(reason)
@@ -134,6 +141,21 @@ class Vigil:
         """The process has ended. Closing twice does nothing."""
         self._deadline.close()
         self._on_dead = lambda reason: None
+
+    def _armed(self) -> ProgressDeadline:
+        deadline = ProgressDeadline(self._settings.silence_s, self._ask)
+        deadline.begin()
+        return deadline
+
+    def _ask(self) -> None:
+        """It was silent for long: is it stopped, or silent for too long for anything else?"""
+        silent_s = self._clock() - self._heard_s
+        if self._is_stopped():
+            self._end(f"it was stopped, and gave no sign of life for {silent_s:.0f} s (restarts.silence_s)")
+        elif silent_s > self._settings.stuck_s:
+            self._end(f"it gave no sign of life for {silent_s:.0f} s (restarts.stuck_s)")
+        else:
+            self._deadline = self._armed()
 
     def _end(self, reason: str) -> None:
         on_dead = self._on_dead

@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 
 import msgspec
+import psutil
 from typing_extensions import override
 
 from tailrace.config.shutdown import ShutdownSettings
@@ -53,7 +54,7 @@ class LocalHandle(RoleHandle):
             raise LifecycleError(f"the {self.spec.name} cannot be started: {error}") from error
         self._lines = bytearray()
         self._killed_for = ""
-        self._vigil = Vigil(self._launcher.restarts, self._end_hung)
+        self._vigil = Vigil(self._launcher.restarts, self._end_hung, is_stopped=self._is_stopped)
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._listen)
         call_on_exit(self._process, self._exited)
@@ -116,6 +117,13 @@ class LocalHandle(RoleHandle):
                     self._was_ready(address)
                 case Beat() as beat:
                     self._vigil.take(beat)
+
+    def _is_stopped(self) -> bool:
+        """By SIGSTOP, or a debugger."""
+        try:
+            return psutil.Process(self.pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+        except psutil.Error:
+            return False
 
     def _end_hung(self, reason: str) -> None:
         """It does not move: kill it, once it wrote its stacks into its log, which one that is stopped cannot."""

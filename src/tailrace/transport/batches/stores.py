@@ -253,10 +253,13 @@ class FileSource(BatchSource):
         self._mappings.clear()
 
     def _map(self, path: Path) -> mmap.mmap:
-        """The file's mapping, kept from last time unless the file's size changed."""
-        mapping = self._mappings.get(path.name)
+        """The file's mapping, kept from last time unless the file's size changed, or many others came since."""
+        mapping = self._mappings.pop(path.name, None)
         if mapping is None or not path.exists() or path.stat().st_size != len(mapping):
-            mapping = self._mappings[path.name] = map_segment(path)
+            mapping = map_segment(path)
+        self._mappings[path.name] = mapping
+        if len(self._mappings) > _KEPT_MAPPINGS:  # of a sender that retains batches: all count as this process's memory
+            del self._mappings[next(iter(self._mappings))]
         return mapping
 
 
@@ -275,6 +278,7 @@ class ValueSource(BatchSource):
     def close(self) -> None: ...
 
 
+_KEPT_MAPPINGS = 8
 _ALIGNED_BYTES = 8
 """What columns need; where they were read from a mapping they lie on `segments.ALIGNMENT_BYTES`."""
 _BATCH = "batch-"
