@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ def test_what_a_killed_orchestrator_shared_goes_with_the_last_of_its_children(tm
             run.wait_for_steps(1)
         else:
             run.wait_until(lambda: _children_have_begun(run))
-        assert len(run.leftovers()) == 2  # of shared memory, and of sockets
+        assert len(run.leftovers()) >= 2  # of shared memory, and of sockets
         children = psutil.Process(run.pid).children(recursive=True)
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
@@ -31,9 +32,10 @@ def test_what_a_killed_orchestrator_shared_goes_with_the_last_of_its_children(tm
 
 
 def _children_have_begun(run: Command) -> bool:
-    """All three listen for the end of their parent: they ignore what a terminal sends, which is their first act."""
-    statuses = [
-        Path(f"/proc/{child.pid}/status").read_text(errors="replace") for child in psutil.Process(run.pid).children()
-    ]
+    """Three of them listen for the end of their parent: they ignore what a terminal sends, which is their first act."""
+    statuses = []
+    for child in psutil.Process(run.pid).children():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            statuses.append(Path(f"/proc/{child.pid}/status").read_text(errors="replace"))
     ignoring = [line for text in statuses for line in text.splitlines() if line.startswith("SigIgn")]
     return sum(int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1 for line in ignoring) >= 3

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tailrace.errors import CheckpointError
+from tailrace.models.sizes import model_sizes
 from tailrace.training.ranks import ALONE, Ranks
 from tailrace.training.settings.trainer import TrainerSettings
-from tailrace.training.step.optimizer import make_optimizer
+from tailrace.training.step.optimizer import make_optimizer, moment_kinds
 from tailrace.training.trainer import Trainer
 from tests.training.rank_processes import run_ranks
 from tests.training.tiny import build_batch, rows_of, tiny_model
@@ -45,6 +46,14 @@ def test_muon_moves_matrices_of_layers_alone(name: str) -> None:
     for key, moved in muon.items():
         inside = moved.ndim == 2 and not any(part in key for part in ("embed", "lm_head", "wte", "wpe"))
         assert torch.equal(moved, adamw[key]) != inside, key
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+def test_as_many_weights_as_memory_is_counted_for_are_muon_s(name: str) -> None:
+    model = tiny_model(name)
+    optimizer = make_optimizer(model, TrainerSettings(optimizer="muon"))
+    kept = sum(weight.numel() for weight, kinds in moment_kinds(optimizer).items() if kinds == ("momentum_buffer",))
+    assert kept == model_sizes(model).inner_matrices > 0
 
 
 def test_a_step_is_the_orthogonal_part_of_the_gradient_as_large_as_one_of_adamw() -> None:
