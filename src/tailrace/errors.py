@@ -6,6 +6,7 @@ Each message says what was found, what was expected and what to do about it, and
     ├── SettingsError, DataError, ModelError        end the command with exit code 2
     ├── RolloutError                                costs one rollout, under a reason that is counted
     │   ├── RolloutTimeout, EnvironmentFailed, InvalidReward, BudgetExceeded
+    │   │   └── WorkerLost (an EnvironmentFailed)
     │   └── ScoringFailed ── JudgeFailed, TeacherFailed   costs one group
     ├── ErrorBudgetSpent                            an exception group of what failed
     ├── ToolError                                   the policy reads it, the rollout continues
@@ -62,6 +63,12 @@ class EnvironmentFailed(RolloutError):
 
     reason = "environment_failed"
     may_pass = True
+
+
+class WorkerLost(EnvironmentFailed):
+    """The process that played a rollout ended, or had to be killed; the message says where it was."""
+
+    reason = "worker_lost"
 
 
 class InvalidReward(RolloutError):

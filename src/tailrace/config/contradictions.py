@@ -54,6 +54,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _batches,
         _weights,
         _teacher,
+        _agent_workers,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
@@ -330,6 +331,16 @@ def _weights(settings: RunSettings) -> Iterator[Contradiction]:
             f"transport.weights = {chosen!r} is about weights that are sent to generators of other hosts, and there are"
             " none: generators of this run read them in shared memory; leave it out, or set generator.connect",
             *("transport.weights", "generator.connect"),
+        )
+
+
+def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:
+    workers = settings.rollouts.agent_workers
+    if settings.placement == "inline" and workers not in (0, "auto"):
+        yield Contradiction(
+            f"placement = 'inline' keeps all in one process, but rollouts.agent_workers is {workers}: leave it out, or "
+            "write placement = 'local'",
+            *("rollouts.agent_workers", "placement"),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -117,7 +117,8 @@ def _type(field: FieldInfo) -> str:
     if kinds := kinds_in(annotation):
         several = "list" if get_origin(annotation) is tuple else "one"
         return f"{several} of " + ", ".join(f"`{tag}`" for tag in kinds)
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kinds_of = get_args(annotation) if get_origin(annotation) is Union else [annotation]
+    text = " | ".join(kind.__name__ if isinstance(kind, type) else str(kind) for kind in kinds_of)
     return f"`{_escape(text.replace('typing.', '').replace('Literal', '').replace('NoneType', 'None'))}`"
 
 

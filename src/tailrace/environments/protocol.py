@@ -227,6 +227,13 @@ class EnvironmentSpec:
         plays_async = self.environment is None or is_async_environment(self.environment)
         return not (self.trusted or (plays_async and all(one is None or is_async(one) for one in functions)))
 
+    @property
+    def runs_on_loop(self) -> bool:
+        """Whether some of what plays and scores a single rollout is a coroutine."""
+        functions = [self.reward, *(named.function for named in self.rewards.values() if not named.together)]
+        plays_async = self.environment is None or is_async_environment(self.environment)
+        return plays_async or any(one is not None and is_async(one) for one in functions)
+
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""
         return self._task(self.train_task_id(index), self.train_tasks, index, seed)

@@ -45,6 +45,15 @@ def environment_names() -> list[str]:
     return sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
 
 
+def is_built_in(name: str) -> bool:
+    """Whether `environment.name` means code of Tailrace's own.
+
+    >>> is_built_in("arithmetic"), is_built_in("tailrace.environments.arithmetic:arithmetic"), is_built_in("own:spec")
+    (True, True, False)
+    """
+    return name in BUILT_IN or name in BUILT_IN.values()
+
+
 def load_environment(
     settings: EnvironmentSettings, *, with_tasks: bool = True, given: object | None = None
 ) -> EnvironmentSpec:

@@ -11,8 +11,10 @@ from typing import TypeAlias
 import psutil
 
 from tailrace.generation.router.replica import Replica
+from tailrace.rollouts.agent_workers import AgentWorkers
 from tailrace.rollouts.scoring import ModelUsage
 from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
+from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
 from tailrace.transport.weights.lending import LendingFigures
@@ -89,11 +91,32 @@ class ProcessGauge:
         return process
 
 
+def agent_worker_gauges(workers: AgentWorkers | None) -> list[Gauge]:
+    """What every agent worker holds and how its event loop runs, and what phases took there; none without workers."""
+    if workers is None:
+        return []
+
+    def figures() -> dict[str, float]:
+        return {
+            f"agent_worker/{number}/{metric}": value
+            for number, one in enumerate(workers.flush_figures())
+            for metric, value in (
+                ("rollouts", one.rollouts),
+                ("restarts", one.restarts),
+                ("lag_max_s", one.lag_max_s),
+            )
+        }
+
+    return [figures, lambda: _phase_metrics(workers.flush_phases())]
+
+
 def phase_gauge(phases: PhaseRecorder) -> Gauge:
     """What each phase of this process took."""
-    return lambda: {
-        metric: value for name, usage in phases.flush().items() for metric, value in usage.metrics(name).items()
-    }
+    return lambda: _phase_metrics(phases.flush())
+
+
+def _phase_metrics(taken: Mapping[str, PhaseUsage]) -> dict[str, float]:
+    return {metric: value for name, usage in taken.items() for metric, value in usage.metrics(name).items()}
 
 
 def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures]]) -> Gauge:

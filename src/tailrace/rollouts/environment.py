@@ -24,12 +24,19 @@ class LoadedEnvironment:
     max_turns: int
     timeout_s: float
     """For one rollout, its reward included."""
+    is_apart: bool = False
+    """Whether its rollouts are played in agent workers."""
     score_timeout_s: float
     """For the score of one group, from when it has its turn."""
 
     @classmethod
     def of(
-        cls, spec: EnvironmentSpec, rollouts: RolloutSettings, settings: EnvironmentSettings | None = None
+        cls,
+        spec: EnvironmentSpec,
+        rollouts: RolloutSettings,
+        settings: EnvironmentSettings | None = None,
+        *,
+        is_apart: bool = False,
     ) -> LoadedEnvironment:
         """The environment's own settings where they say something, else those of the section `rollouts`."""
         own = settings or EnvironmentSettings(name=spec.name)
@@ -42,5 +49,6 @@ class LoadedEnvironment:
             sampling=rollouts.training_sampling(temperature=own.temperature, max_tokens=own.max_tokens),
             max_turns=own.max_turns or rollouts.max_turns,
             timeout_s=timeout_s,
+            is_apart=is_apart,
             score_timeout_s=rollouts.reward_timeout_s or timeout_s,
         )

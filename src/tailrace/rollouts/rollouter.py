@@ -9,29 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tailrace.environments import Agent, AgentResult, EnvironmentSpec, ScoreGroup
-from tailrace.environments.callables import is_async_environment
-from tailrace.environments.results import as_agent_result
-from tailrace.errors import BudgetExceeded, RequestRefused, RolloutError, ScoringFailed
+from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
+from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts.agents import LocalEnvironment, play_environment
+from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
 from tailrace.rollouts.attribution import attribute_errors
-from tailrace.rollouts.chat.rendering import Renderer
+from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorTally
+from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
-from tailrace.rollouts.scoring import (
-    JudgeUsage,
-    RelativeJudge,
-    RewardFunctions,
-    Scorer,
-    Teacher,
-    TeacherUsage,
-)
+from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, Scorer, Teacher, TeacherUsage
 from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat
+from tailrace.rollouts.scoring.scorer import ScoreRollout
 from tailrace.rollouts.settings import RolloutSettings
-from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
+from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.tracing.phases import phase
 
 
@@ -55,6 +48,7 @@ class Rollouter:
         takes_demonstrations: bool = True,
         teacher: Teacher | None = None,
         worker_log: Path | None = None,
+        watch: WorkerWatch | None = None,
     ) -> None:
         """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told.
 
@@ -64,12 +58,34 @@ class Rollouter:
         self._environments = environments
         self._renderer = renderer
         self._generate = generate
-        self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
-        self._takes_demonstrations, self._teacher = takes_demonstrations, teacher
+        self._max_model_tokens, self._teacher = max_model_tokens, teacher
         self._attempts = Attempts()
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
-        self._functions = RewardFunctions(self._workers, max_steps=max_steps)
+        self._player = RolloutPlayer(
+            settings,
+            renderer=renderer,
+            generate=generate,
+            workers=self._workers,
+            max_model_tokens=max_model_tokens,
+            max_steps=max_steps,
+            records_experts=records_experts,
+            takes_demonstrations=takes_demonstrations,
+        )
+        apart = {name: loadable[name] for name, one in environments.items() if one.is_apart}
+        self._agents: AgentWorkers | None = None
+        if apart:
+            self._agents = AgentWorkers(
+                settings,
+                apart,
+                renderer=_source_of(renderer),
+                generate=generate,
+                watch=watch or WorkerWatch(),
+                max_model_tokens=max_model_tokens,
+                max_steps=max_steps,
+                records_experts=records_experts,
+                takes_demonstrations=takes_demonstrations,
+            )
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
         self._scorer = Scorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
@@ -111,10 +127,13 @@ class Rollouter:
         """
         for one in self._environments.values():
             self._judge(one.spec)
-        names = [name for name, one in self._environments.items() if one.spec.needs_workers]
+        names = [name for name, one in self._environments.items() if one.spec.needs_workers and not one.is_apart]
         for name in names:
             self._workers.require(name)
-        await self._workers.start(names)
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(self._workers.start(names))
+            if self._agents is not None:
+                starting.create_task(self._agents.start())
         if self._teacher is not None:
             await self._teacher.ready()
 
@@ -122,10 +141,17 @@ class Rollouter:
         """End the worker processes and judges' connections. No rollout may be running."""
         async with asyncio.TaskGroup() as closing:
             closing.create_task(self._workers.close())
+            if self._agents is not None:
+                closing.create_task(self._agents.close())
             for judge in self._judges.values():
                 closing.create_task(judge.close())
             if self._teacher is not None:
                 closing.create_task(self._teacher.close())
+
+    @property
+    def agent_workers(self) -> AgentWorkers | None:
+        """The processes that play rollouts, where some are played there."""
+        return self._agents
 
     @property
     def judge_usage(self) -> JudgeUsage:
@@ -155,17 +181,11 @@ class Rollouter:
         environment, clock = self._environments[task.environment], asyncio.get_running_loop().time
         sampling = self._sampling(environment, task)
         rollout = Rollout(rollout_id, group_id, task, sampling, started_s=clock(), attempt=attempt)
-        policy = self._policy(rollout, environment)
         self._failures.started += 1
         has_ended = False
         try:
             with phase("rollout", track="rollouts", about={"rollout": rollout_id, "attempt": attempt}):
-                await self._attempts.run(
-                    self._attempt(rollout, policy, environment),
-                    what=f"task {task.task_id}: rollout {rollout_id}",
-                    limit_s=environment.timeout_s,
-                    stop=policy.stop,
-                )
+                await self._play(rollout, environment)
             has_ended = True
         except (RolloutError, RequestRefused) as error:
             if not self._scorer.has_counted(error):
@@ -176,7 +196,7 @@ class Rollouter:
                 self._on_lost(rollout)
             if self._on_ended is not None:
                 self._on_ended(rollout_id)
-        rollout.branches = [one for one in rollout.branches if one.num_completion_tokens or one.num_weighted]
+        leave_out_empty_branches(rollout)
         rollout.ended_s = clock()
         return rollout
 
@@ -189,7 +209,7 @@ class Rollouter:
         Raises `RolloutError` for the whole group.
         """
         task, environment = group.task, self._environments[group.task.environment]
-        stages = self._group_stages(environment.spec)
+        stages = self._group_stages(environment)
         if not stages:
             return await self._scorer.score_group(group)
         limit_s = environment.score_timeout_s
@@ -205,48 +225,58 @@ class Rollouter:
         with phase("score_group", track="groups", about={"group": group.group_id}):
             return await self._scorer.score_group(group, stages, deadline=deadline)
 
+    async def _play(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
+        """Play a rollout where its environment belongs, then score it, within one limit."""
+        if not environment.is_apart:
+            await self._play_here(rollout, environment)
+            return
+        assert self._agents is not None  # made where an environment is apart
+        played = await self._agents.play(rollout, is_evaluation=self._evaluation_seed is not None)
+
+        async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
+            return played.scored_or_raise()
+
+        await self._score(rollout, environment.spec, played.reported, scored)
+
+    async def _play_here(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
+        policy = self._player.policy(rollout, environment, is_evaluation=self._evaluation_seed is not None)
+        await self._attempts.run(
+            self._attempt(rollout, policy, environment),
+            what=f"task {rollout.task.task_id}: rollout {rollout.rollout_id}",
+            limit_s=environment.timeout_s,
+            stop=policy.stop,
+        )
+
     async def _attempt(self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment) -> None:
-        """Play a rollout, then score it, within one limit."""
-        spec, task, limit_s = environment.spec, rollout.task, environment.timeout_s
-        clock, ends_s = asyncio.get_running_loop().time, rollout.started_s + limit_s
-        agent, started_s = self._agent(spec), clock()
-        try:
-            with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=ends_s), phase("environment"):
-                reported = as_agent_result(await agent(task, policy)).with_info_keys(spec.info_keys)
-        except BudgetExceeded:
-            if not spec.scores_rollouts or not rollout.messages:
-                raise
-            reported = AgentResult()
-        finally:
-            policy.close()
-            rollout.metrics["environment_s"] = max(0.0, clock() - started_s - rollout.metrics.get("generate_s", 0.0))
+        reported = await self._player.play(rollout, policy, environment)
 
-        async def functions(rollout: Rollout, reported: AgentResult) -> AgentResult:
-            with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=ends_s):
-                return await self._functions.score_rollout(rollout, reported, spec)
+        async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
+            return await self._player.score(rollout, reported, environment)
 
+        await self._score(rollout, environment.spec, reported, scored)
+
+    async def _score(
+        self, rollout: Rollout, spec: EnvironmentSpec, reported: AgentResult, scored: ScoreRollout
+    ) -> None:
+        """Set the reward: what was reported, or what reward functions, where there are some, say in its place."""
+        functions = scored if spec.scores_rollouts else None
         with phase("score"):
-            await self._scorer.score_rollout(
-                rollout, reported, functions if spec.scores_rollouts else None, is_group_scored=spec.scores_groups
-            )
+            await self._scorer.score_rollout(rollout, reported, functions, is_group_scored=spec.scores_groups)
 
-    def _agent(self, spec: EnvironmentSpec) -> Agent:
-        if spec.agent is not None:
-            return spec.agent
-        factory = spec.environment
-        assert factory is not None  # EnvironmentSpec holds exactly one of them
-        if spec.trusted or is_async_environment(factory):
-            return partial(play_environment, spec=spec, host=lambda task: LocalEnvironment(factory))
-        return partial(play_environment, spec=spec, host=partial(WorkerEnvironment, self._workers))
-
-    def _group_stages(self, spec: EnvironmentSpec) -> list[ScoreGroup]:
+    def _group_stages(self, environment: LoadedEnvironment) -> list[ScoreGroup]:
+        spec = environment.spec
         stages: list[ScoreGroup] = []
         if self._teacher is not None and self._evaluation_seed is None:
             stages.append(self._teacher)
+        agents = self._agents if environment.is_apart else None
         if any(reward.together for reward in spec.rewards.values()):
-            stages.append(lambda group: self._functions.score_group(group, spec))
-        last = spec.score_group or self._judge(spec)
-        return stages if last is None else [*stages, last]
+            here = partial(self._player.score_together, environment=environment)
+            stages.append(here if agents is None else partial(agents.score, together=True))
+        if spec.score_group is not None:
+            stages.append(spec.score_group if agents is None else partial(agents.score, together=False))
+        elif (judge := self._judge(spec)) is not None:
+            stages.append(judge)
+        return stages
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""
@@ -260,19 +290,6 @@ class Rollouter:
             self._judges[spec.name] = RelativeJudge(chat, settings, form=spec.judge_format)
         return self._judges.get(spec.name)
 
-    def _policy(self, rollout: Rollout, environment: LoadedEnvironment) -> RolloutPolicy:
-        return RolloutPolicy(
-            rollout,
-            renderer=self._renderer,
-            generate=self._generate,
-            max_turns=environment.max_turns,
-            max_rollout_tokens=self._settings.max_rollout_tokens,
-            max_model_tokens=self._max_model_tokens,
-            system_prompt=self._settings.system_prompt,
-            records_experts=self._records_experts,
-            takes_demonstrations=None if self._evaluation_seed is not None else self._takes_demonstrations,
-        )
-
     def _sampling(self, environment: LoadedEnvironment, task: Task) -> SamplingParams:
         if self._evaluation_seed is None:
             return environment.sampling
@@ -281,3 +298,13 @@ class Rollouter:
             max_tokens=environment.sampling.max_tokens,
             greedy=self._greedy,
         )
+
+
+def _source_of(renderer: Renderer) -> RendererSource:
+    """What agent workers make the same renderer of. Raises `SettingsError` where they cannot."""
+    if isinstance(renderer, ChatRenderer):
+        return renderer.source
+    raise SettingsError(
+        f"agent workers make their renderer of a model's folder, and cannot of a {type(renderer).__name__}: write "
+        "rollouts.agent_workers = 0"
+    )

@@ -13,6 +13,10 @@ WIDEST_NUCLEUS = 4096
 """Tokens that a nucleus has at most where rollouts are trained on: each sampled token brings all of it with it."""
 
 
+MOST_AGENT_WORKERS = 256
+"""More than any machine has cores for, beside engines and trainer."""
+
+
 class EvaluationSampling(BaseModel, extra="forbid", frozen=True):
     """How replies are sampled when a policy is measured, not trained."""
 
@@ -53,6 +57,14 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     workers: int = Field(1, ge=0, le=1024, description="Processes for synchronous code that is not trusted; 0: none.")
     worker_timeout_s: float = Field(60.0, gt=0, description="Seconds per call, after which the worker is killed.")
     worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds to start and load an environment.")
+    agent_workers: int | Literal["auto"] = Field(
+        0,
+        description="Processes in which agents and environments run; 0: they run beside the scheduler; auto: one for "
+        "environments whose code is neither built in nor trusted, unless placement = 'inline'.",
+    )
+    agent_block_s: float = Field(
+        20.0, gt=0, description="Seconds that a coroutine may hold an agent worker's loop; then the worker is killed."
+    )
     system_prompt: str | None = Field(None, description="Replaces the system message. Unset: the environment's own.")
     thinking_retention: Literal["all", "template"] = Field(
         "all",
@@ -60,6 +72,15 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
         "rollout one growing branch; `template` strips it as their template does, at one branch per user turn.",
     )
     evaluation: EvaluationSampling = Field(EvaluationSampling(), description="In `tailrace eval` and evaluations.")
+
+    @model_validator(mode="after")
+    def _require_a_number_of_workers(self) -> RolloutSettings:
+        if self.agent_workers != "auto" and not 0 <= self.agent_workers <= MOST_AGENT_WORKERS:
+            raise ValueError(
+                f"rollouts.agent_workers is {self.agent_workers}; it must be auto, or a number of processes from 0 to "
+                f"{MOST_AGENT_WORKERS}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _require_a_choice(self) -> RolloutSettings:
@@ -78,6 +99,11 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
                 f"one completion of rollouts.max_tokens = {self.max_tokens}; raise the first or lower the second"
             )
         return self
+
+    @property
+    def num_agent_workers(self) -> int:
+        """Processes, where environments are played in any."""
+        return 1 if self.agent_workers == "auto" else self.agent_workers
 
     @property
     def restricts(self) -> bool:

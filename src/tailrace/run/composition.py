@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import datetime
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -24,6 +24,7 @@ from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.gauges import (
     ProcessGauge,
     SchedulerGauge,
+    agent_worker_gauges,
     environment_gauge,
     payload_gauge,
     phase_gauge,
@@ -34,7 +35,7 @@ from tailrace.reporting.gauges import (
 from tailrace.reporting.observer import MetricsListener, RunObserver
 from tailrace.reporting.run_view import RunView, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
-from tailrace.rollouts import ChatRenderer, LoadedEnvironment
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.callbacks import Callbacks
 from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
@@ -140,7 +141,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
                 renderer=ground.renderer,
                 generate=generate,
                 teacher=make_teacher(settings, ground.renderer, roles.teacher),
-                log_folder=paths.logs,
+                paths=paths,
             )
         )
         sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
@@ -170,7 +171,12 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             lend=scheduler.lend,
         )
         observer.add_gauges(
-            *(SchedulerGauge(lambda: scheduler.statistics), ProcessGauge(roles.pids), phase_gauge(ground.phases)),
+            *(
+                SchedulerGauge(lambda: scheduler.statistics),
+                ProcessGauge(_pids(roles, rollouter)),
+                phase_gauge(ground.phases),
+            ),
+            *agent_worker_gauges(rollouter.agent_workers),
             _trimmer(settings, writer).step_ended,
             lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
@@ -210,6 +216,12 @@ def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) 
         listener=ground.listener,
         release_payloads=roles.payloads.release,
     )
+
+
+def _pids(roles: StartedRoles, rollouter: Rollouter) -> Callable[[], dict[str, int]]:
+    """Of all processes of the run, by role."""
+    agents = rollouter.agent_workers
+    return roles.pids if agents is None else lambda: {**roles.pids(), **agents.pids()}
 
 
 def _held_out(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> list[Task]:

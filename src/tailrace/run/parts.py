@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,13 +10,19 @@ from types import MappingProxyType
 import numpy as np
 
 from tailrace.config import RunSettings
-from tailrace.environments import load_environment
-from tailrace.errors import DataError, SettingsError
+from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
+from tailrace.environments.registry import is_built_in
+from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
+from tailrace.rollouts.agent_workers import WorkerWatch
+from tailrace.rollouts.agent_workers.messages import pack_task
 from tailrace.rollouts.scoring import Teacher
+from tailrace.run.folder import RunPaths
 from tailrace.run.teacher import require_frozen
+
+_logger = logging.getLogger(__name__)
 
 
 def load_environments(
@@ -48,8 +55,36 @@ def load_environments(
                 f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
                 "whole groups (score_group): leave scheduling.group_release out"
             )
-        loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen)
+        is_apart = _is_apart(settings, chosen, spec, is_given=chosen.name in given)
+        loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen, is_apart=is_apart)
     return loaded
+
+
+def _is_apart(settings: RunSettings, chosen: EnvironmentSettings, spec: EnvironmentSpec, *, is_given: bool) -> bool:
+    """Whether its rollouts are played in agent workers. Raises `SettingsError` where those cannot load it."""
+    workers = settings.rollouts.agent_workers
+    if workers == "auto":
+        is_users = not (is_given or spec.trusted or is_built_in(chosen.name))
+        return settings.placement != "inline" and is_users and spec.runs_on_loop and _can_travel(spec)
+    if workers and is_given:
+        raise SettingsError(
+            f"environment {spec.name!r} was given as an object, which rollouts.agent_workers = {workers} processes "
+            "cannot import: put it in a module and name it there (module:attribute), or write "
+            "rollouts.agent_workers = 0"
+        )
+    return workers > 0
+
+
+def _can_travel(spec: EnvironmentSpec) -> bool:
+    """Whether its rows can be sent to another process, by the first one."""
+    if not len(spec.train_tasks):
+        return True
+    try:
+        pack_task(spec.train_task(0))
+    except EnvironmentFailed as error:
+        _logger.warning("environment %r is played beside the scheduler, not in an agent worker: %s", spec.name, error)
+        return False
+    return True
 
 
 def require_held_out_tasks(environments: Mapping[str, LoadedEnvironment]) -> None:
@@ -113,9 +148,10 @@ def make_rollouter(
     renderer: ChatRenderer,
     generate: Generate,
     teacher: Teacher | None = None,
-    log_folder: Path | None = None,
+    paths: RunPaths | None = None,
 ) -> Rollouter:
-    """The rollouter over all environments."""
+    """The rollouter over all environments. `paths` are the run's, where there is one."""
+    watched = settings.observability
     return Rollouter(
         settings.rollouts,
         environments,
@@ -126,5 +162,12 @@ def make_rollouter(
         records_experts=settings.generator.return_routed_experts,
         takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
         teacher=teacher,
-        worker_log=log_folder / "workers.log" if log_folder else None,
+        worker_log=None if paths is None else paths.logs / "workers.log",
+        watch=WorkerWatch(
+            log=None if paths is None else paths.logs / "agent_workers.log",
+            trace_folder=None if paths is None or not watched.trace_mb else paths.trace_parts,
+            trace_bytes=int(watched.trace_mb * 1e6),
+            lag_interval_s=watched.lag_interval_s,
+            stall_s=watched.stall_s,
+        ),
     )

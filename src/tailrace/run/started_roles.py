@@ -124,7 +124,10 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     A single generator runs in this process, several do in processes of their own, with logs in `folder`.
     """
     is_alone = settings.generator.replicas == 1 and not settings.generator.connect
-    placed = settings.model_copy(update={"placement": "inline" if is_alone else "local"})
+    plays_nothing = settings.rollouts.model_copy(update={"agent_workers": 0})  # roles do not; their caller may
+    placed = settings.model_copy(
+        update={"placement": "inline" if is_alone else "local", "rollouts": plays_nothing},
+    )
     async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
         generators = starter.start_generators(with_trainer=False)
         try:

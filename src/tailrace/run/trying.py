@@ -49,6 +49,8 @@ async def try_environments(
     `DataError` or `ModelError` for what a run would be refused for, and what all generators failed with.
     """
     require_engine(settings.generator)
+    if settings.rollouts.agent_workers == "auto":  # what holds the loop is told, and a debugger stops in an agent
+        settings = settings.model_copy(update={"rollouts": settings.rollouts.model_copy(update={"agent_workers": 0})})
     environments = await asyncio.to_thread(load_environments, settings)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-try-")))

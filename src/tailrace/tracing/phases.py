@@ -78,6 +78,12 @@ class PhaseRecorder:
         clock = self._loop_clock
         return self._other if clock is None or clock.scope is None else clock.scope.name
 
+    @property
+    def turns(self) -> int:
+        """How many turns tasks have taken on the event loop. From any thread."""
+        clock = self._loop_clock
+        return 0 if clock is None else clock.turn
+
     def held_ns(self) -> dict[str, int]:
         """How long each phase has held the event loop so far."""
         clock = self._loop_clock

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
+import msgspec
 from typing_extensions import override
 
 from tailrace.errors import EnvironmentFailed, ModelError
@@ -76,6 +77,14 @@ class Renderer(Protocol):
         """The text of sampled tokens."""
 
 
+class RendererSource(msgspec.Struct, frozen=True):
+    """What a `ChatRenderer` is made of, here or in another process."""
+
+    folder: str
+    name: str
+    thinking_retention: Literal["all", "template"]
+
+
 class ChatRenderer(Renderer):
     """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
 
@@ -96,6 +105,7 @@ class ChatRenderer(Renderer):
         thinking_retention: Literal["all", "template"] = "all",
     ) -> None:
         self.tokenizer = model if isinstance(model, ChatTokenizer) else ChatTokenizer(model, name=name)
+        self.source = RendererSource(str(self.tokenizer.folder), self.tokenizer.name_or_path, thinking_retention)
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)

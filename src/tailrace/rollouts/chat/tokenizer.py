@@ -36,7 +36,7 @@ class ChatTokenizer:
         """
         # one text at a time: a thread pool would only fight with the engine's threads, and warn at every fork
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        folder = Path(folder)
+        self.folder = folder = Path(folder)
         config, model_config = read_json(folder / "tokenizer_config.json"), read_json(folder / "config.json")
         self._tokenizer = _load(folder)
         self._tokenizer.no_truncation()

@@ -119,7 +119,7 @@ class Scorer:
             work = _run_stages(group, stages, members)
             returned = await (work if deadline is None else deadline(work))
             group.metrics["score_group_s"] = clock() - since
-        return _adopted(returned, group, members)
+        return adopted(returned, group, members)
 
     def _check(self, groups: Iterable[Group]) -> None:
         for group in groups:
@@ -166,7 +166,7 @@ async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Seque
     return group
 
 
-def _adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[Group]:
+def adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[Group]:
     """What `score_group` returned, as groups that know where they come from, their rollouts in submission order."""
     groups = [part for part in _as_groups(returned, group) if part.rollouts]
     order = {rollout.rollout_id: number for number, rollout in enumerate(members)}

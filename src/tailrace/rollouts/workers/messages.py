@@ -93,7 +93,7 @@ def pack(message: Hello | Request | Answer) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """NumPy numbers and arrays, and mappings that are not dicts, as what msgpack knows."""
     if isinstance(value, Mapping):
         return dict(value)
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot leave a worker process; use numbers, text, lists and dicts")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain_value)
 
 _MessageT = TypeVar("_MessageT", bound=msgspec.Struct)
 

@@ -41,6 +41,7 @@ from tailrace.rollouts.workers.messages import (
     pack,
 )
 from tailrace.rollouts.workers.output import OutputLog
+from tailrace.rollouts.workers.starting import worker_environment
 
 CANCELLED_CALL_S = 1.0
 """Seconds that a call has to return once its rollout was cancelled; then its worker process is killed."""
@@ -233,7 +234,7 @@ class _Worker:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=worker_environment(),
             )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -1,0 +1,276 @@
+"""Messages between the orchestrator and an agent worker: length-prefixed msgpack over a pair of sockets, no pickle.
+
+orchestrator ── Hello; Play, Score, Cancel; Answer, AnswerChunk, AnswerError; Close ──► worker
+orchestrator ◄── Ready; Ask, Withdraw; Played, Scored; Beat ─────────────────────────── worker
+
+A rollout is known by its id, a request by a number that the worker chose. Values that users' code made travel as bytes
+inside a message: they may be anything that msgpack knows, NumPy's numbers and arrays included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from tailrace import errors
+from tailrace.environments import AgentResult
+from tailrace.errors import CorruptData, LifecycleError, RolloutError, TailraceError
+from tailrace.guards import guarded
+from tailrace.records import (
+    Completion,
+    GenerationRequest,
+    GroupId,
+    Message,
+    RolloutId,
+    SamplingParams,
+    Task,
+)
+from tailrace.rollouts.agent_workers.branches import BranchData
+from tailrace.rollouts.agent_workers.groups import GroupChanges, GroupData
+from tailrace.rollouts.agent_workers.values import pack_values, require_shallow
+from tailrace.rollouts.chat.rendering import RendererSource
+from tailrace.transport.channels import decode_array
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """The first message: where modules are found, and all that rollouts are played with."""
+
+    name: str
+    module_path: list[str]
+    rollouts: str
+    """Section `rollouts` of the settings, as JSON."""
+    environments: dict[str, str]
+    """Settings of every environment by its name, as JSON."""
+    renderer: RendererSource
+    max_model_tokens: int | None
+    max_steps: int
+    records_experts: bool
+    takes_demonstrations: bool
+    lag_interval_s: float
+    stall_s: float
+    trace_folder: str
+    """Where its part of the trace goes; empty: nowhere."""
+    trace_bytes: int
+
+
+class Play(_Message, frozen=True, kw_only=True):
+    """Play a rollout."""
+
+    rollout_id: RolloutId
+    group_id: GroupId
+    task: bytes
+    sampling: SamplingParams
+    started_s: float
+    """Of the monotonic clock, which the processes of one host share."""
+    attempt: int
+    is_evaluation: bool
+
+
+class Score(_Message, frozen=True, kw_only=True):
+    """Score a group."""
+
+    key: str
+    task: bytes
+    group: GroupData
+    together: bool
+    """By named reward functions for whole groups; else by `score_group`."""
+
+
+class Cancel(_Message, frozen=True, kw_only=True):
+    """End a rollout or a score; answered with `Played` or `Scored` once that has ended."""
+
+    key: str
+    """The rollout's id, or the score's key."""
+
+
+class Answer(_Message, frozen=True, kw_only=True):
+    """The completion of a request."""
+
+    call_id: int
+    completion: Completion
+
+
+class AnswerChunk(_Message, frozen=True, kw_only=True):
+    """Tokens of a request that goes on."""
+
+    call_id: int
+    chunk: Completion
+
+
+class AnswerError(_Message, frozen=True, kw_only=True):
+    """The request failed."""
+
+    call_id: int
+    failure: Failure
+
+
+class Close(_Message, frozen=True, kw_only=True):
+    """End the process."""
+
+
+class Ready(_Message, frozen=True, kw_only=True):
+    """Environments and renderer are loaded, or why they are not."""
+
+    thread_id: int
+    """Of the thread that runs the event loop."""
+    failure: Failure | None = None
+
+
+class Ask(_Message, frozen=True, kw_only=True):
+    """Sample a completion for the rollout that owns the request."""
+
+    call_id: int
+    request: GenerationRequest
+    wants_chunks: bool
+
+
+class Withdraw(_Message, frozen=True, kw_only=True):
+    """A request is wanted no more."""
+
+    call_id: int
+    has_enough: bool
+    """Its chunks had all that is wanted of it, and it counts as no waste."""
+
+
+class Played(_Message, frozen=True, kw_only=True):
+    """A rollout has ended: what it has sampled, and what came of it."""
+
+    rollout_id: RolloutId
+    branches: list[BranchData]
+    turns: int
+    truncated: bool
+    told: bytes
+    """`Told`."""
+    failure: Failure | None = None
+    """It is lost."""
+    score_failure: Failure | None = None
+    """It was played to its end, and its reward failed."""
+
+
+class Scored(_Message, frozen=True, kw_only=True):
+    """What came of a score."""
+
+    key: str
+    changes: GroupChanges | None = None
+    failure: Failure | None = None
+
+
+class PhaseTaken(msgspec.Struct, frozen=True, array_like=True):
+    """What one phase took since the last beat: see `PhaseUsage`."""
+
+    count: int
+    wall_s: float
+    cpu_s: float
+    held_s: float
+    num_bytes: int
+    holds: dict[int, int]
+    held_max_s: float
+
+
+class Beat(_Message, frozen=True, kw_only=True):
+    """Its event loop runs; sent every so often."""
+
+    lag_max_s: float
+    """Since the last one."""
+    phases: dict[str, PhaseTaken]
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error that was raised in a worker; `kind` names a class of `tailrace.errors`."""
+
+    kind: str
+    message: str
+    reason: str = ""
+    may_pass: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Whatever is not of Tailrace's tree is a defect of its own code, and concerns the run."""
+        if isinstance(error, RolloutError):
+            return cls(type(error).__name__, str(error), error.reason, error.may_pass)
+        if isinstance(error, TailraceError):
+            return cls(type(error).__name__, str(error))
+        return cls(LifecycleError.__name__, f"an agent worker failed: {type(error).__name__}: {error}")
+
+    def error(self) -> TailraceError:
+        """The error that `of` took apart. Raises `CorruptData` for a kind that `tailrace.errors` lacks."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, TailraceError)):
+            raise CorruptData(f"an agent worker told of an unknown kind of error, {self.kind!r}: {self.message}")
+        error = kind(self.message)
+        if isinstance(error, RolloutError):
+            error.reason, error.may_pass = self.reason, self.may_pass
+        return error
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What users' code made of a rollout."""
+
+    messages: list[Message]
+    metrics: dict[str, float]
+    reported: AgentResult | None
+    """By its agent or environment; None where that did not end."""
+    scored: AgentResult | None
+    """By reward functions, in place of it."""
+
+
+class _ToldFields(msgspec.Struct):
+    """`Told` before its values are known to be what they are declared as, which is checked where they are used."""
+
+    messages: Any
+    metrics: dict[str, float]
+    reported: dict[str, Any] | None
+    scored: dict[str, Any] | None
+
+
+Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Close
+Report: TypeAlias = Ready | Ask | Withdraw | Played | Scored | Beat
+
+_ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
+_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=decode_array)
+_TASKS = msgspec.msgpack.Decoder(Task)
+_TOLD = msgspec.msgpack.Decoder(_ToldFields)
+
+
+def unpack_order(body: bytes) -> Order:
+    """In a worker, which trusts the orchestrator."""
+    return _ORDERS.decode(body)
+
+
+def unpack_report(body: bytes) -> Report:
+    """Raises `CorruptData` for bytes that are none: users' code lives beside what writes them."""
+    with guarded("an agent worker sent what is no message"):
+        return _REPORTS.decode(body)
+
+
+def pack_task(task: Task) -> bytes:
+    """Raises `EnvironmentFailed` for a row that cannot be sent."""
+    return pack_values(task, f"the row of task {task.task_id}")
+
+
+def unpack_task(packed: bytes) -> Task:
+    """The task that was packed."""
+    return _TASKS.decode(packed)
+
+
+def pack_told(told: Told) -> bytes:
+    """Raises `EnvironmentFailed` for values that cannot be sent."""
+    return pack_values(told, "what the rollout reported")
+
+
+def unpack_told(packed: bytes) -> Told:
+    """Raises `CorruptData` for bytes that are none."""
+    with guarded("an agent worker sent what is no result of a rollout"):
+        fields = _TOLD.decode(packed)
+        require_shallow([fields.messages, fields.reported, fields.scored])
+        return Told(fields.messages, fields.metrics, _as_result(fields.reported), _as_result(fields.scored))
+
+
+def _as_result(fields: Mapping[str, Any] | None) -> AgentResult | None:
+    return None if fields is None else AgentResult(**fields)

@@ -1,0 +1,161 @@
+"""The agent workers of a run: each rollout goes to the one that holds the fewest, and one that ends is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping
+
+from tailrace.environments import AgentResult, EnvironmentSettings
+from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
+from tailrace.records import Generate, Group, Rollout
+from tailrace.rollouts.agent_workers.messages import Hello
+from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
+from tailrace.rollouts.agent_workers.worker import AgentWorker, PlayedRollout
+from tailrace.rollouts.chat.rendering import RendererSource
+from tailrace.rollouts.settings import RolloutSettings
+from tailrace.rollouts.workers.output import OutputLog
+from tailrace.tracing.phase_totals import PhaseUsage
+from tailrace.transport.channels import wait_until
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+"""Between a process that ended with nothing played and its successor; each pause is twice the one before."""
+
+_logger = logging.getLogger(__name__)
+
+
+class AgentWorkers:
+    """Plays rollouts in processes; they start with `start`, or when the first rollout comes."""
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        environments: Mapping[str, EnvironmentSettings],
+        *,
+        renderer: RendererSource,
+        generate: Generate,
+        watch: WorkerWatch,
+        max_model_tokens: int | None = None,
+        max_steps: int = 0,
+        records_experts: bool = False,
+        takes_demonstrations: bool = True,
+    ) -> None:
+        """`environments` are loaded again in every worker from these settings; the rest is as `Rollouter` takes it."""
+        self._output = None if watch.log is None else OutputLog(watch.log)
+        hello = Hello(
+            name="",
+            module_path=sys.path,
+            rollouts=settings.model_dump_json(),
+            environments={name: chosen.model_dump_json() for name, chosen in environments.items()},
+            renderer=renderer,
+            max_model_tokens=max_model_tokens,
+            max_steps=max_steps,
+            records_experts=records_experts,
+            takes_demonstrations=takes_demonstrations,
+            lag_interval_s=watch.lag_interval_s,
+            stall_s=watch.stall_s,
+            trace_folder="" if watch.trace_folder is None else str(watch.trace_folder),
+            trace_bytes=watch.trace_bytes,
+        )
+        self._workers = [
+            AgentWorker(number, hello, settings, generate, self._output) for number in range(settings.num_agent_workers)
+        ]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._failure: TailraceError | None = None
+        self._played = 0
+        """Rollouts that came back."""
+
+    async def start(self) -> None:
+        """Start every worker, and wait until all take rollouts. Raises what keeps one from starting."""
+        self._begin()
+        await wait_until(self._changed, lambda: self._failure is not None or all(one.is_ready for one in self._workers))
+        if self._failure is not None:
+            raise self._failure
+
+    async def play(self, rollout: Rollout, *, is_evaluation: bool) -> PlayedRollout:
+        """Play and score a rollout in the worker that holds the fewest; see `AgentWorker.play`.
+
+        Waits for one that is there. Raises what keeps all of them from starting.
+        """
+        worker = await self._least_busy()
+        played = await worker.play(rollout, is_evaluation=is_evaluation)
+        self._played += 1
+        return played
+
+    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
+        """Score a group by its environment's `score_group`, or by its named functions for groups; once more where the
+        worker is lost. Raises as `play` does."""
+        try:
+            return await (await self._least_busy()).score(group, together=together)
+        except WorkerLost:
+            return await (await self._least_busy()).score(group, together=together)
+
+    async def _least_busy(self) -> AgentWorker:
+        """Waits until one takes rollouts."""
+        self._begin()
+        await wait_until(self._changed, lambda: self._failure is not None or any(one.is_ready for one in self._workers))
+        if self._failure is not None:
+            raise self._failure
+        return min((one for one in self._workers if one.is_ready), key=lambda one: one.rollouts)
+
+    async def close(self) -> None:
+        """End every worker. No rollout may be running."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        async with asyncio.TaskGroup() as closing:
+            for worker in self._workers:
+                closing.create_task(worker.close())
+        if self._output is not None:
+            await asyncio.to_thread(self._output.close)
+
+    def pids(self) -> dict[str, int]:
+        """Of the processes that run now, by the names of their metrics."""
+        numbered = ((f"agent_worker_{number}", one.pid) for number, one in enumerate(self._workers))
+        return {name: pid for name, pid in numbered if pid is not None}
+
+    def flush_figures(self) -> list[AgentWorkerFigures]:
+        """Of every worker; their lag since it was last asked for."""
+        return [
+            AgentWorkerFigures(one.pid, one.rollouts, one.restarts, one.beats.flush_lag_s()) for one in self._workers
+        ]
+
+    def flush_phases(self) -> dict[str, PhaseUsage]:
+        """What phases took in all of them, since it was last asked for."""
+        taken: dict[str, PhaseUsage] = {}
+        for worker in self._workers:
+            for name, usage in worker.beats.flush_phases().items():
+                taken[name] = taken.get(name, PhaseUsage()).merged(usage)
+        return taken
+
+    def _begin(self) -> None:
+        if not self._keepers:
+            self._keepers = [asyncio.create_task(self._keep(one), name=one.name) for one in self._workers]
+
+    async def _keep(self, worker: AgentWorker) -> None:
+        """Start a worker's process, and another one whenever it ends, until none can be started."""
+        pause_s = 0.0
+        try:
+            while True:
+                await self._start(worker)
+                played = self._played
+                lost = await worker.ended()
+                worker.restarts += 1
+                pause_s = 0.0 if self._played > played else min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                _logger.error("%s\nA new one is started.", lost)
+                await asyncio.sleep(pause_s)
+        except (TailraceError, OSError) as error:
+            self._failure = error if isinstance(error, SettingsError) else LifecycleError(str(error))
+            self._changed.set()
+
+    async def _start(self, worker: AgentWorker) -> None:
+        """Once more where the process ends meanwhile. Raises what keeps it from starting."""
+        try:
+            await worker.start()
+        except LifecycleError as error:
+            _logger.warning("%s; it is started once more", error)
+            await worker.start()
+        self._changed.set()

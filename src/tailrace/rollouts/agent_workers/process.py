@@ -1,0 +1,385 @@
+"""An agent worker: `python -m tailrace.rollouts.agent_workers.process`, started by `AgentWorkers`.
+
+Runs agents, environments and rewards on an event loop of its own, in a process group of its own. It ends when the
+orchestrator does, and when one coroutine holds its loop for too long: a thread that needs no interpreter lock then
+writes down where every thread is, and ends the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import faulthandler
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from typing_extensions import override
+
+from tailrace.environments import AgentResult, EnvironmentSettings, load_environment
+from tailrace.errors import EnvironmentFailed, RolloutError, ScoringFailed, TailraceError
+from tailrace.records import Rollout, Task
+from tailrace.rollouts.agent_workers.branches import BranchData
+from tailrace.rollouts.agent_workers.connection import Connection
+from tailrace.rollouts.agent_workers.generating import AskedGenerate
+from tailrace.rollouts.agent_workers.groups import GroupChanges
+from tailrace.rollouts.agent_workers.messages import (
+    Beat,
+    Cancel,
+    Close,
+    Failure,
+    Hello,
+    PhaseTaken,
+    Play,
+    Played,
+    Ready,
+    Score,
+    Scored,
+    Told,
+    pack_told,
+    unpack_order,
+    unpack_task,
+)
+from tailrace.rollouts.chat import ChatRenderer
+from tailrace.rollouts.deadline import Attempts
+from tailrace.rollouts.environment import LoadedEnvironment
+from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
+from tailrace.rollouts.policy import RolloutPolicy
+from tailrace.rollouts.settings import RolloutSettings
+from tailrace.rollouts.workers.pool import WorkerPool
+from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
+from tailrace.tracing.traces import TraceWriter
+
+_BEAT_S = 0.5
+_LOOKS_PER_LIMIT = 5
+"""How often it is looked within `agent_block_s` whether the event loop has gone on."""
+
+_START_SHARE = 0.9
+"""Of the time to start in: then the process says itself where it hangs, before it is killed."""
+
+ResultT = TypeVar("ResultT")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What came of a rollout so far."""
+
+    reported: AgentResult | None = None
+    scored: AgentResult | None = None
+    score_failure: Failure | None = None
+
+
+class AgentWorkerProcess:
+    """The rollouts that are played here."""
+
+    def __init__(self, end: socket.socket, stacks: int) -> None:
+        """`end` of the pair of sockets that leads to the orchestrator; `stacks` is a file for the last words."""
+        self._end, self._stacks = end, stacks
+        self._attempts = Attempts()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """Rollouts and scores, by their keys."""
+        self._environments: dict[str, LoadedEnvironment] = {}
+
+    async def run(self) -> None:
+        """Until the orchestrator closes."""
+        loop = asyncio.get_running_loop()
+        self._hello: asyncio.Future[Hello] = loop.create_future()
+        self._closed = asyncio.Event()
+        self._connection = await Connection.over(self._end, self._receive, _end_group)
+        self._generate = AskedGenerate(self._connection.send)
+        hello = await self._hello
+        sys.path[:] = hello.module_path
+        settings = RolloutSettings.model_validate_json(hello.rollouts)
+        self._expect_end_within(_START_SHARE * settings.worker_start_timeout_s)
+        loadable = {
+            name: EnvironmentSettings.model_validate_json(chosen) for name, chosen in hello.environments.items()
+        }
+        workers = WorkerPool(settings, loadable)
+        try:
+            try:
+                self._load(hello, settings, loadable, workers)
+            except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
+                self._connection.send(Ready(thread_id=0, failure=Failure.of(error)))
+                await self._closed.wait()
+                return
+            with self._recording(hello) as phases:
+                self._context = contextvars.copy_context()
+                async with LoopLagMonitor(hello.lag_interval_s, stall_s=hello.stall_s, phases=phases) as lag:
+                    self._connection.send(Ready(thread_id=threading.get_ident()))
+                    with self._ending_when_held(settings.agent_block_s, phases):
+                        await self._beat_until_closed(settings.agent_block_s, lag, phases)
+        finally:
+            await workers.close()
+            faulthandler.cancel_dump_traceback_later()
+
+    # ---- what it is started with
+
+    def _load(
+        self, hello: Hello, settings: RolloutSettings, loadable: dict[str, EnvironmentSettings], workers: WorkerPool
+    ) -> None:
+        """Environments and renderer: users' modules are imported here."""
+        for name, chosen in loadable.items():
+            spec = load_environment(chosen, with_tasks=False)
+            self._environments[name] = LoadedEnvironment.of(spec, settings, chosen)
+        source = hello.renderer
+        self._player = RolloutPlayer(
+            settings,
+            renderer=ChatRenderer(source.folder, name=source.name, thinking_retention=source.thinking_retention),
+            generate=self._generate,
+            workers=workers,
+            max_model_tokens=hello.max_model_tokens,
+            max_steps=hello.max_steps,
+            records_experts=hello.records_experts,
+            takes_demonstrations=hello.takes_demonstrations,
+        )
+
+    @contextlib.contextmanager
+    def _recording(self, hello: Hello) -> Iterator[PhaseRecorder]:
+        trace = None
+        if hello.trace_folder:
+            try:
+                trace = TraceWriter(Path(hello.trace_folder), hello.name, max_bytes=hello.trace_bytes)
+            except OSError as error:
+                _logger.warning("there will be no trace of this process: %s", error.strerror)
+        try:
+            with PhaseRecorder(trace, other=f"{OTHER} ({hello.name})").recording() as phases:
+                yield phases
+        finally:
+            if trace is not None:
+                trace.close()
+
+    async def _beat_until_closed(self, limit_s: float, lag: LoopLagMonitor, phases: PhaseRecorder) -> None:
+        """Say how the loop runs, now and then."""
+        while not self._closed.is_set():
+            taken = {
+                name: PhaseTaken(
+                    usage.count,
+                    usage.wall_s,
+                    usage.cpu_s,
+                    usage.held_s,
+                    usage.num_bytes,
+                    dict(usage.holds),
+                    usage.held_max_s,
+                )
+                for name, usage in phases.flush().items()
+            }
+            self._connection.send(Beat(lag_max_s=lag.flush().max_s, phases=taken))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(_BEAT_S, limit_s / _LOOKS_PER_LIMIT)):
+                    await self._closed.wait()
+
+    @contextlib.contextmanager
+    def _ending_when_held(self, limit_s: float, phases: PhaseRecorder) -> Iterator[None]:
+        """End the process where no task has taken a turn for `limit_s`.
+
+        A thread puts the end off whenever one has: thousands of tasks that are ready at once hold the loop for long
+        without any of them being to blame. Beats are turns, too.
+        """
+        has_left = threading.Event()
+
+        def watch() -> None:
+            seen = -1
+            while not has_left.wait(limit_s / _LOOKS_PER_LIMIT):
+                if (turns := phases.turns) != seen:
+                    seen = turns
+                    self._expect_end_within(limit_s)
+
+        self._expect_end_within(limit_s)
+        thread = threading.Thread(target=watch, name="watch over the event loop", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_left.set()
+            thread.join()
+
+    def _expect_end_within(self, limit_s: float) -> None:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=self._stacks)
+
+    # ---- what it is told
+
+    def _receive(self, body: bytes) -> None:
+        match order := unpack_order(body):
+            case Hello():
+                self._hello.set_result(order)
+            case Play():
+                self._begin(order.rollout_id, self._play(order))
+            case Score():
+                self._begin(order.key, self._score(order))
+            case Cancel():
+                if (running := self._running.get(order.key)) is not None:
+                    running.cancel()
+            case Close():
+                self._closed.set()
+            case _:
+                self._generate.answered(order)
+
+    def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+        """In the context of the recording of phases; that of the connection is older."""
+        task = self._running[key] = asyncio.create_task(work, name=key, context=self._context.copy())
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    async def _score(self, order: Score) -> None:
+        """Score a group; say what came of it, whatever that is."""
+        task = unpack_task(order.task)
+        group, environment = order.group.group(task), self._environments[task.environment]
+        members, failure, changes = list(group.rollouts), None, None
+        score = self._player.score_together if order.together else self._player.score_group
+        try:
+            with phase("score_group", track="groups", about={"group": group.group_id}):
+                returned = await self._attempts.run(
+                    _without_exits(score(group, environment), task, ScoringFailed),
+                    what=f"task {task.task_id}: score_group of group {group.group_id}",
+                    limit_s=environment.score_timeout_s,
+                )
+            changes = GroupChanges.of(returned, group, members)
+        except asyncio.CancelledError:
+            failure = Failure("RolloutError", f"the score of group {group.group_id} was cancelled")
+        except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
+            failure = Failure.of(error)
+        self._connection.send(Scored(key=order.key, changes=changes, failure=failure))
+
+    async def _play(self, order: Play) -> None:
+        """Play and score a rollout; say what came of it, whatever that is."""
+        task = unpack_task(order.task)
+        environment = self._environments[task.environment]
+        rollout = Rollout(
+            order.rollout_id,
+            order.group_id,
+            task,
+            order.sampling,
+            started_s=order.started_s,
+            attempt=order.attempt,
+        )
+        policy = self._player.policy(rollout, environment, is_evaluation=order.is_evaluation)
+        outcome, failure = _Outcome(), None
+        try:
+            with phase("rollout", track="rollouts", about={"rollout": order.rollout_id, "attempt": order.attempt}):
+                await self._attempts.run(
+                    self._attempt(rollout, policy, environment, outcome),
+                    what=f"task {task.task_id}: rollout {order.rollout_id}",
+                    limit_s=environment.timeout_s,
+                    stop=policy.stop,
+                )
+        except asyncio.CancelledError:
+            failure = Failure("RolloutError", f"rollout {order.rollout_id} was cancelled")
+        except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
+            failure = Failure.of(error)
+        leave_out_empty_branches(rollout)
+        self._connection.send(_played(rollout, outcome, failure))
+
+    async def _attempt(
+        self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: _Outcome
+    ) -> None:
+        task = rollout.task
+        outcome.reported = await _without_exits(self._player.play(rollout, policy, environment), task)
+        if not environment.spec.scores_rollouts:
+            return
+        try:
+            with phase("score"):
+                outcome.scored = await _without_exits(self._player.score(rollout, outcome.reported, environment), task)
+        except TailraceError as error:
+            outcome.score_failure = Failure.of(error)
+
+
+async def _without_exits(
+    work: Coroutine[Any, Any, ResultT], task: Task, failure: type[RolloutError] = EnvironmentFailed
+) -> ResultT:
+    """What users' code returns; an attempt to end the process is its `failure`."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run") from error
+
+
+def _played(rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
+    told = Told(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
+    try:
+        packed = pack_told(told)
+    except EnvironmentFailed as error:
+        failure = failure or Failure.of(EnvironmentFailed(f"task {rollout.task.task_id}: {error}"))
+        packed = pack_told(Told([], rollout.metrics, None, None))
+    return Played(
+        rollout_id=rollout.rollout_id,
+        branches=[BranchData.of(branch) for branch in rollout.branches],
+        turns=rollout.turns,
+        truncated=rollout.truncated,
+        told=packed,
+        failure=failure,
+        score_failure=outcome.score_failure,
+    )
+
+
+class _OwnSelector(selectors.DefaultSelector):
+    """Of the event loop in this very process: what users' code forked ends where it comes back to the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner = os.getpid()
+
+    @override
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if os.getpid() != self._owner:
+            os._exit(0)
+        return super().select(timeout)
+
+
+def main() -> int:
+    """Play rollouts until the orchestrator says that it is over, or is gone."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # to all of a job: the orchestrator decides, and closes
+    os.dup2(2, 1)  # what users' code prints goes to the log
+    end, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    end_number = end.fileno()
+    for descriptor in (end_number, stacks):
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable(stacks)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    selector = _OwnSelector()
+    os.register_at_fork(after_in_child=lambda: _disconnect((end_number, stacks), selector))
+    loop = asyncio.SelectorEventLoop(selector)
+    asyncio.set_event_loop(loop)
+    working = loop.create_task(AgentWorkerProcess(end, stacks).run())
+    while not working.done():
+        try:
+            loop.run_until_complete(working)
+        except (SystemExit, KeyboardInterrupt) as error:  # of a task that users' code made: whoever awaits it gets it
+            _logger.error("users' code raised %r in a task of its own, which ends no run", error)
+        except Exception:  # noqa: BLE001 - the orchestrator shows the end of this log
+            break
+    failure = working.exception() if working.done() and not working.cancelled() else None
+    if failure is not None:
+        _logger.error("the agent worker failed", exc_info=failure)
+    logging.shutdown()
+    _end_group(0 if working.done() and failure is None else 1)
+
+
+def _disconnect(descriptors: tuple[int, ...], selector: selectors.BaseSelector) -> None:
+    """In a process that users' code forked: it must neither write to the orchestrator nor change what is waited for."""
+    with contextlib.suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for one in (*descriptors, *([selector.fileno()] if hasattr(selector, "fileno") else [])):
+            os.dup2(nothing, one, inheritable=False)
+        os.close(nothing)
+
+
+def _end_group(status: int = 1) -> NoReturn:
+    """End now, and with it whatever users' code started in this process group."""
+    if os.getpgrp() == os.getpid() and status:
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

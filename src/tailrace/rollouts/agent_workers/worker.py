@@ -1,0 +1,446 @@
+"""The orchestrator's side of one agent worker: a process at a time, its rollouts and their requests.
+
+    play(rollout) ─► Play ─► worker: its agent ─► Ask ─► a task here awaits `generate` ─► Answer ─► ... ─► Played
+    the process ends ─► its requests are cancelled ─► every `play` raises `WorkerLost`, with the tokens known so far
+
+A worker ends itself when a coroutine holds its event loop for too long; one that cannot even do that (it was stopped)
+is killed once it has said nothing for longer still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections import defaultdict
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, NoReturn
+
+import msgspec
+import psutil
+
+from tailrace.environments import AgentResult
+from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
+from tailrace.records import Branch, Completion, Generate, Group, Rollout, SessionId
+from tailrace.rollouts.agent_workers.connection import Connection
+from tailrace.rollouts.agent_workers.groups import GroupData
+from tailrace.rollouts.agent_workers.last_words import LastWords
+from tailrace.rollouts.agent_workers.messages import (
+    Answer,
+    AnswerChunk,
+    AnswerError,
+    Ask,
+    Beat,
+    Cancel,
+    Close,
+    Failure,
+    Hello,
+    Play,
+    Played,
+    Ready,
+    Score,
+    Scored,
+    Told,
+    Withdraw,
+    pack_task,
+    unpack_report,
+    unpack_told,
+)
+from tailrace.rollouts.agent_workers.watching import BeatSums
+from tailrace.rollouts.deadline import CANCEL_S
+from tailrace.rollouts.settings import RolloutSettings
+from tailrace.rollouts.workers.output import OutputLog
+from tailrace.rollouts.workers.starting import worker_environment
+from tailrace.tracing.phases import phase
+
+CLOSE_S = 5.0
+"""Seconds that a worker may take to end by itself; then it is killed."""
+LEAVE_S = 2.0
+"""Seconds between the end of a worker's socket and that of its process, either way round."""
+CANCELLED_S = 3 * CANCEL_S
+"""Seconds in which a worker that runs answers that a cancelled rollout has ended."""
+_SILENCES, _LONG_SILENCES = 4, 40
+"""A worker is looked at so often within the time after which one that is stopped is killed, and any other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedRollout:
+    """What came of a rollout that was played to its end."""
+
+    reported: AgentResult
+    scored: AgentResult | None
+    """By reward functions in place of it; None where there are none."""
+    score_failure: Failure | None
+
+    def scored_or_raise(self) -> AgentResult:
+        """What reward functions said. Raises what they raised."""
+        if self.score_failure is not None:
+            raise self.score_failure.error()
+        return self.scored or self.reported
+
+
+@dataclass(slots=True)
+class _Held:
+    """A rollout that the worker plays, or a group that it scores."""
+
+    ended: asyncio.Future[Played | Scored]
+    requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """That are being sampled, by the worker's number for them."""
+    enough: set[int] = field(default_factory=set)
+    """Those whose next chunk ends them."""
+    sampled: defaultdict[SessionId, list[Completion]] = field(default_factory=lambda: defaultdict(list))
+    """What it was sent so far: all that is left of it where the worker dies."""
+
+
+class _HasEnough(Exception):
+    """The agent has heard all that it wanted of a request."""
+
+
+class AgentWorker:
+    """One of the workers. `start` and `ended` again and again; `play` in between."""
+
+    def __init__(
+        self, number: int, hello: Hello, settings: RolloutSettings, generate: Generate, output: OutputLog | None
+    ) -> None:
+        self.name = f"agent worker {number}"
+        self.restarts = 0
+        self.beats = BeatSums()
+        self._hello, self._settings, self._generate, self._output = hello, settings, generate, output
+        self._held: dict[str, _Held] = {}
+        """By the rollout's id, or the score's key."""
+        self._scores = itertools.count()
+        self._process: Process | None = None
+        self._ends: list[asyncio.Task[Any]] = []
+        """Wait for the end of the process, and of its socket."""
+        self._thread_id = 0
+        self._is_ready = False
+        self._killed_for = ""
+        """Why the process was killed from here."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes rollouts."""
+        return self._is_ready
+
+    @property
+    def rollouts(self) -> int:
+        """How many it holds, groups that it scores counted with them."""
+        return len(self._held)
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process, where there is one."""
+        process = self._process
+        return None if process is None or process.returncode is not None else process.pid
+
+    # ---- its process
+
+    async def start(self) -> None:
+        """Start a process, and wait until it has loaded what it needs.
+
+        Raises what its environments raise when they are loaded, and `LifecycleError` where it ends or takes too long.
+        """
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
+        self._gone = asyncio.Event()
+        self._killed_for, self._heard = "", False
+        self._last_words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `ended`
+        limit_s = self._settings.worker_start_timeout_s
+        process = self._process = await self._spawn()
+        self._ends = [loop.create_task(process.wait()), loop.create_task(self._gone.wait())]
+        self._connection.send(msgspec.structs.replace(self._hello, name=self.name))
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.wait([self._ready, *self._ends], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            self._kill(f"it was not ready within {limit_s:g} s (rollouts.worker_start_timeout_s)")
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        if not self._ready.done():
+            raise LifecycleError(str(await self.ended()))
+        ready = self._ready.result()
+        if ready.failure is not None:
+            await self.close()
+            raise ready.failure.error()
+        self._thread_id = ready.thread_id
+        self._is_ready = True
+
+    async def ended(self) -> WorkerLost:
+        """Wait until the process has ended, and end whatever it held; why that was."""
+        process, silence = self._process, asyncio.create_task(self._watch_silence())
+        assert process is not None  # it was started
+        try:
+            await asyncio.wait(self._ends, return_when=asyncio.FIRST_COMPLETED)
+            self._is_ready = False
+            await asyncio.wait(self._ends, timeout=LEAVE_S)  # what it had sent before it ended is read first
+        finally:
+            self._is_ready = False
+            silence.cancel()
+        self._kill("it closed its socket")
+        self._connection.abort()
+        status = await process.wait()
+        await asyncio.wait(self._ends)
+        lost = WorkerLost(self._why(status))
+        await self._lose_all(lost)
+        self._last_words.close()
+        self._process = None
+        return lost
+
+    async def close(self) -> None:
+        """End the process; where it does not end by itself, it is killed."""
+        self._is_ready = False
+        if (process := self._process) is not None:
+            self._connection.send(Close())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await process.wait()
+            self._kill("it did not end")
+            self._connection.abort()
+            await asyncio.wait(self._ends)
+            await self._lose_all(WorkerLost(f"{self.name} was closed"))
+            self._last_words.close()
+            self._process = None
+
+    async def _spawn(self) -> Process:
+        """A process in a group of its own, with one end of a pair of sockets."""
+        ours, its = socket.socketpair()
+        with its, nullcontext() if self._output is None else self._output.writer() as log:
+            self._connection = await Connection.over(ours, self._receive, self._gone.set)
+            passed = (its.fileno(), self._last_words.fileno())
+            try:
+                return await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "tailrace.rollouts.agent_workers.process", *map(str, passed)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=passed,
+                    env=worker_environment(),
+                )
+            except BaseException:
+                self._connection.abort()
+                self._last_words.close()
+                raise
+
+    async def _watch_silence(self) -> NoReturn:
+        """Kill a process that says nothing since it is stopped, or for very long although it ends itself when held."""
+        limit_s = 2 * self._settings.agent_block_s + LEAVE_S
+        silences = 0
+        while True:
+            await asyncio.sleep(limit_s / _SILENCES)
+            silences = 0 if self._heard else silences + 1  # counted, since this event loop may have been held itself
+            self._heard = False
+            if self._is_ready and (silences >= _LONG_SILENCES or (silences >= _SILENCES and self._is_stopped())):
+                self._kill(f"it said nothing for {silences * limit_s / _SILENCES:g} s, as a process that is stopped")
+
+    def _is_stopped(self) -> bool:
+        """Whether the process is there and does not run (SIGSTOP)."""
+        try:
+            return self.pid is not None and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
+    def _kill(self, why: str) -> None:
+        """End the process group at once, with whatever users' code started in it."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._killed_for = self._killed_for or why
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _why(self, status: int) -> str:
+        """Why it ended, for people."""
+        self._last_words.seek(0)
+        words = LastWords.read(self._last_words.read().decode(errors="replace"), self._thread_id)
+        if self._killed_for:
+            return f"{self.name} was killed: {self._killed_for}"
+        how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        if words is None:
+            by = "; users' code ended it (os._exit, ...), or something outside did"
+            return f"{self.name} {how}{by}"
+        if words.was_held:
+            limit = f"over {self._settings.agent_block_s:g} s (rollouts.agent_block_s)"
+            if not self._ready.done():
+                limit = f"most of {self._settings.worker_start_timeout_s:g} s (rollouts.worker_start_timeout_s)"
+            return f"{self.name} was ended, as its event loop was held for {limit} by {words.where}:\n{words.stack}"
+        return f"{self.name} {how} in {words.where}:\n{words.stack}"
+
+    # ---- rollouts
+
+    async def play(self, rollout: Rollout, *, is_evaluation: bool) -> PlayedRollout:
+        """Play it there, and fill it with what was sampled, also where it is lost.
+
+        Cancelling this ends the rollout there, and its requests here. Raises `WorkerLost`, and what else was raised.
+        """
+        task = pack_task(rollout.task)
+        held = self._hold(
+            rollout.rollout_id,
+            Play(
+                rollout_id=rollout.rollout_id,
+                group_id=rollout.group_id,
+                task=task,
+                sampling=rollout.sampling,
+                started_s=rollout.started_s,
+                attempt=rollout.attempt,
+                is_evaluation=is_evaluation,
+            ),
+        )
+        try:
+            played = await asyncio.shield(held.ended)
+        except asyncio.CancelledError:
+            await self._cancel(rollout, held)
+            raise
+        except WorkerLost as lost:
+            _fill_with_known(rollout, held)
+            raise WorkerLost(f"task {rollout.task.task_id}: {lost}") from lost
+        return self._filled(rollout, played)
+
+    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
+        """Score a group there, and lay what came of it over this one.
+
+        Cancelling this ends the score. Raises `WorkerLost`, and what else was raised.
+        """
+        key, data = f"score {next(self._scores)}", GroupData.of(group)
+        held = self._hold(key, Score(key=key, task=pack_task(group.task), group=data, together=together))
+        try:
+            scored = await asyncio.shield(held.ended)
+        except asyncio.CancelledError:
+            self._connection.send(Cancel(key=key))
+            with suppress(TimeoutError, TailraceError):
+                async with asyncio.timeout(CANCELLED_S):
+                    await asyncio.shield(held.ended)
+            raise
+        if not isinstance(scored, Scored) or scored.changes is None:
+            raise (getattr(scored, "failure", None) or Failure("WorkerLost", f"{self.name} told of no score")).error()
+        try:
+            return scored.changes.applied(group)
+        except CorruptData as error:
+            raise WorkerLost(f"task {group.task.task_id}: {self.name}: {error}") from error
+
+    def _hold(self, key: str, order: Play | Score) -> _Held:
+        held = self._held[key] = _Held(asyncio.get_running_loop().create_future())
+        self._connection.send(order)
+        return held
+
+    async def _cancel(self, rollout: Rollout, held: _Held) -> None:
+        """Wait until the worker says that it has ended, or has ended itself; not for long."""
+        self._connection.send(Cancel(key=rollout.rollout_id))
+        for request in held.requests.values():
+            request.cancel()
+        try:
+            async with asyncio.timeout(CANCELLED_S):
+                played = await asyncio.shield(held.ended)
+            self._fill(rollout, played)
+        except (TimeoutError, TailraceError):
+            _fill_with_known(rollout, held)
+        except asyncio.CancelledError:
+            _fill_with_known(rollout, held)
+            raise
+
+    def _filled(self, rollout: Rollout, played: Played | Scored) -> PlayedRollout:
+        """Raises what it failed with."""
+        told, played = self._fill(rollout, played)
+        if played.failure is not None or told.reported is None:
+            raise (played.failure or Failure("WorkerLost", f"{self.name} told of no result")).error()
+        return PlayedRollout(told.reported, told.scored, played.score_failure)
+
+    def _fill(self, rollout: Rollout, played: Played | Scored) -> tuple[Told, Played]:
+        """Raises `WorkerLost` for what is no rollout."""
+        assert isinstance(played, Played)  # keys of scores are none of rollouts
+        with phase("receive_rollout"):
+            try:
+                rollout.branches = [data.branch() for data in played.branches]
+                told = unpack_told(played.told)
+            except CorruptData as error:
+                raise WorkerLost(f"task {rollout.task.task_id}: {self.name}: {error}") from error
+            rollout.messages, rollout.metrics = told.messages, told.metrics
+            rollout.turns, rollout.truncated = played.turns, played.truncated
+        return told, played
+
+    async def _lose_all(self, lost: WorkerLost) -> None:
+        """Nothing of what it held comes back."""
+        for held in list(self._held.values()):
+            requests = list(held.requests.values())
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            if not held.ended.done():
+                held.ended.set_exception(lost)
+                held.ended.exception()  # retrieved: who waited for it may be gone
+        self._held.clear()
+
+    # ---- what it says
+
+    def _receive(self, body: bytes) -> None:
+        self._heard = True
+        try:
+            report = unpack_report(body)
+        except CorruptData as error:
+            self._kill(str(error))
+            return
+        match report:
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(report)
+            case Beat():
+                self.beats.add(report)
+            case Ask():
+                self._ask(report)
+            case Withdraw():
+                self._withdraw(report)
+            case Played() | Scored():
+                held = self._held.pop(report.rollout_id if isinstance(report, Played) else report.key, None)
+                if held is not None and not held.ended.done():
+                    held.ended.set_result(report)
+
+    def _ask(self, ask: Ask) -> None:
+        held = self._held.get(ask.request.owner or "")
+        if held is None or ask.call_id in held.requests:
+            return
+        request = held.requests[ask.call_id] = asyncio.get_running_loop().create_task(self._answer(held, ask))
+        request.add_done_callback(lambda _: held.requests.pop(ask.call_id, None))
+
+    def _withdraw(self, withdrawn: Withdraw) -> None:
+        for held in self._held.values():
+            if (request := held.requests.get(withdrawn.call_id)) is not None:
+                if withdrawn.has_enough:
+                    held.enough.add(withdrawn.call_id)
+                else:
+                    request.cancel()
+
+    async def _answer(self, held: _Held, ask: Ask) -> None:
+        call_id = ask.call_id
+
+        def forward(chunk: Completion) -> None:
+            if call_id in held.enough:
+                raise _HasEnough
+            self._connection.send(AnswerChunk(call_id=call_id, chunk=chunk))
+
+        try:
+            completion = await self._generate(ask.request, forward if ask.wants_chunks else None)
+        except _HasEnough:
+            return
+        except Exception as error:  # noqa: BLE001 - whoever asked raises it again
+            self._connection.send(AnswerError(call_id=call_id, failure=Failure.of(error)))
+            return
+        held.sampled[ask.request.session_id].append(completion)
+        self._connection.send(Answer(call_id=call_id, completion=completion))
+
+
+def _fill_with_known(rollout: Rollout, held: _Held) -> None:
+    """What was sampled for a rollout whose worker says nothing of it any more: completions, without their context."""
+    rollout.branches = []
+    for completions in held.sampled.values():
+        branch = Branch()
+        for completion in completions:
+            branch.extend_completion(replace(completion, routed_experts=()))
+        rollout.branches.append(branch)
+        rollout.turns += len(completions)

@@ -1,0 +1,123 @@
+"""Plays rollouts on the running event loop: agents, environments, and the reward functions of single rollouts.
+
+The same code runs in the orchestrator and in agent worker processes; who may fail how often is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from tailrace.environments import Agent, AgentResult, EnvironmentSpec
+from tailrace.environments.callables import is_async_environment
+from tailrace.environments.results import as_agent_result
+from tailrace.errors import BudgetExceeded, ScoringFailed
+from tailrace.records import Generate, Group, Rollout
+from tailrace.rollouts.agents import LocalEnvironment, play_environment
+from tailrace.rollouts.attribution import attribute_errors
+from tailrace.rollouts.chat.rendering import Renderer
+from tailrace.rollouts.deadline import rollout_deadline
+from tailrace.rollouts.environment import LoadedEnvironment
+from tailrace.rollouts.policy import RolloutPolicy
+from tailrace.rollouts.scoring import RewardFunctions
+from tailrace.rollouts.settings import RolloutSettings
+from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
+from tailrace.tracing.phases import phase
+
+
+class RolloutPlayer:
+    """Plays a rollout to its end, and says what it reported and what reward functions make of it."""
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        *,
+        renderer: Renderer,
+        generate: Generate,
+        workers: WorkerPool,
+        max_model_tokens: int | None = None,
+        max_steps: int = 0,
+        records_experts: bool = False,
+        takes_demonstrations: bool = True,
+    ) -> None:
+        """Synchronous code that is not trusted runs in the `workers`. The rest is as `Rollouter` takes it."""
+        self._settings, self._renderer, self._generate = settings, renderer, generate
+        self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
+        self._takes_demonstrations = takes_demonstrations
+        self._workers = workers
+        self.functions = RewardFunctions(workers, max_steps=max_steps)
+
+    def policy(self, rollout: Rollout, environment: LoadedEnvironment, *, is_evaluation: bool) -> RolloutPolicy:
+        """The policy of one rollout, which it fills."""
+        return RolloutPolicy(
+            rollout,
+            renderer=self._renderer,
+            generate=self._generate,
+            max_turns=environment.max_turns,
+            max_rollout_tokens=self._settings.max_rollout_tokens,
+            max_model_tokens=self._max_model_tokens,
+            system_prompt=self._settings.system_prompt,
+            records_experts=self._records_experts,
+            takes_demonstrations=None if is_evaluation else self._takes_demonstrations,
+        )
+
+    async def play(self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment) -> AgentResult:
+        """Run the agent to its end, within the environment's limit; what it reported.
+
+        Raises `RolloutError`, `RequestRefused` where the engine cannot take a prompt, and what concerns more than it.
+        """
+        spec, task, limit_s = environment.spec, rollout.task, environment.timeout_s
+        clock = asyncio.get_running_loop().time
+        agent, started_s = self._agent(spec), clock()
+        try:
+            with (
+                attribute_errors(task),
+                rollout_deadline(limit_s, task, ends_s=rollout.started_s + limit_s),
+                phase("environment"),
+            ):
+                return as_agent_result(await agent(task, policy)).with_info_keys(spec.info_keys)
+        except BudgetExceeded:
+            if not spec.scores_rollouts or not rollout.messages:
+                raise
+            return AgentResult()
+        finally:
+            policy.close()
+            rollout.metrics["environment_s"] = max(0.0, clock() - started_s - rollout.metrics.get("generate_s", 0.0))
+
+    async def score(self, rollout: Rollout, reported: AgentResult, environment: LoadedEnvironment) -> AgentResult:
+        """What reward functions say in place of what was `reported`, within what is left of the limit.
+
+        Raises as `RewardFunctions.score_rollout` does.
+        """
+        task, limit_s = rollout.task, environment.timeout_s
+        with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=rollout.started_s + limit_s):
+            return await self.functions.score_rollout(rollout, reported, environment.spec)
+
+    async def score_group(self, group: Group, environment: LoadedEnvironment) -> object:
+        """What the environment's `score_group` returns, within its limit. Raises `RolloutError` for the whole group."""
+        score_group, limit_s = environment.spec.score_group, environment.score_timeout_s
+        assert score_group is not None  # it is called for environments that have one
+        with attribute_errors(group.task, ScoringFailed), rollout_deadline(limit_s, group.task):
+            return await score_group(group)
+
+    async def score_together(self, group: Group, environment: LoadedEnvironment) -> list[AgentResult]:
+        """What its named reward functions for whole groups return. As `score_group`."""
+        with (
+            attribute_errors(group.task, ScoringFailed),
+            rollout_deadline(environment.score_timeout_s, group.task),
+        ):
+            return await self.functions.score_group(group, environment.spec)
+
+    def _agent(self, spec: EnvironmentSpec) -> Agent:
+        if spec.agent is not None:
+            return spec.agent
+        factory = spec.environment
+        assert factory is not None  # EnvironmentSpec holds exactly one of them
+        if spec.trusted or is_async_environment(factory):
+            return partial(play_environment, spec=spec, host=lambda task: LocalEnvironment(factory))
+        return partial(play_environment, spec=spec, host=partial(WorkerEnvironment, self._workers))
+
+
+def leave_out_empty_branches(rollout: Rollout) -> None:
+    """A rollout that has ended keeps branches with something to learn from."""
+    rollout.branches = [one for one in rollout.branches if one.num_completion_tokens or one.num_weighted]

@@ -1,0 +1,120 @@
+"""Rollouts in real agent workers, or on the loop of the test, over scripted replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from tailrace.environments import EnvironmentSettings, load_environment
+from tailrace.records import Completion, GenerationRequest, GroupId, Json, OnChunk, Rollout, RolloutId, Task, TaskId
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
+from tests.support.scripted_generate import ScriptedGenerate
+
+PATIENCE_S = 60.0
+
+
+class Run:
+    """A rollouter whose environments run in `workers` processes; none: on this loop."""
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        *names: str,
+        workers: int = 1,
+        watch: WorkerWatch | None = None,
+        args: dict[str, Json] | None = None,
+        block_s: float = PATIENCE_S,
+        max_turns: int = 16,
+        **scripted: int | bool,
+    ) -> None:
+        self.settings = RolloutSettings(
+            max_tokens=32, max_turns=max_turns, agent_workers=workers, agent_block_s=block_s
+        )
+        chosen = {
+            name: EnvironmentSettings(name=f"tests.support.agent_environments:{name}", args=args or {})
+            for name in names or ("agents",)
+        }
+        environments = {
+            name: LoadedEnvironment.of(load_environment(one), self.settings, one, is_apart=workers > 0)
+            for name, one in chosen.items()
+        }
+        self.renderer, self._scripted_options = renderer, scripted
+        self.scripted: dict[str, ScriptedGenerate] = {}
+        self.lost: dict[str, Rollout] = {}
+        self.asked: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Set once the rollout has asked for a completion."""
+        self.held: set[str] = set()
+        """Rollouts whose requests are not answered."""
+        self.aborted: list[str] = []
+        self.rollouter = Rollouter(
+            self.settings,
+            environments,
+            renderer=renderer,
+            generate=self._generate,
+            watch=watch,
+        )
+        self.runner = self.rollouter.runner(on_lost=lambda rollout: self.lost.update({rollout.rollout_id: rollout}))
+
+    async def _generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        assert request.owner is not None
+        self.asked[request.owner].set()
+        if request.owner in self.held:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted.append(request.owner)
+        return await self.scripted[request.owner](request, on_chunk)
+
+    @property
+    def agents(self) -> AgentWorkers:
+        agents = self.rollouter.agent_workers
+        assert agents is not None
+        return agents
+
+    async def __aenter__(self) -> Run:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.rollouter.close()
+
+    def begin(
+        self, behave: str = "well", replies: Sequence[str | Exception] = ("yes", "no"), name: str = "agents"
+    ) -> asyncio.Task[Rollout]:
+        rollout_id = f"{name}-{len(self.scripted)}"
+        self.scripted[rollout_id] = ScriptedGenerate(
+            self.renderer.tokenizer,
+            replies,
+            **self._scripted_options,  # type: ignore[arg-type]
+        )
+        task = Task(TaskId(f"{name}/train/0"), name, 0, {"behave": behave}, seed=4)
+        return asyncio.create_task(
+            self.runner.run(task, rollout_id=RolloutId(rollout_id), group_id=GroupId("g"), attempt=1)
+        )
+
+    async def rollout(
+        self, behave: str = "well", replies: Sequence[str | Exception] = ("yes", "no"), name: str = "agents"
+    ) -> Rollout:
+        return await self.begin(behave, replies, name)
+
+
+def left_processes() -> list[psutil.Process]:
+    """Processes of agent workers and of what they started, that are still there."""
+    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def sockets() -> set[str]:
+    """Open sockets and deleted files of this process."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:
+            continue
+        if "socket:" in target or "deleted" in target:
+            found.add(target)
+    return found

@@ -1,0 +1,203 @@
+"""Whatever users' code does in an agent worker costs the rollouts that it held, is told by its name, leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tailrace.errors import EnvironmentFailed, LifecycleError, SettingsError, WorkerLost
+from tailrace.rollouts import ChatRenderer
+from tailrace.rollouts.agent_workers import WorkerWatch
+from tests.rollouts.agent_workers.played import PATIENCE_S, Run, left_processes, sockets
+
+BLOCK_S = 2.0
+"""Where something holds a worker's loop."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> object:
+    before = sockets()
+    yield
+    assert left_processes() == []
+    assert sockets() <= before
+
+
+@pytest.mark.parametrize(
+    ("behave", "where"),
+    [
+        ("sleep", r"its event loop was held for over 2 s .* by misbehave \(.*agent_environments.py:\d+\)"),
+        ("spin", r"its event loop was held for over 2 s .* by spin \(.*agent_environments.py:\d+\)"),
+        ("crash", r"died of SIGSEGV in misbehave \(.*agent_environments.py:\d+\)"),
+        ("exit", r"ended with status 3"),
+    ],
+)
+async def test_a_worker_that_ends_costs_what_it_held_and_is_replaced(
+    renderer: ChatRenderer, behave: str, where: str
+) -> None:
+    async with Run(renderer, block_s=BLOCK_S) as run:
+        run.held.add("agents-1")
+        bystander_waits = run.begin(behave), run.begin()
+        lost = await asyncio.gather(*bystander_waits, return_exceptions=True)
+        assert [type(error) for error in lost] == [WorkerLost, WorkerLost]
+        with pytest.raises(WorkerLost, match=f"agents/train/0: agent worker 0 .*{where}"):
+            raise lost[0]  # type: ignore[misc]
+        assert run.lost["agents-0"].num_completion_tokens > 0  # what was sampled for it is known
+        assert run.aborted == ["agents-1"]
+        assert (await run.rollout()).reward is not None
+        (figures,) = run.agents.flush_figures()
+        assert (figures.restarts, figures.rollouts) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        ("sys.exit", r"users' code raised SystemExit\(3\)"),
+        ("interrupt", r"users' code raised KeyboardInterrupt\(\)"),
+        ("exit in a task", r"users' code raised SystemExit\(4\)"),
+        ("exit in the reward", r"users' code raised SystemExit\(5\)"),
+        ("raise in the reward", r"ZeroDivisionError: of the reward"),
+    ],
+)
+async def test_an_exit_that_python_raises_costs_its_own_rollout_alone(
+    renderer: ChatRenderer, behave: str, message: str
+) -> None:
+    async with Run(renderer, "graded") as run:
+        lost, kept = await asyncio.gather(
+            run.rollout(behave, name="graded"), run.rollout(name="graded"), return_exceptions=True
+        )
+        assert isinstance(lost, EnvironmentFailed), lost
+        assert not isinstance(kept, BaseException), kept
+        with pytest.raises(EnvironmentFailed, match=f"graded/train/0: .*{message}"):
+            raise lost
+        assert run.agents.flush_figures()[0].restarts == 0
+
+
+async def test_a_copy_that_users_code_forked_neither_plays_nor_speaks(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        rollouts = await asyncio.gather(run.rollout("fork"), run.rollout(), run.rollout("fork"))
+        assert [rollout.turns for rollout in rollouts] == [2, 2, 2]
+        assert [len(run.scripted[rollout.rollout_id].calls) for rollout in rollouts] == [2, 2, 2]
+        assert run.agents.flush_figures()[0].restarts == 0
+
+
+@pytest.mark.parametrize("behave", ["leave a process", "leave a thread"])
+async def test_what_users_code_leaves_behind_ends_with_its_worker(renderer: ChatRenderer, behave: str) -> None:
+    async with Run(renderer) as run:
+        assert (await run.rollout(behave)).turns == 2  # and nothing is left, as after every test here
+
+
+async def test_agents_that_compute_by_turns_may_hold_a_worker_for_longer_together(
+    renderer: ChatRenderer,
+) -> None:
+    async with Run(renderer, block_s=BLOCK_S) as run:
+        rollouts = await asyncio.gather(*(run.rollout("compute") for _ in range(8)))  # 3.2 s in one turn of the loop
+        assert [rollout.turns for rollout in rollouts] == [2] * 8
+        assert run.agents.flush_figures()[0].restarts == 0
+
+
+async def test_a_worker_that_is_stopped_is_killed_and_replaced(renderer: ChatRenderer) -> None:
+    async with Run(renderer, block_s=0.5) as run:
+        run.held.add("agents-0")
+        held = run.begin()
+        await run.asked["agents-0"].wait()
+        (pid,) = run.agents.pids().values()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="agent worker 0 was killed: it said nothing for 3 s"):
+            await held
+        assert (await run.rollout()).turns == 2
+
+
+async def test_a_worker_that_is_killed_from_outside_is_replaced(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        run.held.add("agents-0")
+        held = run.begin()
+        await run.asked["agents-0"].wait()
+        (pid,) = run.agents.pids().values()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="agent worker 0 died of SIGKILL"):
+            await held
+        assert (await run.rollout()).turns == 2
+
+
+async def test_an_environment_that_cannot_be_loaded_there_says_why(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
+    async with Run(renderer, "broken") as run:
+        with pytest.raises(SettingsError, match="RuntimeError: only in the parent"):
+            await run.rollout(name="broken")
+    async with Run(renderer, "broken", args={"ends": True}) as run:
+        with pytest.raises(LifecycleError, match="agent worker 0 ended with status 7"):
+            await run.rollout(name="broken")
+
+
+async def test_closing_while_a_worker_starts_leaves_nothing(renderer: ChatRenderer) -> None:
+    async with Run(renderer, workers=2) as run:
+        starting = asyncio.create_task(run.rollouter.start())
+        while not left_processes():  # noqa: ASYNC110  (nothing tells of a process that has begun)
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        await asyncio.wait({starting})
+
+
+async def test_what_agents_print_and_the_trace_are_in_the_runs_folder(renderer: ChatRenderer, tmp_path: Path) -> None:
+    watch = WorkerWatch(tmp_path / "agent_workers.log", tmp_path / "trace", 1_000_000)
+    async with Run(renderer, watch=watch) as run:
+        await run.rollout("print")
+    assert "said by an agent" in (tmp_path / "agent_workers.log").read_text()
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["agent worker 0.events"]
+    assert '"rollout"' in (tmp_path / "trace" / "agent worker 0.events").read_text()
+
+
+async def test_the_orchestrators_loop_goes_on_while_a_worker_is_blocked(
+    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Run(renderer, workers=2, block_s=BLOCK_S) as run:
+        await run.rollouter.start()
+        blocked = run.begin("spin")
+        await run.asked["agents-0"].wait()
+        beside = [await run.rollout() for _ in range(4)]
+        assert [rollout.turns for rollout in beside] == [2, 2, 2, 2]
+        assert not blocked.done()
+        with caplog.at_level(logging.ERROR), pytest.raises(WorkerLost):
+            await blocked
+        assert "by spin (" in caplog.text
+
+
+ORCHESTRATOR = """
+import asyncio, sys
+from tailrace.rollouts import ChatRenderer
+from tests.rollouts.agent_workers.played import Run
+
+async def main():
+    run = Run(ChatRenderer(sys.argv[1]), workers=2, block_s=5.0)
+    await run.rollouter.start()
+    blocked = run.begin("spin")
+    await run.asked["agents-0"].wait()
+    print(*run.agents.pids().values(), flush=True)
+    await blocked
+
+asyncio.run(main())
+"""
+
+
+async def test_workers_end_when_the_orchestrator_is_killed_also_one_that_is_blocked(renderer: ChatRenderer) -> None:
+    orchestrator = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ORCHESTRATOR, renderer.source.folder), stdout=asyncio.subprocess.PIPE
+    )
+    assert orchestrator.stdout is not None
+    workers = [psutil.Process(int(pid)) for pid in (await orchestrator.stdout.readline()).split()]
+    assert len(workers) == 2
+    orchestrator.kill()
+    await orchestrator.wait()
+    for worker in workers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            await asyncio.to_thread(worker.wait, PATIENCE_S)

@@ -1,0 +1,92 @@
+"""A group that an agent worker scores is the group that the orchestrator would have, and what fails there costs it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from tailrace.errors import RolloutError, ScoringFailed, WorkerLost
+from tailrace.records import Group, GroupId, Rollout
+from tailrace.rollouts import ChatRenderer
+from tests.rollouts.agent_workers.played import Run, left_processes
+
+
+async def scored(run: Run, behave: str, name: str = "ranked") -> tuple[list[Rollout], list[Group]]:
+    """The members of a group of three, and what became of it."""
+    members = [await run.rollout(behave, name=name) for _ in range(3)]
+    group = Group(GroupId("g"), members[0].task, list(members), metadata={"own": 1})
+    return members, await run.rollouter.score(group)
+
+
+def shown(groups: list[Group]) -> list[object]:
+    """All that scoring sets, but for times and process ids."""
+    return [
+        (
+            group.index,
+            group.metadata,
+            sorted(group.metrics),
+            None if group.advantages is None else [np.asarray(one).tolist() for one in group.advantages],
+            [
+                (
+                    rollout.rollout_id,
+                    None if rollout.reward is None else (rollout.reward.value, rollout.reward.columns.get("tokens")),
+                    rollout.metadata,
+                    [{key: column.tolist() for key, column in one.columns.items()} for one in rollout.branches],
+                )
+                for rollout in group.rollouts
+            ],
+        )
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("behave", ["well", "results", "split", "drop"])
+async def test_a_group_is_scored_in_a_worker_as_on_the_loop(renderer: ChatRenderer, behave: str) -> None:
+    found = []
+    for workers in (0, 1):
+        async with Run(renderer, "ranked", workers=workers) as run:
+            members, groups = await scored(run, behave)
+            found.append(shown(groups))
+            kept = [rollout for group in groups for rollout in group.rollouts]
+            assert all(any(rollout is member for member in members) for rollout in kept)
+            if behave == "well":
+                pids = {rollout.reward.components["pid"] for rollout in kept if rollout.reward is not None}
+                assert pids == ({float(os.getpid())} if workers == 0 else set(run.agents.pids().values()))
+    assert found[0] == found[1]
+
+
+async def test_named_rewards_for_whole_groups_run_in_the_worker(renderer: ChatRenderer) -> None:
+    async with Run(renderer, "weighed") as run:
+        members, _ = await scored(run, "well", "weighed")
+        (pid,) = run.agents.pids().values()
+        rewards = [rollout.reward.value for rollout in members if rollout.reward is not None]
+    assert rewards == [pid] * 3
+
+
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        ("raise in the score", "ZeroDivisionError: of the score"),
+        ("exit in the score", r"users' code raised SystemExit\(6\)"),
+        ("foreign", "returned rollout elsewhere which is not of this group"),
+    ],
+)
+async def test_a_score_that_fails_costs_its_group(renderer: ChatRenderer, behave: str, message: str) -> None:
+    async with Run(renderer, "ranked") as run:
+        with pytest.raises(ScoringFailed, match=f"(?s)ranked/train/0.*{message}"):
+            await scored(run, behave)
+        assert len((await scored(run, "well"))[1]) == 1
+        assert run.agents.flush_figures()[0].restarts == 0
+
+
+async def test_a_score_that_crashes_is_tried_in_one_more_worker_and_then_fails(renderer: ChatRenderer) -> None:
+    async with Run(renderer, "ranked") as run:
+        with pytest.raises(RolloutError, match="died of SIGSEGV in rank ") as raised:
+            await scored(run, "crash in the score")
+        assert isinstance(raised.value, WorkerLost)
+        await asyncio.wait_for(scored(run, "well"), 60)
+        assert run.agents.flush_figures()[0].restarts == 2
+    assert left_processes() == []

@@ -1,0 +1,77 @@
+"""Whole runs whose agents live in processes of their own: they train, lose nothing but attempts, and leave nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tailrace.errors import SettingsError
+from tailrace.run.evaluating import evaluate_model
+from tailrace.run.training import train
+from tests.run.runs import command, records, rollouts, tiny_settings
+from tests.support import run_environments
+from tests.support.chrome_trace import read_trace, spans, tracks
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
+
+
+def agent_workers(pid: int) -> list[psutil.Process]:
+    """The processes that play rollouts, of this orchestrator."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if "tailrace.rollouts.agent_workers.process" in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:  # it ended meanwhile
+            continue
+    return found
+
+
+def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "24", "--rollouts.agent_workers", "2") as run:
+        run.wait_for_steps(2)
+        children = psutil.Process(run.pid).children(recursive=True)
+        log = run.folder / "logs" / "orchestrator.log"
+        for killed, victim in enumerate(agent_workers(run.pid)):
+            victim.kill()
+            run.wait_until(lambda killed=killed: log.read_text().count("died of SIGKILL") > killed)
+        status, printed = run.wait()
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert (status, run.leftovers(), alive) == (0, [], []), printed
+    ended = rollouts(run.folder)
+    trained = [record for record in ended if record["outcome"]["state"] == "trained"]
+    ledger = json.loads((run.folder / "summary.json").read_text())["ledger"]
+    assert ledger["in_flight"] == 0
+    assert ledger["admitted"] == sum(ledger["by_state"].values())
+    assert ledger["by_state"]["trained"] == len(trained) >= 24 * 4 - ledger["by_state"]["failed"]
+    assert ledger["by_reason"]["failed"].keys() <= {"worker_lost"}
+    assert not any(record["columns"]["torch_is_imported"] for record in trained)
+    lines = records(run.folder / "metrics.jsonl")
+    for metric in ("agent_worker/0/rollouts", "agent_worker/1/restarts", "memory/agent_worker_0_rss_bytes"):
+        assert any(metric in line for line in lines), metric
+    events = read_trace(run.folder / "trace.json")
+    assert tracks(events).keys() >= {"orchestrator", "agent worker 0", "agent worker 1"}
+    assert spans(events, "rollout")
+
+
+async def test_an_evaluation_in_workers_is_the_one_on_the_loop(tmp_path: Path) -> None:
+    found = []
+    for workers in ("0", "2"):
+        settings = tiny_settings("--rollouts.agent_workers", workers, "--placement", "local", parent=tmp_path)
+        (one,) = await evaluate_model(settings)
+        found.append(sorted((rollout.task.task_id, str(rollout.messages)) for rollout in one.rollouts))
+    assert found[0] == found[1]
+    assert len(found[0]) == 8
+
+
+async def test_what_workers_cannot_play_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"keeps all in one process, but rollouts\.agent_workers is 1"):
+        tiny_settings("--placement", "inline", "--rollouts.agent_workers", "1", parent=tmp_path)
+    settings = tiny_settings("--rollouts.agent_workers", "1", "--environment.name", "words", parent=tmp_path)
+    with pytest.raises(
+        SettingsError, match=r"was given as an object, which rollouts\.agent_workers = 1 processes cannot"
+    ):
+        await train(settings, tmp_path, given={"words": run_environments.words()})

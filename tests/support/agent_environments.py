@@ -1,0 +1,190 @@
+"""Agents that agent workers load by name: good ones, and ones that block, crash, exit, fork and leave things behind."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward, Observation, Policy
+from tailrace.records import Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
+
+ROWS: list[dict[str, Json]] = [{"behave": "well"}]
+
+
+async def behaving(task: Task, policy: Policy) -> AgentResult:
+    """Two turns; what else happens is what the row asks for."""
+    messages: list[Message] = [{"role": "user", "content": "go"}]
+    reply = await policy.chat(messages, stop=["stop"] if task["behave"] == "stop" else ())
+    info = await misbehave(str(task["behave"]), policy, reply)
+    messages += [reply.message, {"role": "user", "content": "go on"}]
+    last = await policy.chat(messages)
+    said = {"said": [reply.content, last.content], "torch_is_imported": "torch" in sys.modules}
+    return AgentResult(1.0, {"pid": float(os.getpid()), "turns": 2.0}, {**said, **info})
+
+
+async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json]:  # noqa: PLR0912
+    match behave:
+        case "sleep":
+            time.sleep(600)  # noqa: ASYNC251
+        case "spin":
+            spin()
+        case "compute":
+            until_s = time.monotonic() + 0.4
+            while time.monotonic() < until_s:
+                pass
+        case "crash":
+            ctypes.string_at(0)
+        case "exit":
+            os._exit(3)
+        case "sys.exit":
+            sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "exit in a task":
+            await asyncio.ensure_future(leave())
+        case "print":
+            print("said by an agent")
+            sys.stdout.flush()
+        case "raise":
+            raise ZeroDivisionError("of the user")
+        case "wait":
+            await asyncio.sleep(600)
+        case "fork":
+            os.fork()  # the copy goes on as if it were the worker
+        case "leave a process":
+            os.system("sleep 600 &")  # noqa: ASYNC221
+        case "leave a thread":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+        case "numpy":
+            return {"array": np.arange(3), "number": np.float32(0.5)}
+        case "unserializable":
+            return {"it": object()}
+        case "rewrite":
+            await policy.chat([{"role": "user", "content": "something else"}])
+        case "columns":
+            policy.set_column(reply, "weights", np.full((reply.completion.num_tokens, 2), 0.5))
+            policy.demonstrate([{"role": "user", "content": "go"}, {"role": "assistant", "content": "well"}])
+    return {}
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+async def leave() -> None:
+    sys.exit(4)
+
+
+class Counting:
+    """Counts its steps on an event loop."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.steps = 0
+        return Observation.user("go")
+
+    async def step(self, reply: Message) -> Observation:
+        self.steps += 1
+        if self.steps == 3:
+            return Observation.end(1.0, metrics={"pid": float(os.getpid())})
+        return Observation.user(str(self.steps), reward=0.25)
+
+
+async def grade(task: Task, messages: list[Message]) -> float:
+    """A reward that may fail, or end everything."""
+    match task["behave"]:
+        case "raise in the reward":
+            raise ZeroDivisionError("of the reward")
+        case "exit in the reward":
+            sys.exit(5)
+    return 0.75
+
+
+def slow_grade(task: Task, messages: list[Message]) -> float:
+    """Synchronous: it runs in a killable process of its own."""
+    return float(os.getpid())
+
+
+def agents() -> EnvironmentSpec:
+    return EnvironmentSpec(name="agents", agent=behaving, train_tasks=ROWS)
+
+
+def counting() -> EnvironmentSpec:
+    return EnvironmentSpec(name="counting", environment=Counting, train_tasks=ROWS, columns=("steps",))
+
+
+def graded() -> EnvironmentSpec:
+    return EnvironmentSpec(name="graded", agent=behaving, reward=grade, train_tasks=ROWS)
+
+
+def checked() -> EnvironmentSpec:
+    return EnvironmentSpec(name="checked", agent=behaving, reward=slow_grade, train_tasks=ROWS)
+
+
+def broken(*, ends: bool = False) -> EnvironmentSpec:
+    """Can be loaded in the process that has marked itself, and nowhere else."""
+    if os.environ.get("TAILRACE_TEST_PARENT") != str(os.getpid()):
+        if ends:
+            os._exit(7)
+        raise RuntimeError("only in the parent")
+    return EnvironmentSpec(name="broken", agent=behaving, train_tasks=ROWS)
+
+
+async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
+    """Scores a group in the way that its row asks for."""
+    match group.task["behave"]:
+        case "results":
+            return [AgentResult(float(number), {"place": float(number)}) for number, _ in enumerate(group.rollouts)]
+        case "split":
+            first, *others = group.rollouts
+            return [Group(group.group_id, group.task, [first], metadata={"part": 0}), replace_rollouts(group, others)]
+        case "drop":
+            return None
+        case "foreign":
+            return Group(group.group_id, group.task, [replace(group.rollouts[0], rollout_id=RolloutId("elsewhere"))])
+        case "raise in the score":
+            raise ZeroDivisionError("of the score")
+        case "exit in the score":
+            sys.exit(6)
+        case "crash in the score":
+            ctypes.string_at(0)
+    for number, rollout in enumerate(group.rollouts):
+        tokens = rollout.branches[0].num_tokens
+        rollout.reward = Reward(float(number), {"pid": float(os.getpid())}, {"tokens": tokens})
+        rollout.metadata["place"] = number
+        rollout.branches[0].set_column("place", np.full(tokens, number))
+    group.metadata["ranked"] = True
+    group.metrics["ranked"] = 1.0
+    group.advantages = [
+        0.5,
+        *(np.full(rollout.branches[0].num_tokens, 0.25, np.float32) for rollout in group.rollouts[1:]),
+    ]
+    return group
+
+
+def replace_rollouts(group: Group, rollouts: list[Rollout]) -> Group:
+    group.rollouts = rollouts
+    for rollout in rollouts:
+        rollout.reward = Reward(1.0)
+    return group
+
+
+def ranked() -> EnvironmentSpec:
+    return EnvironmentSpec(name="ranked", agent=behaving, score_group=rank, train_tasks=ROWS)
+
+
+async def compared(prompts: list[object], completions: list[object], **columns: object) -> list[float]:
+    """A named reward for whole groups, by the process that it runs in."""
+    return [float(os.getpid()) for _ in completions]
+
+
+def weighed() -> EnvironmentSpec:
+    reward = NamedReward(compared, together=True)
+    return EnvironmentSpec(name="weighed", agent=behaving, rewards={"compared": reward}, train_tasks=ROWS)
