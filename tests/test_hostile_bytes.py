@@ -48,6 +48,7 @@ from tailrace.records import (
     Supports,
     Task,
     TaskId,
+    TokenScores,
     TrainerEnded,
 )
 from tailrace.replay.capture import CaptureWriter, read_capture
@@ -142,8 +143,17 @@ def completion(size: int = 4) -> Completion:
     ids = np.arange(size, dtype=np.int32)
     chunk = PayloadChunk(0, 6, PayloadRef("memory:1", "uint8", (6, 2, 2)))
     supports = Supports(np.arange(2 * size, dtype=np.int32), np.full(size, 2, np.int32))
+    scores = TokenScores(ids.astype(np.float32), np.stack([ids, ids], 1), np.zeros((size, 2), np.float32))
     return Completion(
-        ids, ids.astype(np.float32), ids, FinishReason.STOP, (chunk,), ((1, 3),), supports, {"decode_s": 1.0}
+        token_ids=ids,
+        logprobs=ids.astype(np.float32),
+        policy_versions=ids,
+        finish_reason=FinishReason.STOP,
+        routed_experts=(chunk,),
+        mixed_spans=((1, 3),),
+        supports=supports,
+        scores=scores,
+        metrics={"decode_s": 1.0},
     )
 
 

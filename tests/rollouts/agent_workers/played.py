@@ -102,9 +102,9 @@ class Run:
         return await self.begin(behave, replies, name)
 
 
-def left_processes() -> list[psutil.Process]:
-    """Processes of agent workers and of what they started, that are still there."""
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+def processes() -> set[psutil.Process]:
+    """All below this one that run: of agent workers, and of whatever tests before these left for their like."""
+    return {child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
 
 
 def sockets() -> set[str]:

@@ -11,7 +11,7 @@ import pytest
 from tailrace.errors import RolloutError, ScoringFailed, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
-from tests.rollouts.agent_workers.played import Run, left_processes
+from tests.rollouts.agent_workers.played import Run
 
 
 async def scored(run: Run, behave: str, name: str = "ranked") -> tuple[list[Rollout], list[Group]]:
@@ -89,4 +89,3 @@ async def test_a_score_that_crashes_is_tried_in_one_more_worker_and_then_fails(r
         assert isinstance(raised.value, WorkerLost)
         await asyncio.wait_for(scored(run, "well"), 60)
         assert run.agents.flush_figures()[0].restarts == 2
-    assert left_processes() == []
