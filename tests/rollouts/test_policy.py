@@ -199,7 +199,7 @@ async def test_a_reply_after_a_demonstration_names_its_own_branch(renderer: Chat
     replies.append(await talk.policy.chat([user("c"), replies[1].message, user("d")]))
     assert [reply.branch for reply in replies] == [0, 2, 2]
     talk.policy.set_column(replies[1], "weights", np.ones(replies[1].completion.num_tokens))
-    assert [set(branch.columns) for branch in talk.rollout.branches] == [set(), {"cross_entropy"}, {"weights"}]
+    assert [set(branch.columns) for branch in talk.rollout.branches] == [set(), {"cross_entropy_weights"}, {"weights"}]
     for reply in replies:
         branch = talk.rollout.branches[reply.branch]
         assert branch.token_ids[reply.start_token :][: reply.completion.num_tokens].tolist() == (
