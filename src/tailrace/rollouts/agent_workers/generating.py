@@ -34,9 +34,8 @@ class AskedGenerate(Generate):
         self._send(Ask(call_id=call_id, request=request, wants_chunks=on_chunk is not None))
         try:
             return await call.answered
-        except (
-            BaseException
-        ) as error:  # cancelled, or `on_chunk` raised; where the orchestrator failed it, it is closed
+        except BaseException as error:
+            # Cancelled, or `on_chunk` raised; where the orchestrator failed it, it is closed.
             if self._calls.get(call_id) is call:
                 self._send(Withdraw(call_id=call_id, has_enough=not isinstance(error, asyncio.CancelledError)))
             raise
