@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
 import numpy as np
 
+from tailrace.environments import Endpoint
 from tailrace.errors import BudgetExceeded, RolloutError, SettingsError
 from tailrace.records import (
     CROSS_ENTROPY_WEIGHTS,
@@ -41,6 +43,7 @@ from tailrace.records.columns import RESERVED, as_column
 from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.tracing.phases import phase
 
 _LENGTH, _LOST = FinishReason.LENGTH, (FinishReason.ERROR, FinishReason.ABORTED)
@@ -64,6 +67,7 @@ class RolloutPolicy:
         system_prompt: str | None = None,
         records_experts: bool = False,
         takes_demonstrations: bool | None = True,
+        endpoints: Endpoints | None = None,
     ) -> None:
         """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn.
 
@@ -75,7 +79,7 @@ class RolloutPolicy:
         self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
         self._max_model_tokens = max_model_tokens
         self._system_prompt, self._records_experts = system_prompt, records_experts
-        self._takes_demonstrations = takes_demonstrations
+        self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints
         self._conversations: list[BranchConversation] = []
         self._closed = False
         self._turns: set[asyncio.Task[object]] = set()
@@ -155,6 +159,15 @@ class RolloutPolicy:
                 f"column {name!r} has {len(column)} values, and the reply {reply.completion.num_tokens} tokens"
             )
         self._rollout.branches[reply.branch].set_column(name, column, start=reply.start_token)
+
+    def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
+        """An HTTP address for this policy: see `Policy.endpoint`."""
+        if self._endpoints is None:
+            raise SettingsError(
+                f"environment {self._rollout.task.environment!r} asks for its policy's HTTP address, and nothing gives "
+                "one here: pass `endpoints` (tailrace.gateway.Gateway) to the rollouter"
+            )
+        return self._endpoints.open(self)
 
     def keep(self, messages: Sequence[Message]) -> None:
         """Add what follows the last reply to the conversation kept for people; the policy never answers it."""

@@ -16,6 +16,7 @@ from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
@@ -49,10 +50,12 @@ class Rollouter:
         teacher: Teacher | None = None,
         worker_log: Path | None = None,
         watch: WorkerWatch | None = None,
+        endpoints: Endpoints | None = None,
     ) -> None:
         """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told.
 
         Agents may demonstrate where it `takes_demonstrations`, and a `teacher` scores every group; not in evaluations.
+        `endpoints` give the policies of rollouts that are played in this process their HTTP addresses.
         """
         self._settings = settings
         self._environments = environments
@@ -71,6 +74,7 @@ class Rollouter:
             max_steps=max_steps,
             records_experts=records_experts,
             takes_demonstrations=takes_demonstrations,
+            endpoints=endpoints,
         )
         apart = {name: loadable[name] for name, one in environments.items() if one.is_apart}
         self._agents: AgentWorkers | None = None

@@ -1,7 +1,7 @@
 """What a dialect reads and writes. No I/O: bytes come from and go to the server.
 
-    body ─read─► ChatRequest ... Answer ─whole─► body
-                                       ─events─► server-sent events: begin, text*, reasoning*, end | fail
+body ─read─► ChatRequest ... Answer ─whole─► body
+                                   ─events─► server-sent events: begin, text*, reasoning*, end | fail
 """
 
 from __future__ import annotations
