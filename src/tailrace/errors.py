@@ -6,7 +6,7 @@ Each message says what was found, what was expected and what to do about it, and
     ├── SettingsError, DataError, ModelError        end the command with exit code 2
     ├── RolloutError                                costs one rollout, under a reason that is counted
     │   ├── RolloutTimeout, EnvironmentFailed, InvalidReward, BudgetExceeded
-    │   │   └── WorkerLost (an EnvironmentFailed)
+    │   │   └── WorkerLost, ProgramFailed, ClientLost (an EnvironmentFailed)
     │   └── ScoringFailed ── JudgeFailed, TeacherFailed   costs one group
     ├── ErrorBudgetSpent                            an exception group of what failed
     ├── ToolError                                   the policy reads it, the rollout continues
@@ -69,6 +69,20 @@ class WorkerLost(EnvironmentFailed):
     """The process that played a rollout ended, or had to be killed; the message says where it was."""
 
     reason = "worker_lost"
+
+
+class ProgramFailed(EnvironmentFailed):
+    """The program that was a rollout's agent failed, or took more than its limits; `reason` says which."""
+
+    def __init__(self, message: str, *, reason: str = "program_failed") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ClientLost(EnvironmentFailed):
+    """The client outside that claimed a rollout was silent for longer than its lease."""
+
+    reason = "client_lost"
 
 
 class InvalidReward(RolloutError):

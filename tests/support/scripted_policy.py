@@ -43,6 +43,10 @@ class ScriptedPolicy:
     tools: list[list[ToolSpec] | None] = field(default_factory=list)
     demonstrations: list[list[Message]] = field(default_factory=list)
 
+    @property
+    def messages(self) -> list[Message]:
+        return self.conversations[-1] if self.conversations else []
+
     async def chat(
         self,
         messages: list[Message],

@@ -10,6 +10,8 @@ Your own, in ten lines: `docs/environments.md`.
 from tailrace.environments.datasets import load_rows
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
+from tailrace.environments.outside import Offer, outside_agent
+from tailrace.environments.programs import ProgramEnd, ProgramLimits, command_agent
 from tailrace.environments.protocol import (
     Agent,
     Endpoint,
@@ -41,7 +43,10 @@ __all__ = [
     "Message",
     "NamedReward",
     "Observation",
+    "Offer",
     "Policy",
+    "ProgramEnd",
+    "ProgramLimits",
     "Reply",
     "Reward",
     "ScoreGroup",
@@ -49,8 +54,10 @@ __all__ = [
     "ToolCall",
     "ToolSpec",
     "answer_tool_calls",
+    "command_agent",
     "environment_names",
     "load_environment",
     "load_rows",
+    "outside_agent",
     "single_turn_agent",
 ]

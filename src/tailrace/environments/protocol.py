@@ -17,6 +17,8 @@ from typing import Protocol, TypeAlias
 from tailrace.environments.callables import is_async, is_async_environment
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
+from tailrace.environments.outside import Offer
+from tailrace.environments.programs import CommandAgent
 from tailrace.environments.results import AgentResult
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
@@ -46,6 +48,12 @@ class Endpoint(Protocol):
     def reported(self) -> AgentResult | None:
         """What was last sent to `POST {path_url}/reward`."""
 
+    async def play_outside(self, offer: Offer) -> None:
+        """Let a client claim this rollout by `POST /rollouts`, and wait until it has ended it.
+
+        Raises `ClientLost` where it is silent for longer than its lease, `RolloutTimeout` where it takes too long.
+        """
+
     async def ended(self) -> None:
         """Wait for `POST {path_url}/end`, or for a reward: then the agent asks for no turn any more."""
 
@@ -74,6 +82,10 @@ class Policy(Protocol):
         Raises `BudgetExceeded` where no turn or token is left (let it pass: it ends the rollout), `RequestRefused`
         where the conversation does not fit the model's context.
         """
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the latest turn, its reply included; empty before the first."""
 
     def demonstrate(self, messages: list[Message], *, tools: list[ToolSpec] | None = None, weight: float = 1.0) -> None:
         """Show what the policy ought to say: the last message of this conversation, the assistant's.
@@ -259,7 +271,9 @@ class EnvironmentSpec:
     @property
     def needs_workers(self) -> bool:
         """Whether some of its code is synchronous and not trusted, so that it must run in a worker process."""
-        functions = [self.reward, *(named.function for named in self.rewards.values())]
+        functions: list[object] = [self.reward, *(named.function for named in self.rewards.values())]
+        if isinstance(self.agent, CommandAgent):
+            functions.append(self.agent.reward)
         plays_async = self.environment is None or is_async_environment(self.environment)
         return not (self.trusted or (plays_async and all(one is None or is_async(one) for one in functions)))
 

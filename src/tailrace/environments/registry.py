@@ -21,6 +21,7 @@ from tailrace.environments.datasets import first_rows, hold_out, load_rows
 from tailrace.environments.files import ArrowRows, JsonlRows
 from tailrace.environments.judge import JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
+from tailrace.environments.programs import CommandAgent
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.errors import DataError, SettingsError, TailraceError
@@ -68,6 +69,8 @@ def load_environment(
     """
     target = _find(settings.name) if given is None else given
     spec = _to_spec(target, settings)
+    if isinstance(spec.agent, CommandAgent):
+        spec.agent.require_command()
     spec = replace(
         spec,
         name=settings.id or spec.name,

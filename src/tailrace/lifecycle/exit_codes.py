@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import signal
 
 from tailrace.errors import DataError, ModelError, SettingsError
 
@@ -51,17 +50,3 @@ def is_from_outside(status: int) -> bool:
     (True, True, False)
     """
     return status < 0 or status in (ExitCode.FINISHED, ExitCode.TERMINATED)
-
-
-def describe_exit(returncode: int) -> str:
-    """An exit status in words; a negative one is a signal's, as in `subprocess`.
-
-    >>> describe_exit(0), describe_exit(-9)
-    ('with status 0', 'killed by SIGKILL')
-    """
-    if returncode >= 0:
-        return f"with status {returncode}"
-    try:
-        return f"killed by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"killed by signal {-returncode}"

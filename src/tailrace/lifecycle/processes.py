@@ -7,15 +7,13 @@ with lines of JSON: that it is ready, and signs of life (`heartbeats`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -110,19 +108,3 @@ def loopback_environment() -> dict[str, str]:
     gloo looks for an interface by this machine's name otherwise, which need not resolve.
     """
     return {"GLOO_SOCKET_IFNAME": _LOOPBACK.name} if _LOOPBACK.exists() else {}
-
-
-def call_on_exit(process: subprocess.Popen[bytes], callback: Callable[[], None]) -> None:
-    """Call back on the event loop once the process has ended, leaving it to be reaped by the callback."""
-    loop = asyncio.get_running_loop()
-    if not hasattr(os, "pidfd_open"):
-        threading.Thread(target=lambda: (process.wait(), loop.call_soon_threadsafe(callback)), daemon=True).start()
-        return
-    pidfd = os.pidfd_open(process.pid)
-
-    def ended() -> None:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-        callback()
-
-    loop.add_reader(pidfd, ended)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec
+from tailrace.environments.outside import OutsideAgent
 from tailrace.records import SamplingParams
 from tailrace.rollouts.settings import RolloutSettings
+
+_AGES_S = 3.0e8
+"""Ten years: as long as event loops can wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,16 @@ class LoadedEnvironment:
     """Whether its rollouts are played in agent workers."""
     score_timeout_s: float
     """For the score of one group, from when it has its turn."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether its rollouts wait for clients outside, so that their time counts from when they are claimed."""
+        return isinstance(self.spec.agent, OutsideAgent)
+
+    @property
+    def deadline_s(self) -> float:
+        """From when a rollout is admitted."""
+        return _AGES_S if self.is_outside else self.timeout_s
 
     @classmethod
     def of(

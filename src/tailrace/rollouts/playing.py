@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from tailrace.environments import Agent, AgentResult, EnvironmentSpec
+from tailrace.environments import Agent, AgentResult, Offer, Policy
 from tailrace.environments.callables import is_async_environment
+from tailrace.environments.outside import OutsideAgent
+from tailrace.environments.programs import CommandAgent
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import BudgetExceeded, ScoringFailed
-from tailrace.records import Generate, Group, Rollout
+from tailrace.records import Generate, Group, Rollout, Task
 from tailrace.rollouts.agents import LocalEnvironment, play_environment
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import Renderer
@@ -69,9 +71,9 @@ class RolloutPlayer:
 
         Raises `RolloutError`, `RequestRefused` where the engine cannot take a prompt, and what concerns more than it.
         """
-        spec, task, limit_s = environment.spec, rollout.task, environment.timeout_s
+        spec, task, limit_s = environment.spec, rollout.task, environment.deadline_s
         clock = asyncio.get_running_loop().time
-        agent, started_s = self._agent(spec), clock()
+        agent, started_s = self._agent(environment), clock()
         try:
             with (
                 attribute_errors(task),
@@ -93,7 +95,8 @@ class RolloutPlayer:
         Raises as `RewardFunctions.score_rollout` does.
         """
         task, limit_s = rollout.task, environment.timeout_s
-        with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=rollout.started_s + limit_s):
+        ends_s = None if environment.is_outside else rollout.started_s + limit_s
+        with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=ends_s):
             return await self.functions.score_rollout(rollout, reported, environment.spec)
 
     async def score_group(self, group: Group, environment: LoadedEnvironment) -> object:
@@ -111,7 +114,15 @@ class RolloutPlayer:
         ):
             return await self.functions.score_group(group, environment.spec)
 
-    def _agent(self, spec: EnvironmentSpec) -> Agent:
+    def _agent(self, environment: LoadedEnvironment) -> Agent:
+        spec = environment.spec
+        if isinstance(spec.agent, OutsideAgent):
+            return partial(_play_outside, agent=spec.agent, environment=environment)
+        if isinstance(spec.agent, CommandAgent):
+            is_apart = spec.agent.needs_worker and not spec.trusted
+            needs_reward = not (spec.scores_rollouts or spec.scores_groups)
+            score = self._workers.program_reward if is_apart else None
+            return partial(spec.agent.play, score=score, needs_reward=needs_reward)
         if spec.agent is not None:
             return spec.agent
         factory = spec.environment
@@ -119,6 +130,17 @@ class RolloutPlayer:
         if spec.trusted or is_async_environment(factory):
             return partial(play_environment, spec=spec, host=lambda task: LocalEnvironment(factory))
         return partial(play_environment, spec=spec, host=partial(WorkerEnvironment, self._workers))
+
+
+async def _play_outside(
+    task: Task, policy: Policy, *, agent: OutsideAgent, environment: LoadedEnvironment
+) -> AgentResult:
+    limits = {
+        "max_turns": environment.max_turns,
+        "max_tokens": environment.sampling.max_tokens,
+        "timeout_s": environment.timeout_s,
+    }
+    return await agent.play(policy, Offer(task, agent.lease_s, environment.timeout_s, limits))
 
 
 def leave_out_empty_branches(rollout: Rollout) -> None:

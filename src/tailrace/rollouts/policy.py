@@ -92,6 +92,11 @@ class RolloutPolicy:
         """Of the rollout that it belongs to."""
         return self._rollout.rollout_id
 
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the latest turn: see `Policy.messages`."""
+        return self._rollout.messages
+
     async def chat(
         self,
         messages: list[Message],

@@ -247,7 +247,7 @@ class Rollouter:
         await self._attempts.run(
             self._attempt(rollout, policy, environment),
             what=f"task {rollout.task.task_id}: rollout {rollout.rollout_id}",
-            limit_s=environment.timeout_s,
+            limit_s=environment.deadline_s,
             stop=policy.stop,
         )
 

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tailrace.child_processes import describe_exit
 from tailrace.config.serving import ServeSettings
 from tailrace.errors import EngineFailed, SettingsError
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.devices import visible_devices
-from tailrace.lifecycle.exit_codes import ExitCode, describe_exit
+from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.processes import loopback_environment, spawn_role
 from tailrace.lifecycle.roles import RoleSpec
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
+from tailrace.child_processes import describe_exit
 from tailrace.config.restarts import RestartSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.devices import visible_devices
-from tailrace.lifecycle.exit_codes import describe_exit
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.transport.channels import wait_until
 

@@ -16,12 +16,12 @@ import msgspec
 import psutil
 from typing_extensions import override
 
+from tailrace.child_processes import call_on_exit, describe_exit
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
-from tailrace.lifecycle.exit_codes import describe_exit
 from tailrace.lifecycle.heartbeats import Beat, Ready, Vigil
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
-from tailrace.lifecycle.processes import STACKS, STACKS_S, STOP, call_on_exit, spawn_role
+from tailrace.lifecycle.processes import STACKS, STACKS_S, STOP, spawn_role
 from tailrace.lifecycle.resources import own_socket_folder
 from tailrace.lifecycle.roles import Role
 from tailrace.transport.channels import ipc_address

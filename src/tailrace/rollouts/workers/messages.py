@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from tailrace.environments import ProgramEnd
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState
 from tailrace.guards import guarded
 from tailrace.records import DEEPEST, Message, Task, is_too_deep
@@ -61,6 +62,12 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     messages: list[Message]
 
 
+class ScoreProgram(msgspec.Struct, frozen=True, tag=True):
+    """Call the reward function of the environment's program."""
+
+    end: ProgramEnd
+
+
 class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
     """Call some of the environment's named reward functions with rollouts of one task; answers what each returned."""
 
@@ -70,7 +77,7 @@ class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
     state: TrainerState
 
 
-Call: TypeAlias = Load | Open | Step | ReadAttributes | Score | ScoreNamed
+Call: TypeAlias = Load | Open | Step | ReadAttributes | Score | ScoreProgram | ScoreNamed
 
 
 class Request(msgspec.Struct, frozen=True):

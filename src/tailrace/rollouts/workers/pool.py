@@ -20,7 +20,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from tailrace.environments import AgentResult, EnvironmentSettings, Observation
+from tailrace.environments import AgentResult, EnvironmentSettings, Observation, ProgramEnd
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState
 from tailrace.errors import CorruptData, EnvironmentFailed, RolloutTimeout, SettingsError
 from tailrace.records import Json, Message, Task
@@ -36,6 +36,7 @@ from tailrace.rollouts.workers.messages import (
     Request,
     Score,
     ScoreNamed,
+    ScoreProgram,
     Step,
     answer_decoder,
     pack,
@@ -74,6 +75,10 @@ class WorkerPool:
         """What the reward function of the task's environment returns. Raises `RolloutError`."""
         return AgentResult(**await self._score(task, Score(task, messages)))
 
+    async def program_reward(self, end: ProgramEnd) -> AgentResult:
+        """What the reward function of a program's environment returns. Raises `RolloutError`."""
+        return AgentResult(**await self._score(end.task, ScoreProgram(end)))
+
     async def named_rewards(
         self, task: Task, rollouts: Sequence[ScoredRollout], names: Sequence[str], state: TrainerState
     ) -> Mapping[str, object]:
@@ -81,7 +86,7 @@ class WorkerPool:
         returned: Mapping[str, object] = await self._score(task, ScoreNamed(task, list(rollouts), list(names), state))
         return returned
 
-    async def _score(self, task: Task, call: Score | ScoreNamed) -> Json:
+    async def _score(self, task: Task, call: Score | ScoreProgram | ScoreNamed) -> Json:
         worker = self.least_busy(task.environment)
         async with worker.turn(task.environment):
             return await worker.call(call, task)
@@ -311,5 +316,6 @@ _NAMES: dict[type, str] = {
     Step: "step of the environment",
     ReadAttributes: "reading attributes of the environment",
     Score: "the reward function",
+    ScoreProgram: "the reward function",
     ScoreNamed: "the reward functions",
 }

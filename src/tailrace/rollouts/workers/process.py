@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from tailrace.environments import Environment, EnvironmentSettings, EnvironmentSpec, Observation, load_environment
 from tailrace.environments.callables import settled
+from tailrace.environments.programs import CommandAgent
 from tailrace.environments.protocol import read_attributes, require_observation
 from tailrace.environments.results import as_agent_result
 from tailrace.records import Json
@@ -32,6 +33,7 @@ from tailrace.rollouts.workers.messages import (
     Request,
     Score,
     ScoreNamed,
+    ScoreProgram,
     Step,
     hello_decoder,
     pack,
@@ -71,6 +73,10 @@ class RolloutWorker:
             case Score(task, messages):
                 reward = self._spec(task.environment).reward
                 return as_agent_result(self._settled(reward(task, messages) if reward else None))
+            case ScoreProgram(end):
+                agent = self._spec(end.task.environment).agent
+                assert isinstance(agent, CommandAgent)
+                return as_agent_result(self._settled(agent.reward(end) if agent.reward else None))
             case ScoreNamed(task, rollouts, names, state):
                 rewards, tasks = self._spec(task.environment).rewards, [task] * len(rollouts)
                 return {name: self._settled(rewards[name].call(tasks, rollouts, state)) for name in names}

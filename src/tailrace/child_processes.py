@@ -1,0 +1,43 @@
+"""Processes that this one started: when they end, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+
+
+def call_on_exit(process: subprocess.Popen[bytes], callback: Callable[[], None]) -> None:
+    """Call back on the event loop once the process has ended, leaving it to be reaped by the callback.
+
+    Until then its number, which may be that of a process group, cannot be another's.
+    """
+    loop = asyncio.get_running_loop()
+    if not hasattr(os, "pidfd_open"):
+        threading.Thread(target=lambda: (process.wait(), loop.call_soon_threadsafe(callback)), daemon=True).start()
+        return
+    pidfd = os.pidfd_open(process.pid)
+
+    def ended() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        callback()
+
+    loop.add_reader(pidfd, ended)
+
+
+def describe_exit(returncode: int) -> str:
+    """An exit status in words; a negative one is a signal's, as in `subprocess`.
+
+    >>> describe_exit(0), describe_exit(-9)
+    ('with status 0', 'killed by SIGKILL')
+    """
+    if returncode >= 0:
+        return f"with status {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"

@@ -1,0 +1,331 @@
+"""Agents that are programs: what they earn, what they may take, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tailrace.environments import (
+    AgentResult,
+    EnvironmentSettings,
+    EnvironmentSpec,
+    ProgramEnd,
+    ProgramLimits,
+    command_agent,
+    load_environment,
+)
+from tailrace.environments.programs.marked import MARK, marks
+from tailrace.errors import InvalidReward, ProgramFailed, RolloutTimeout, SettingsError
+from tailrace.records import GroupId, Rollout, RolloutId
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tests.support.loaded import loaded
+from tests.support.plain_endpoints import PlainEndpoints
+from tests.support.program_environments import PROGRAM
+from tests.support.scripted_generate import ScriptedGenerate
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through /proc")
+
+ASKING = [sys.executable, PROGRAM]
+PATIENCE_S = 60.0
+
+
+def reward(end: ProgramEnd) -> float:
+    return 1.0 if end.messages[-1]["content"] == "HUSH" else 0.0
+
+
+def spec_of(row: dict[str, str] | None = None, *, command: list[object] = ASKING, **agent: object) -> EnvironmentSpec:
+    tasks = [{"word": "hush", **(row or {})}]
+    agent = {"reward": reward, **agent}
+    program = command_agent(command, **agent)  # type: ignore[arg-type]
+    return EnvironmentSpec(name="own", agent=program, train_tasks=tasks, trusted=True)
+
+
+async def run(renderer: ChatRenderer, spec: EnvironmentSpec, **settings: object) -> Rollout:
+    chosen = RolloutSettings.model_validate({"timeout_s": PATIENCE_S, **settings})
+    generate = ScriptedGenerate(renderer.tokenizer, ["HUSH"])
+    rollouter = Rollouter(
+        chosen, loaded(spec, settings=chosen), renderer=renderer, generate=generate, endpoints=PlainEndpoints()
+    )
+    async with rollouter:
+        return await rollouter.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's programs have their folders."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def alive() -> list[int]:
+    """Processes of this test's programs."""
+    found = []
+    for pid, _ in marks():
+        with suppress(psutil.Error):
+            if psutil.Process(pid).environ().get("TMPDIR", "").startswith(tempfile.gettempdir()):
+                found.append(pid)
+    return found
+
+
+def left() -> list[object]:
+    """Processes of this test's programs, and their folders."""
+    return [*alive(), *Path(tempfile.gettempdir()).iterdir()]
+
+
+@pytest.mark.parametrize("task_in", ["environment", "file", "stdin"])
+async def test_a_program_finds_its_task_and_policy_and_is_scored(renderer: ChatRenderer, task_in: str) -> None:
+    rollout = await run(renderer, spec_of(task_in=task_in))
+    assert rollout.reward is not None
+    assert (rollout.reward.value, rollout.reward.columns["exit_status"]) == (1.0, 0)
+    assert [message["content"] for message in rollout.messages] == ["hush", "HUSH"]
+    assert [branch.num_completion_tokens > 0 for branch in rollout.branches] == [True]
+    assert not left()
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"behave": "write", "file": "reward.txt", "text": " 0.25\n"}, AgentResult(0.25)),
+        ({"behave": "write", "file": "reward.json", "text": "0.5"}, AgentResult(0.5)),
+        (
+            {"behave": "write", "file": "reward.json", "text": '{"reward": 1, "metrics": {"right": 2}}'},
+            AgentResult(1.0, {"right": 2.0}),
+        ),
+        ({"behave": "post"}, AgentResult(0.75)),
+    ],
+)
+async def test_without_a_function_the_program_says_what_it_earned(
+    renderer: ChatRenderer, row: dict[str, str], expected: AgentResult
+) -> None:
+    rollout = await run(renderer, spec_of(row, reward=None))
+    assert rollout.reward is not None
+    assert (rollout.reward.value, rollout.reward.components) == (expected.reward, expected.metrics)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({}, "left no reward"),
+        ({"behave": "write", "file": "reward.txt", "text": "good"}, "no number"),
+        ({"behave": "write", "file": "reward.txt", "text": "nan"}, "must be finite"),
+        ({"behave": "write", "file": "reward.json", "text": '{"rewards": 1}'}, "neither a number nor an object"),
+        ({"behave": "write", "file": "reward.json", "text": "x" * 1_000_001}, "at most 1,000,000 bytes"),
+    ],
+)
+async def test_a_reward_that_is_none_costs_the_rollout(renderer: ChatRenderer, row: dict[str, str], says: str) -> None:
+    with pytest.raises(InvalidReward, match=says):
+        await run(renderer, spec_of(row, reward=None, task_in="file"))
+    assert not left()
+
+
+@pytest.mark.parametrize(
+    ("behave", "limits", "reason", "says"),
+    [
+        ("exit", {}, "program_exit", r"ended with status 3; the end of its output:\nfirst line\nthe last line"),
+        ("never ask", {}, "program_without_turn", "never asked the model for anything; it printed nothing"),
+        ("flood", {"output_bytes": 3_000_000}, "program_output", "printed more than 3 MB"),
+        ("hang", {"time_s": 1.5}, "program_timeout", r"was ended after 1\.5 s"),
+        ("memory", {"memory_bytes": 200_000_000}, "program_memory", "MB of memory, and may take 200 MB"),
+        ("processes", {"processes": 4}, "program_processes", r"started \d+ processes, and may have 4 at once"),
+    ],
+)
+async def test_a_program_that_fails_costs_its_rollout_and_says_why(
+    renderer: ChatRenderer, behave: str, limits: dict[str, float], reason: str, says: str
+) -> None:
+    spec = spec_of({"behave": behave}, limits=ProgramLimits(**limits))  # type: ignore[arg-type]
+    with pytest.raises(ProgramFailed, match=says) as raised:
+        await run(renderer, spec)
+    assert raised.value.reason == reason
+    assert "task own/train/0" in str(raised.value)
+    assert not left()
+
+
+async def test_a_status_that_is_not_zero_can_be_scored(renderer: ChatRenderer) -> None:
+    spec = spec_of({"behave": "exit"}, score_failures=True, reward=lambda end: end.status + len(end.output))
+    rollout = await run(renderer, spec)
+    assert rollout.reward is not None
+    assert rollout.reward.value == 3 + len("first line\nthe last line\n")
+
+
+@pytest.mark.parametrize("behave", ["leave a child", "leave a daemon"])
+async def test_what_a_program_leaves_behind_is_ended_with_it(renderer: ChatRenderer, behave: str) -> None:
+    counted: list[int] = []
+
+    def count(end: ProgramEnd) -> float:
+        counted.append(len(alive()))
+        return 0.0
+
+    await run(renderer, spec_of({"behave": behave}, reward=count))
+    assert counted == [0]  # when it is scored
+    assert not left()
+
+
+async def test_a_rollouts_time_and_its_cancellation_end_the_program(renderer: ChatRenderer) -> None:
+    spec = spec_of({"behave": "hang"})
+    with pytest.raises(RolloutTimeout):
+        await run(renderer, spec, timeout_s=1.5)
+    assert not left()
+    running = asyncio.create_task(run(renderer, spec))
+    while not alive():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not left()
+
+
+async def test_only_so_many_programs_run_at_once(renderer: ChatRenderer, tmp_path: Path) -> None:
+    most: list[int] = []
+
+    async def look(end: ProgramEnd) -> float:
+        return 0.0
+
+    agent = command_agent([sys.executable, PROGRAM], reward=look, concurrency=2)
+    spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{"word": "hush"}], trusted=True)
+    running = asyncio.gather(*(run(renderer, spec) for _ in range(6)))
+    while not running.done():
+        most.append(len(alive()))
+        await asyncio.sleep(0.005)
+    assert len(await running) == 6
+    assert 1 <= max(most) <= 2
+
+
+async def test_a_failed_programs_folder_is_kept_where_asked_for(renderer: ChatRenderer, tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "notes.txt").write_text("of the template")
+    spec = spec_of({"behave": "exit"}, template=template, keep_failed=tmp_path / "kept")
+    with pytest.raises(ProgramFailed, match="its folder is kept as") as raised:
+        await run(renderer, spec)
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert str(kept) in str(raised.value)
+    assert (kept / "work" / "notes.txt").read_text() == "of the template"
+    assert (kept / "work" / "said.txt").read_text() == "HUSH"
+    assert list(template.iterdir()) == [template / "notes.txt"]
+    assert not left()
+
+
+async def test_a_row_that_is_too_long_for_a_variable_says_where_it_fits(renderer: ChatRenderer) -> None:
+    with pytest.raises(Exception, match="write command_agent"):
+        await run(renderer, spec_of({"long": "x" * 200_000}))
+    rollout = await run(renderer, spec_of({"long": "x" * 200_000}, task_in="file"))
+    assert rollout.reward is not None
+
+
+async def test_a_synchronous_reward_is_called_in_a_worker_that_can_be_killed(renderer: ChatRenderer) -> None:
+    settings = EnvironmentSettings(name="tests.support.program_environments:scored_apart")
+    spec = load_environment(settings)
+    chosen = RolloutSettings(workers=1, worker_timeout_s=2.0)
+    environments = {spec.name: LoadedEnvironment.of(spec, chosen, settings)}
+    generate = ScriptedGenerate(renderer.tokenizer, ["HUSH"])
+    assert spec.needs_workers
+    async with Rollouter(
+        chosen, environments, renderer=renderer, generate=generate, endpoints=PlainEndpoints()
+    ) as rollouter:
+        names = {"rollout_id": RolloutId("r0"), "group_id": GroupId("g0")}
+        rollout = await rollouter.run(spec.train_task(0), **names)
+        assert rollout.reward is not None
+        assert rollout.reward.value == 4.0
+        hanging = EnvironmentSpec(
+            name=spec.name, agent=spec.agent, train_tasks=[{"word": "hush", "behave": "hang the reward"}]
+        )
+        with pytest.raises(RolloutTimeout, match="the reward function did not return"):
+            await rollouter.run(hanging.train_task(0), **names)
+    assert not left()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: command_agent(["no-such-program-here"]), "'no-such-program-here' is not on the PATH"),
+        (lambda: command_agent(["bin/nothing"]), "'bin/nothing' is not there"),
+        (lambda: command_agent([sys.executable, "no_such_agent.py"]), "there is no file 'no_such_agent.py'"),
+        (lambda: command_agent([sys.executable], template="/no/such/folder"), "there is no such folder"),
+        (lambda: command_agent([]), "names no program"),
+        (lambda: command_agent([sys.executable], concurrency=0), "no program could ever run"),
+    ],
+)
+def test_a_command_that_is_missing_is_refused_when_its_environment_is_loaded(
+    make: Callable[[], object], says: str
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load_environment(
+            EnvironmentSettings(name="own"),
+            given=EnvironmentSpec(name="own", agent=make(), train_tasks=[{"word": "hush"}]),  # type: ignore[arg-type]
+        )
+
+
+def test_a_process_that_is_killed_leaves_no_program_behind(tmp_path: Path) -> None:
+    """Neither one that is being asked for a reward, nor a daemon that it started, nor their folder."""
+    script = tmp_path / "killed.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import asyncio, sys
+            from tests.support.plain_endpoints import PlainEndpoints
+            from tests.support.scripted_policy import ScriptedPolicy
+            from tailrace.environments import EnvironmentSpec, command_agent
+
+            class Policy(ScriptedPolicy):
+                def endpoint(self):
+                    return PlainEndpoints().open(self)
+
+            async def main():
+                code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; "
+                code += "time.sleep(600)'], start_new_session=True); print('begun', flush=True); time.sleep(600)"
+                spec = EnvironmentSpec(name="own", agent=command_agent([sys.executable, "-c", code]), train_tasks=[{}])
+                await asyncio.gather(*(spec.agent(spec.train_task(0), Policy(["a"])) for _ in range(3)))
+
+            asyncio.run(main())
+            """
+        )
+    )
+    root = str(Path(__file__).parents[2])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, f"{root}/src", os.environ.get("PYTHONPATH", "")]),
+        "TMPDIR": str(tmp_path),
+    }
+    parent = subprocess.Popen([sys.executable, script], env=environment, cwd=root)
+    deadline_s = time.monotonic() + PATIENCE_S
+    try:
+        while len(found := _descending_from(parent.pid)) < 6:
+            assert parent.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        _, surviving = psutil.wait_procs(found, timeout=PATIENCE_S)
+        assert surviving == []
+        while list(tmp_path.glob("tailrace-programs-*")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def _descending_from(pid: int) -> list[psutil.Process]:
+    """Those that carry the mark."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if MARK in process.environ():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
