@@ -1,4 +1,4 @@
-"""Sequences of task rows whose rows are made or read when they are used."""
+"""Task rows: sequences whose rows are made or read when they are used, and a row as programs outside read it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, overload
 
-from tailrace.records import Json
+import msgspec
+
+from tailrace.errors import EnvironmentFailed
+from tailrace.records import Json, Task
 
 Row: TypeAlias = Mapping[str, Json]
 
@@ -74,3 +77,11 @@ class AllBut(Sequence[int]):
 
     def _number(self, position: int) -> int:
         return position + bisect_right(self._kept_before, position)
+
+
+def row_as_json(task: Task) -> bytes:
+    """A task's row. Raises `EnvironmentFailed` for one that JSON cannot hold."""
+    try:
+        return msgspec.json.encode(dict(task.row))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailed(f"the row of task {task.task_id} cannot be written as JSON: {error}") from error

@@ -19,13 +19,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import msgspec
-
 from tailrace.environments.callables import is_async, settled
 from tailrace.environments.programs.host import ProgramHost, hosted
 from tailrace.environments.programs.process import Program, ProgramLimits
 from tailrace.environments.programs.rewards import ProgramEnd, ProgramReward, read_reward
 from tailrace.environments.results import AgentResult, as_agent_result
+from tailrace.environments.rows import row_as_json
 from tailrace.errors import EnvironmentFailed, InvalidReward, ProgramFailed, SettingsError
 from tailrace.records import Task
 
@@ -172,7 +171,7 @@ class CommandAgent:
 
     @contextlib.asynccontextmanager
     async def _started(self, place: _Workplace, task: Task, endpoint: Endpoint) -> AsyncIterator[Program]:
-        row = _encoded(task)
+        row = row_as_json(task)
         program = Program(
             place.host,
             place.number,
@@ -215,7 +214,7 @@ class CommandAgent:
     @contextlib.asynccontextmanager
     async def _workplace(self, host: ProgramHost, task: Task) -> AsyncIterator[_Workplace]:
         """A folder for the program, and its end: it is kept where asked for and the program failed."""
-        row = _encoded(task)
+        row = row_as_json(task)
         if self.task_in == "environment" and len(row) > _LONGEST_VARIABLE:
             raise EnvironmentFailed(
                 f"the row of task {task.task_id} has {len(row):,} bytes, too many for a variable of a process: write "
@@ -310,13 +309,6 @@ class _Workplace:
         if len(os.listdir(parent)) >= _MOST_KEPT:
             return None
         return Path(shutil.move(self.root, parent / f"{name}-{os.getpid()}-{self.number}"))
-
-
-def _encoded(task: Task) -> bytes:
-    try:
-        return msgspec.json.encode(dict(task.row))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EnvironmentFailed(f"the row of task {task.task_id} cannot be written as JSON: {error}") from error
 
 
 def _search_path() -> str:
