@@ -289,7 +289,8 @@ def _tools(body: Mapping[str, Json]) -> list[ToolSpec] | None:
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise RequestInvalid(
-            f"tool_choice = {shown(choice)} is not supported: {_UNGUIDED}, so no call can be forced; write auto or none",
+            f"tool_choice = {shown(choice)} is not supported: {_UNGUIDED}, so no call can be forced; it may be auto or "
+            "none",
             parameter="tool_choice",
         )
     tools = []

@@ -39,7 +39,7 @@ def require_known(
             continue
         if name not in neutral:
             raise RequestInvalid(f"unknown field {name!r}: leave it out", parameter=name)
-        if not any(value == one and type(value) is not bool or value is one for one in neutral[name]):
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
             why = reasons.get(name, "leave it out")
             raise RequestInvalid(f"{name} = {shown(value)} is not supported: {why}", parameter=name)
 
