@@ -30,6 +30,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     streams_usage: bool = False
     """Chat completions alone: whether a last chunk tells the usage."""
     wants_logprobs: bool = False
+    wants_token_ids: bool = False
+    """vLLM's `return_token_ids`: the answer tells `prompt_token_ids` and `token_ids`."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,13 +43,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     created_s: int
     """Seconds since the epoch."""
     prompt_tokens: int
+    token_texts: tuple[str, ...] = ()
+    """Of each sampled token, where the request wants log-probabilities."""
+    prompt_token_ids: tuple[int, ...] = ()
+    """Where the request wants token ids."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request gets no answer: a dialect makes its own error of it."""
 
     status: int
-    """HTTP status: 400, 401, 403, 404, 409, 410, 413, 422, 429, 500, 503."""
+    """HTTP status: 400, 401, 404, 405, 408, 410, 413, 415, 422, 429, 500, 503."""
     message: str
     """One sentence: what was refused, and what to do."""
     parameter: str | None = None
@@ -61,12 +67,17 @@ class RequestInvalid(Exception):
         super().__init__(message)
         self.failure = Failure(status=status, message=message, parameter=parameter)
 
+    @classmethod
+    def of(cls, failure: Failure) -> RequestInvalid:
+        """To raise a failure."""
+        return cls(failure.message, parameter=failure.parameter, status=failure.status)
+
 
 class Events(Protocol):
     """The server-sent events of one answer, as bytes that are ready to be sent. Called in order."""
 
     def begin(self) -> Iterable[bytes]:
-        """Once, before anything is sampled."""
+        """Once, before anything else."""
 
     def text(self, delta: str) -> Iterable[bytes]:
         """More of the reply's text."""
@@ -97,6 +108,19 @@ class Dialect(Protocol):
 
     def events(self, request: ChatRequest, answer_id: str, created_s: int) -> Events:
         """The events of one that is."""
+
+    def error(self, failure: Failure) -> dict[str, Json]:
+        """The body of an error response."""
+
+
+class CountsTokens(Protocol):
+    """A dialect in which a client may ask how many tokens a prompt has; its other methods are those of `Dialect`."""
+
+    def read_prompt(self, body: Mapping[str, Json]) -> ChatRequest:
+        """A request's body. Raises `RequestInvalid`."""
+
+    def counted(self, num_tokens: int) -> dict[str, Json]:
+        """The body of the answer."""
 
     def error(self, failure: Failure) -> dict[str, Json]:
         """The body of an error response."""
