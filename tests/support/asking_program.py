@@ -70,6 +70,9 @@ def main() -> int:
             sleep_in_a_child(detached=False)
         case "leave a daemon":
             sleep_in_a_child(detached=True)
+        case "leave a daemon and hang":
+            sleep_in_a_child(detached=True)
+            time.sleep(600)
         case "write":
             with open(task["file"], "w") as file:
                 file.write(task["text"])

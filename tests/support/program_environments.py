@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from pathlib import Path
 
-from tailrace.environments import EnvironmentSpec, ProgramEnd, command_agent
+from tailrace.environments import EnvironmentSpec, ProgramEnd, command_agent, outside_agent
 
 PROGRAM = Path(__file__).with_name("asking_program.py")
 ROWS = [{"word": "hush", "behave": "well"}]
@@ -24,3 +25,19 @@ def told(end: ProgramEnd) -> float:
 scored_apart = EnvironmentSpec(
     name="scored_apart", agent=command_agent([sys.executable, PROGRAM], reward=told), train_tasks=ROWS
 )
+
+
+async def unlike(end: ProgramEnd) -> float:
+    """A reward that differs between replies, whatever they are."""
+    return zlib.crc32(end.messages[-1]["content"].encode()) % 97 / 97
+
+
+def asking(behave: str = "well", held_out: int = 2) -> EnvironmentSpec:
+    """Programs that ask once and then behave; each is scored by what it was answered."""
+    rows = [{"word": f"word {number}", "behave": behave} for number in range(64)]
+    agent = command_agent([sys.executable, PROGRAM], reward=unlike)
+    return EnvironmentSpec(name="asking", agent=agent, train_tasks=rows, held_out=held_out)
+
+
+missing = EnvironmentSpec(name="missing", agent=command_agent(["no-such-program-here"]), train_tasks=ROWS)
+outside = EnvironmentSpec(name="outside", agent=outside_agent(), train_tasks=ROWS, held_out=0)

@@ -6,6 +6,8 @@ refused before that is refused with a status.
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -17,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tailrace.config.gateway import GatewaySettings
+from tailrace.gateway.claims import read_claim
 from tailrace.gateway.dialects.chat_completions import ChatCompletions
 from tailrace.gateway.dialects.protocol import (
     Answer,
@@ -37,6 +40,7 @@ from tailrace.gateway.http import (
     send_events,
     send_failure,
     send_json,
+    send_nothing,
     watching,
 )
 from tailrace.gateway.reports import read_report
@@ -53,13 +57,20 @@ _PLAIN = ChatCompletions()
 class Hall:
     """What all routes share."""
 
-    def __init__(self, sessions: Sessions, settings: GatewaySettings, tally: Tally) -> None:
+    def __init__(self, sessions: Sessions, settings: GatewaySettings, tally: Tally, run_key: str) -> None:
+        """`run_key` opens what belongs to no rollout."""
         self.sessions, self.settings, self.tally = sessions, settings, tally
+        self._run_key = run_key
         self._max_bytes = int(settings.max_body_mb * 1e6)
 
     def session(self, scope: Scope, headers: Headers) -> Session:
         """Whose request it is. Raises `RequestInvalid`."""
         return self.sessions.find(scope["path_params"].get("key"), keys_of(headers))
+
+    def require_run_key(self, headers: Headers) -> None:
+        """Raise `RequestInvalid` for a request that does not come from whom the run trusts with all its rollouts."""
+        if not any(hmac.compare_digest(key.encode(), self._run_key.encode()) for key in keys_of(headers)):
+            raise RequestInvalid("this needs the run's own key: gateway.json in the run's folder holds it", status=401)
 
     async def body(self, scope: Scope, receive: Receive, headers: Headers) -> tuple[dict[str, Json], bytes]:
         """Its body, and a digest. Raises as `read_json` does."""
@@ -210,6 +221,35 @@ class _ReportRoute(_Post):
         return 200
 
 
+class _ClaimRoute(_Post):
+    """A client outside asks for a rollout to play."""
+
+    def __init__(self, hall: Hall) -> None:
+        super().__init__(hall, "claim", _PLAIN)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
+        headers = headers_of(scope)
+        self._hall.require_run_key(headers)
+        claim = read_claim((await self._hall.body(scope, receive, headers))[0])
+        claiming = asyncio.ensure_future(self._hall.sessions.offers.claim(claim.environment, claim.wait_s))
+
+        def give_up() -> None:
+            claiming.cancel()
+
+        try:
+            with watching(receive, give_up):
+                await asyncio.wait({claiming})
+        finally:
+            give_up()
+        if claiming.cancelled():
+            return 0
+        if (rollout := claiming.result()) is None:
+            await send_nothing(send)
+            return 204
+        await send_json(send, rollout)
+        return 200
+
+
 def _required(turn: Turn) -> Answer:
     """Its answer. Raises `RequestInvalid` where it failed."""
     if isinstance(turn.outcome, Answer):
@@ -231,7 +271,8 @@ def application(hall: Hall, more: Mapping[str, ASGIApp] | None = None) -> ASGIAp
     posts: list[tuple[str, ASGIApp]] = [(path, _TurnRoute(hall, dialect)) for path, dialect in TURNS]
     posts += [(path, _CountRoute(hall, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
     reports = [("/reward", _ReportRoute(hall, has_reward=True)), ("/end", _ReportRoute(hall, has_reward=False))]
+    claim = Route("/rollouts", _ClaimRoute(hall), methods=["POST"])
     by_path = [(f"/rollouts/{{key}}{path}", app) for path, app in [*posts, *reports]]
-    routes: list[BaseRoute] = [Route(path, app, methods=["POST"]) for path, app in [*posts, *by_path]]
+    routes: list[BaseRoute] = [claim, *(Route(path, app, methods=["POST"]) for path, app in [*posts, *by_path])]
     routes += [Route(path, app, methods=["GET"]) for path, app in (more or {}).items()]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})

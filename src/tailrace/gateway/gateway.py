@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import Endpoint
 from tailrace.errors import SettingsError
 from tailrace.gateway.application import Hall, application
+from tailrace.gateway.offers import Offers
 from tailrace.gateway.server import HttpServer
 from tailrace.gateway.sessions import Sessions
 from tailrace.gateway.tally import Tally
@@ -34,6 +36,8 @@ class Gateway(Endpoints):
         self.settings = settings or GatewaySettings()
         self.tally = Tally()
         self.sessions = Sessions(self.settings)
+        self.run_key = secrets.token_urlsafe(24)
+        """With it clients outside claim rollouts."""
         self._server: HttpServer | None = None
         self._starting = asyncio.Lock()
         self._root_url = ""
@@ -43,6 +47,11 @@ class Gateway(Endpoints):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def offers(self) -> Offers:
+        """Rollouts that wait for clients outside."""
+        return self.sessions.offers
 
     @property
     def root_url(self) -> str:
@@ -70,6 +79,10 @@ class Gateway(Endpoints):
         self.tally.sessions += 1
         try:
             yield session
+        except Exception as error:
+            if session.engine_failure is not None:  # it is what the agent failed of
+                raise session.engine_failure from error
+            raise
         finally:
             self.sessions.close(session)
             await session.turns.ended()
@@ -82,7 +95,7 @@ class Gateway(Endpoints):
         listener = _listener(settings)
         host = _ANYWHERE.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
         self._root_url = f"http://{host}:{listener.getsockname()[1]}"
-        hall = Hall(self.sessions, settings, self.tally)
+        hall = Hall(self.sessions, settings, self.tally, self.run_key)
         server = HttpServer(application(hall), listener, client_timeout_s=settings.client_timeout_s, close_s=CLOSE_S)
         await server.start()
         return server

@@ -100,6 +100,12 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
+async def send_nothing(send: Send) -> None:
+    """204: all is well, and there is nothing to say."""
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def send_failure(send: Send, failure: Failure, body: Json) -> None:
     """A whole response that says why there is no answer."""
     headers = [(b"x-should-retry", b"true" if failure.status >= 500 else b"false")]

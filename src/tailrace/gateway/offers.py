@@ -80,7 +80,7 @@ class Offers:
     async def claim(self, environment: str | None, wait_s: float) -> dict[str, Json] | None:
         """The rollout that has waited longest, for one client; None where there is none within `wait_s`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(wait_s, LONGEST_WAIT_S)):
+            async with asyncio.timeout(wait_s):
                 await wait_until(self._changed, lambda: self._oldest(environment) is not None)
         if (queue := self._oldest(environment)) is None:
             return None

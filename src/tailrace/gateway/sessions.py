@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
-from tailrace.environments import AgentResult, Endpoint
+from tailrace.environments import AgentResult, Endpoint, Offer
 from tailrace.errors import EngineFailed, EnvironmentFailed
 from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
+from tailrace.gateway.offers import Offers
 from tailrace.gateway.system_messages import FirstSystemMessages
 from tailrace.gateway.turns import Turns
 from tailrace.rollouts import RolloutPolicy
@@ -32,8 +33,11 @@ _SIGNATURE = 32
 class Session(Endpoint):
     """One rollout, as its clients see it."""
 
-    def __init__(self, key: str, root_url: str, policy: RolloutPolicy, settings: GatewaySettings) -> None:
-        self._key, self._root_url, self.policy = key, root_url, policy
+    def __init__(
+        self, key: str, root_url: str, policy: RolloutPolicy, settings: GatewaySettings, offers: Offers
+    ) -> None:
+        self._key, self._root_url, self.policy, self._offers = key, root_url, policy, offers
+        self.hear()
         self.keeps_sampling = settings.sampling == "run"
         self.system_messages = FirstSystemMessages() if settings.system_messages == "first" else None
         self.turns = Turns()
@@ -74,6 +78,19 @@ class Session(Endpoint):
     async def ended(self) -> None:
         await self._ended.wait()
 
+    @override
+    async def play_outside(self, offer: Offer) -> None:
+        await self._offers.play(self, offer)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its agent said so, or what plays it has left."""
+        return self._ended.is_set()
+
+    def hear(self) -> None:
+        """A client asks for something."""
+        self.heard_s = asyncio.get_running_loop().time()
+
     def count_tokens(self, request: ChatRequest) -> int:
         """Of a prompt. Raises `RequestInvalid` where the model's template refuses it."""
         try:
@@ -100,7 +117,7 @@ class Sessions:
     """The rollouts that have an endpoint now."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self._settings = settings
+        self._settings, self.offers = settings, Offers()
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
         self._open: dict[str, Session] = {}
@@ -115,7 +132,7 @@ class Sessions:
         """A session with a key of its own."""
         number = f"{next(self._numbers):x}"
         key = f"{number}-{self._signature(number)}"
-        session = self._open[key] = Session(key, root_url, policy, self._settings)
+        session = self._open[key] = Session(key, root_url, policy, self._settings, self.offers)
         return session
 
     def close(self, session: Session) -> None:
@@ -144,6 +161,7 @@ class Sessions:
             raise RequestInvalid("the key in the path is not that of a rollout", status=401)
         if any(one != key and self._is_ours(one) for one in keys):
             raise RequestInvalid("the keys in the path and in a header are those of different rollouts", status=401)
+        session.hear()
         return session
 
     def _is_ours(self, key: str) -> bool:

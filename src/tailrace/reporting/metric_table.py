@@ -140,6 +140,8 @@ _ROWS = (
     ("agent_worker/{worker}/rollouts", "rollouts", _LAST, "Rollouts that this agent worker holds."),
     ("agent_worker/{worker}/restarts", "restarts", _TOTAL, "How often its process ended and was replaced, in all."),
     ("agent_worker/{worker}/lag_max_s", "s", _MAX, "Longest lag of its event loop since the last step."),
+    ("gateway/unclaimed", "rollouts", _LAST, "Rollouts that wait for a client outside to claim them."),
+    ("gateway/claimed", "rollouts", _LAST, "Rollouts that clients outside have."),
     ("payloads/recorded_bytes", "bytes", _SUM, "Routed experts that completions brought since the last step."),
     ("payloads/released_bytes", "bytes", _SUM, "Those whose rollouts have ended since: their room is used again."),
     ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, in the payload store."),

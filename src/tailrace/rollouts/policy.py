@@ -99,6 +99,8 @@ class RolloutPolicy:
     def messages(self) -> list[Message]:
         """The conversation of the latest turn: see `Policy.messages`."""
         return self._rollout.messages
+
+    @property
     def sampling(self) -> SamplingParams:
         """Of its rollout."""
         return self._rollout.sampling

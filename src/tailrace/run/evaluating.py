@@ -20,6 +20,7 @@ from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
+from tailrace.run.outside import require_inside
 from tailrace.run.parts import (
     held_out_tasks,
     load_environments,
@@ -65,6 +66,7 @@ async def evaluate_model(
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings, given)
     require_held_out_tasks(environments)
+    require_inside(environments, "tailrace eval")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))
         renderer = await asyncio.to_thread(make_renderer, settings, folder)

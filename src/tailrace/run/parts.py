@@ -11,6 +11,7 @@ import numpy as np
 
 from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
+from tailrace.environments.outside import OutsideAgent
 from tailrace.environments.registry import is_built_in
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.models.loading import require_weights, tokenizer_folder
@@ -63,6 +64,8 @@ def load_environments(
 def _is_apart(settings: RunSettings, chosen: EnvironmentSettings, spec: EnvironmentSpec, *, is_given: bool) -> bool:
     """Whether its rollouts are played in agent workers. Raises `SettingsError` where those cannot load it."""
     workers = settings.rollouts.agent_workers
+    if isinstance(spec.agent, OutsideAgent):  # nothing is computed for it, and clients know one gateway
+        return False
     if workers == "auto":
         is_users = not (is_given or spec.trusted or is_built_in(chosen.name))
         return settings.placement != "inline" and is_users and spec.runs_on_loop and _can_travel(spec)

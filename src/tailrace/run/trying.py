@@ -16,6 +16,7 @@ from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
 from tailrace.reporting.trials import Failure, Trial, TriedGroup, trial_text
 from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
+from tailrace.run.outside import require_inside
 from tailrace.run.parts import load_environments, make_renderer, make_rollouter
 from tailrace.run.started_roles import open_generate
 from tailrace.scheduling import TaskSource, TaskStream
@@ -52,6 +53,7 @@ async def try_environments(
     if settings.rollouts.agent_workers == "auto":  # what holds the loop is told, and a debugger stops in an agent
         settings = settings.model_copy(update={"rollouts": settings.rollouts.model_copy(update={"agent_workers": 0})})
     environments = await asyncio.to_thread(load_environments, settings)
+    require_inside(environments, "tailrace try")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-try-")))
         renderer = await asyncio.to_thread(make_renderer, settings, folder)

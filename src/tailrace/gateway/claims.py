@@ -1,0 +1,41 @@
+"""What a client outside asks for: `POST /rollouts`.
+
+{"environment": "shop", "wait_s": 20}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tailrace.gateway.dialects.protocol import RequestInvalid
+from tailrace.gateway.offers import LONGEST_WAIT_S
+from tailrace.records import Json
+
+
+class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rollout to play."""
+
+    environment: str | None = None
+    """None: of whichever environment waits longest."""
+    wait_s: float = 0.0
+    """For as long where none waits; 60 at most."""
+
+
+def read_claim(body: Mapping[str, Json]) -> Claim:
+    """Raises `RequestInvalid`, naming the field.
+
+    >>> read_claim({"wait_s": 5})
+    Claim(environment=None, wait_s=5.0)
+    """
+    try:
+        claim = msgspec.convert(body, Claim)
+    except msgspec.ValidationError as error:
+        raise RequestInvalid(f"a claim has `environment` and `wait_s`: {error}") from error
+    if not 0 <= claim.wait_s <= LONGEST_WAIT_S:
+        raise RequestInvalid(
+            f"wait_s is {claim.wait_s:g}; it must be from 0 to {LONGEST_WAIT_S:g}: ask again after that",
+            parameter="wait_s",
+        )
+    return claim

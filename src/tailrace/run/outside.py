@@ -1,0 +1,64 @@
+"""What a run with clients outside has beside others: where they find it, and what people see of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tailrace.errors import SettingsError
+from tailrace.reporting.gauges import Gauge
+from tailrace.rollouts import LoadedEnvironment
+
+if TYPE_CHECKING:
+    from tailrace.gateway import Gateway
+
+
+def has_outside(environments: Mapping[str, LoadedEnvironment]) -> bool:
+    """Whether clients outside play some of them."""
+    return any(loaded.is_outside for loaded in environments.values())
+
+
+def require_inside(environments: Mapping[str, LoadedEnvironment], command: str) -> None:
+    """Raise `SettingsError` where a command without a run's folder was to wait for clients that could not find it."""
+    for name, loaded in environments.items():
+        if loaded.is_outside:
+            raise SettingsError(
+                f"environment {name!r} is played by clients outside, which find a run by its folder: `{command}` has "
+                "none. Train it, with evaluation.every_steps for its held-out tasks"
+            )
+
+
+@contextlib.contextmanager
+def told_in(path: Path, gateway: Gateway) -> Iterator[None]:
+    """A file that tells this user's clients where the run's gateway is and with which key, as long as it is there."""
+    told = json.dumps({"url": gateway.root_url, "key": gateway.run_key}) + "\n"
+    draft = path.with_name(f"{path.name}.new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(told)
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def outside_gauge(gateway: Gateway) -> Gauge:
+    """How many rollouts clients have, and how many nobody has claimed."""
+    offers = gateway.offers
+    return lambda: {"gateway/unclaimed": sum(offers.waiting.values()), "gateway/claimed": offers.held}
+
+
+def waits_for_clients(gateway: Gateway | None) -> str:
+    """Whom the run waits for while rollouts are offered and nobody has claimed any; empty otherwise."""
+    if gateway is None or gateway.offers.held or not (waiting := gateway.offers.waiting):
+        return ""
+    count = sum(waiting.values())
+    return (
+        f"a client outside to claim one of {count} rollouts of {', '.join(sorted(waiting))} "
+        f"(POST {gateway.root_url}/rollouts; gateway.json in the run's folder has the key)"
+    )

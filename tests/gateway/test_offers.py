@@ -1,0 +1,241 @@
+"""Rollouts that clients outside claim, over real HTTP: who gets which, what ends them, and what waiting costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from tailrace.environments import EnvironmentSpec, outside_agent
+from tailrace.errors import ClientLost, EnvironmentFailed, InvalidReward, RolloutTimeout, SettingsError
+from tailrace.gateway import Gateway
+from tailrace.records import GroupId, Message, Rollout, RolloutId, Task
+from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.loaded import loaded
+from tests.support.scripted_generate import ScriptedGenerate
+
+TASKS = [{"word": f"word {number}"} for number in range(4)]
+
+
+def outside(name: str = "shop", *, lease_s: float = 60.0, **more: Any) -> EnvironmentSpec:
+    return EnvironmentSpec(name=name, agent=outside_agent(lease_s=lease_s), train_tasks=TASKS, trusted=True, **more)
+
+
+@dataclass
+class Outside:
+    """A rollouter behind a gateway, its rollouts, and a client with the run's key."""
+
+    gateway: Gateway
+    rollouter: Rollouter
+    client: httpx.AsyncClient
+    specs: dict[str, EnvironmentSpec]
+    running: list[asyncio.Task[Rollout]] = field(default_factory=list)
+
+    async def begin(self, index: int = 0, environment: str = "shop") -> asyncio.Task[Rollout]:
+        """One more rollout; it is offered when this returns."""
+        offered = sum(self.gateway.offers.waiting.values())
+        work = self.rollouter.run(
+            self.specs[environment].train_task(index),
+            rollout_id=RolloutId(f"r{len(self.running)}"),
+            group_id=GroupId("g"),
+        )
+        self.running.append(asyncio.create_task(work))
+        async with asyncio.timeout(30):
+            while sum(self.gateway.offers.waiting.values()) == offered:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        return self.running[-1]
+
+    async def post(self, url: str, body: dict[str, Any], key: str | None = None) -> httpx.Response:
+        root = self.gateway.root_url if url.startswith("/") else ""
+        headers = {"authorization": f"Bearer {self.gateway.run_key if key is None else key}"}
+        return await self.client.post(root + url, json=body, headers=headers, timeout=30)
+
+    async def claim(self, **body: Any) -> dict[str, Any]:
+        response = await self.post("/rollouts", body)
+        assert response.status_code == 200, response.text
+        claimed: dict[str, Any] = response.json()
+        return claimed
+
+    async def ask(self, claimed: dict[str, Any]) -> httpx.Response:
+        body = {"model": "policy", "messages": [{"role": "user", "content": claimed["task"]["word"]}]}
+        return await self.post(f"{claimed['openai_base_url']}/chat/completions", body, claimed["key"])
+
+    async def report(self, claimed: dict[str, Any], reward: float) -> httpx.Response:
+        return await self.post(f"{claimed['rollout_url']}/reward", {"reward": reward}, claimed["key"])
+
+
+@contextlib.asynccontextmanager
+async def offering(
+    renderer: ChatRenderer, *specs: EnvironmentSpec, delay_s: float = 0.0, **settings: Any
+) -> AsyncIterator[Outside]:
+    chosen = RolloutSettings.model_validate(settings)
+    generate = ScriptedGenerate(renderer.tokenizer, ["Ada"], delay=lambda: delay_s)
+    async with Gateway() as gateway, httpx.AsyncClient() as client:
+        await gateway.start()
+        environments = loaded(*specs, settings=chosen)
+        async with Rollouter(
+            chosen, environments, renderer=renderer, generate=generate, endpoints=gateway
+        ) as rollouter:
+            made = Outside(gateway, rollouter, client, {spec.name: spec for spec in specs})
+            try:
+                yield made
+            finally:
+                for task in made.running:
+                    task.cancel()
+                await asyncio.gather(*made.running, return_exceptions=True)
+
+
+async def test_a_client_claims_plays_and_rewards_a_rollout(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside(), max_turns=3) as run:
+        running = await run.begin(2)
+        claimed = await run.claim()
+        assert (claimed["task"], claimed["task_id"]) == (TASKS[2], "shop/train/2")
+        assert claimed["limits"] == {"max_turns": 3, "max_tokens": 256, "timeout_s": 600.0}
+        answer = await run.ask(claimed)
+        assert answer.json()["choices"][0]["message"]["content"] == "Ada"
+        assert (await run.report(claimed, 0.5)).status_code == 200
+        rollout = await running
+        assert rollout.reward is not None
+        assert (rollout.reward.value, rollout.turns) == (0.5, 1)
+        assert rollout.messages[-1]["content"] == "Ada"
+        late = await run.ask(claimed)
+        assert (late.status_code, "has ended" in late.text) == (410, True)
+        assert (run.gateway.offers.held, run.gateway.sessions.offers.claims) == (0, 1)
+
+
+async def test_the_rollout_that_has_waited_longest_is_claimed_first(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside(), outside("inn")) as run:
+        for index, name in enumerate(("shop", "inn", "shop")):
+            await run.begin(index, name)
+        assert run.gateway.offers.waiting == {"shop": 2, "inn": 1}
+        assert (await run.claim())["task_id"] == "shop/train/0"
+        assert (await run.claim(environment="shop"))["task_id"] == "shop/train/2"
+        assert (await run.post("/rollouts", {"environment": "shop"})).status_code == 204
+        assert (await run.claim())["task_id"] == "inn/train/1"
+
+
+async def test_waiting_is_no_failure_and_costs_nothing_of_a_rollouts_time(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside(), timeout_s=0.5) as run:
+        running = await run.begin()
+        await asyncio.sleep(0.8)
+        assert not running.done()
+        claimed = await run.claim()
+        await run.ask(claimed)
+        await run.report(claimed, 1.0)
+        assert (await running).reward is not None
+        late = await run.begin()
+        await run.claim()
+        with pytest.raises(RolloutTimeout, match=r"its client has not ended it 0\.5 s after claiming it"):
+            await late
+
+
+async def test_a_client_that_waits_gets_the_next_rollout(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside()) as run:
+        claiming = asyncio.create_task(run.claim(wait_s=60))
+        work = run.rollouter.run(run.specs["shop"].train_task(1), rollout_id=RolloutId("r"), group_id=GroupId("g"))
+        run.running.append(asyncio.create_task(work))
+        assert (await claiming)["task_id"] == "shop/train/1"
+
+
+async def test_a_client_that_hung_up_takes_no_rollout_along(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside()) as run:
+        gone = asyncio.create_task(run.claim(wait_s=60))
+        tally = run.gateway.tally
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        async with asyncio.timeout(30):
+            while not tally.requests["claim", 0]:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await run.begin()
+        assert (await run.claim())["task_id"] == "shop/train/0"
+
+
+async def test_a_silent_client_loses_its_rollout_and_one_that_waits_for_an_answer_does_not(
+    renderer: ChatRenderer,
+) -> None:
+    async with offering(renderer, outside(lease_s=0.3), delay_s=0.9) as run:
+        silent, patient = await run.begin(0), await run.begin(1)
+        lost, kept = await run.claim(), await run.claim()
+        answering = asyncio.create_task(run.ask(kept))
+        with pytest.raises(ClientLost, match=r"not heard of for 0\.3 s") as raised:
+            await silent
+        assert raised.value.reason == "client_lost"
+        assert (await run.ask(lost)).status_code == 410
+        assert (await answering).status_code == 200
+        await run.report(kept, 1.0)
+        assert (await patient).reward is not None
+
+
+async def test_a_rollout_that_is_cancelled_is_offered_no_more_and_its_client_is_told(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside()) as run:
+        waiting, held = await run.begin(0), await run.begin(1)
+        first = await run.claim()
+        assert first["task_id"] == "shop/train/0"
+        for running in (waiting, held):
+            running.cancel()
+        await asyncio.gather(waiting, held, return_exceptions=True)
+        assert run.gateway.offers.waiting == {}
+        assert (await run.ask(first)).status_code == 410
+        assert (await run.post("/rollouts", {})).status_code == 204
+
+
+async def score(task: Task, messages: list[Message]) -> float:
+    return float(len(messages))
+
+
+async def test_an_end_without_a_reward_is_scored_or_fails(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside(), outside("scored", reward=score)) as run:
+        for name, expected in (("scored", 2.0), ("shop", None)):
+            running = await run.begin(0, name)
+            claimed = await run.claim()
+            await run.ask(claimed)
+            await run.post(f"{claimed['rollout_url']}/end", {}, claimed["key"])
+            if expected is None:
+                with pytest.raises(InvalidReward):
+                    await running
+            else:
+                rollout = await running
+                assert rollout.reward is not None
+                assert rollout.reward.value == expected
+        running = await run.begin()
+        claimed = await run.claim()
+        await run.report(claimed, 1.0)
+        with pytest.raises(EnvironmentFailed, match="without a request to the model"):
+            await running
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "status", "says"),
+    [
+        ({}, "", 401, "the run's own key"),
+        ({}, "something", 401, "the run's own key"),
+        ({}, "a rollout's", 401, "the run's own key"),
+        ({"wait_s": 61}, None, 400, "from 0 to 60"),
+        ({"wait_s": -1}, None, 400, "from 0 to 60"),
+        ({"environmnt": "shop"}, None, 400, "environmnt"),
+        ({"environment": 3}, None, 400, "environment"),
+    ],
+)
+async def test_what_cannot_be_claimed_is_refused_by_name(
+    renderer: ChatRenderer, body: dict[str, Any], key: str | None, status: int, says: str
+) -> None:
+    async with offering(renderer, outside()) as run:
+        await run.begin()
+        await run.begin()
+        if key == "a rollout's":
+            key = (await run.claim())["key"]
+        refused = await run.post("/rollouts", body, key)
+        assert (refused.status_code, says in refused.text) == (status, True), refused.text
+        assert sum(run.gateway.offers.waiting.values()) >= 1
+
+
+@pytest.mark.parametrize("make", [lambda: outside_agent(lease_s=0), lambda: outside_agent(lease_s=float("nan"))])
+def test_a_lease_that_nobody_could_keep_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(SettingsError, match="no client could ever keep a rollout"):
+        make()
