@@ -52,7 +52,8 @@ class Outside:
 
     async def post(self, url: str, body: dict[str, Any], key: str | None = None) -> httpx.Response:
         root = self.gateway.root_url if url.startswith("/") else ""
-        headers = {"authorization": f"Bearer {self.gateway.run_key if key is None else key}"}
+        sent = self.gateway.run_key if key is None else key
+        headers = {"authorization": f"Bearer {sent}"} if sent else {}
         return await self.client.post(root + url, json=body, headers=headers, timeout=30)
 
     async def claim(self, **body: Any) -> dict[str, Any]:
@@ -233,6 +234,14 @@ async def test_what_cannot_be_claimed_is_refused_by_name(
         refused = await run.post("/rollouts", body, key)
         assert (refused.status_code, says in refused.text) == (status, True), refused.text
         assert sum(run.gateway.offers.waiting.values()) >= 1
+
+
+async def test_an_environment_that_nobody_plays_outside_is_refused_where_they_are_known(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside()) as run:
+        run.gateway.offers.environments = ["shop", "inn"]
+        refused = await run.post("/rollouts", {"environment": "pub"})
+        assert (refused.status_code, "there are: shop, inn" in refused.text) == (404, True)
+        assert (await run.post("/rollouts", {"environment": "inn"})).status_code == 204
 
 
 @pytest.mark.parametrize("make", [lambda: outside_agent(lease_s=0), lambda: outside_agent(lease_s=float("nan"))])

@@ -256,6 +256,8 @@ async def test_a_synchronous_reward_is_called_in_a_worker_that_can_be_killed(ren
         (lambda: command_agent([sys.executable, "no_such_agent.py"]), "there is no file 'no_such_agent.py'"),
         (lambda: command_agent([sys.executable], template="/no/such/folder"), "there is no such folder"),
         (lambda: command_agent([]), "names no program"),
+        (lambda: command_agent("python agent.py"), "give a list"),
+        (lambda: command_agent([sys.executable], limits=ProgramLimits(time_s=0)), "no program could keep to that"),
         (lambda: command_agent([sys.executable], concurrency=0), "no program could ever run"),
     ],
 )

@@ -19,6 +19,7 @@ import msgspec
 from tailrace.environments import Offer
 from tailrace.environments.rows import row_as_json
 from tailrace.errors import ClientLost, RolloutTimeout
+from tailrace.gateway.dialects.protocol import RequestInvalid
 from tailrace.records import Json
 from tailrace.transport.channels import wait_until
 
@@ -53,6 +54,8 @@ class Offers:
         """Rollouts that were claimed, in all."""
         self.held = 0
         """Rollouts that clients have now."""
+        self.environments: list[str] = []
+        """Whose rollouts are offered, where that is known."""
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -78,17 +81,28 @@ class Offers:
             self.held -= 1
 
     async def claim(self, environment: str | None, wait_s: float) -> dict[str, Json] | None:
-        """The rollout that has waited longest, for one client; None where there is none within `wait_s`."""
+        """The rollout that has waited longest, for one client; None where there is none within `wait_s`.
+
+        Raises `RequestInvalid` for an environment that no rollout will ever be of.
+        """
+        if environment is not None and self.environments and environment not in self.environments:
+            raise RequestInvalid(
+                f"no environment of clients outside is called {environment!r}; there are: "
+                f"{', '.join(self.environments)}",
+                parameter="environment",
+                status=404,
+            )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await wait_until(self._changed, lambda: self._oldest(environment) is not None)
-        if (queue := self._oldest(environment)) is None:
-            return None
-        waiting = queue.popleft()
-        waiting.claimed.set_result(None)
-        waiting.session.hear()
-        self.claims += 1
-        return _told(waiting)
+        while (queue := self._oldest(environment)) is not None:
+            waiting = queue.popleft()
+            if not waiting.claimed.done():  # it was cancelled this very moment
+                waiting.claimed.set_result(None)
+                waiting.session.hear()
+                self.claims += 1
+                return _told(waiting)
+        return None
 
     def _oldest(self, environment: str | None) -> deque[_Waiting] | None:
         """Where the next rollout is taken from: of any environment, the one that waits first."""

@@ -48,6 +48,8 @@ class RunPaths:
         """What entered the pipeline in the first steps, where asked for."""
         self.tokens = root / "tokens"
         """Every token that was trained on, where asked for."""
+        self.gateway = root / "gateway.json"
+        """Where clients outside find the run, and its key; gone when the run has ended."""
         self.nonfinite = root / "nonfinite"
         """The rows of steps that were skipped since their loss or gradient was not finite."""
         self.tokenizer = root / "tokenizer"

@@ -5,21 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.errors import SettingsError
 from tailrace.reporting.gauges import Gauge
 from tailrace.rollouts import LoadedEnvironment
+from tailrace.run.folder import writing
 
 if TYPE_CHECKING:
     from tailrace.gateway import Gateway
-
-
-def has_outside(environments: Mapping[str, LoadedEnvironment]) -> bool:
-    """Whether clients outside play some of them."""
-    return any(loaded.is_outside for loaded in environments.values())
 
 
 def require_inside(environments: Mapping[str, LoadedEnvironment], command: str) -> None:
@@ -32,9 +28,26 @@ def require_inside(environments: Mapping[str, LoadedEnvironment], command: str) 
             )
 
 
+@contextlib.asynccontextmanager
+async def offered(
+    environments: Mapping[str, LoadedEnvironment], gateway: Gateway, path: Path
+) -> AsyncIterator[list[Gauge]]:
+    """Where clients outside play some of these: a file that tells them of the gateway, and gauges of what they do."""
+    outside = [name for name, loaded in environments.items() if loaded.is_outside]
+    if not outside:
+        yield []
+        return
+    await gateway.start()
+    gateway.offers.environments = outside
+    with contextlib.ExitStack() as told:
+        with writing(path.parent):
+            told.enter_context(_told_in(path, gateway))
+        yield [_outside_gauge(gateway)]
+
+
 @contextlib.contextmanager
-def told_in(path: Path, gateway: Gateway) -> Iterator[None]:
-    """A file that tells this user's clients where the run's gateway is and with which key, as long as it is there."""
+def _told_in(path: Path, gateway: Gateway) -> Iterator[None]:
+    """A file with the gateway's address and key for this user alone, as long as it listens."""
     told = json.dumps({"url": gateway.root_url, "key": gateway.run_key}) + "\n"
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)
@@ -47,7 +60,7 @@ def told_in(path: Path, gateway: Gateway) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def outside_gauge(gateway: Gateway) -> Gauge:
+def _outside_gauge(gateway: Gateway) -> Gauge:
     """How many rollouts clients have, and how many nobody has claimed."""
     offers = gateway.offers
     return lambda: {"gateway/unclaimed": sum(offers.waiting.values()), "gateway/claimed": offers.held}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from tailrace.environments.callables import is_async, settled
 from tailrace.environments.programs.host import ProgramHost, hosted
@@ -25,7 +26,7 @@ from tailrace.environments.programs.process import Program, ProgramLimits
 from tailrace.environments.programs.rewards import ProgramEnd, ProgramReward, read_reward
 from tailrace.environments.results import AgentResult, as_agent_result
 from tailrace.environments.rows import row_as_json
-from tailrace.errors import EnvironmentFailed, InvalidReward, ProgramFailed, SettingsError
+from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, SettingsError
 from tailrace.records import Task
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def command_agent(
 
     Raises `SettingsError` for values that make no sense.
     """
+    if isinstance(command, str):
+        raise SettingsError(f"command_agent({command!r}): give a list, the program and each of its arguments apart")
     if not command:
         raise SettingsError("command_agent([]): the command names no program")
     if concurrency < 1:
@@ -187,9 +190,8 @@ class CommandAgent:
             await program.close()
 
     def _variables(self, place: _Workplace, task: Task, endpoint: Endpoint, row: bytes) -> dict[str, str]:
-        direct = ",".join(
-            filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1,localhost"])
-        )
+        own = urlsplit(endpoint.root_url).hostname
+        direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), own]))
         variables = {name: value for name, value in os.environ.items() if name not in _FOREIGN_KEYS}
         variables |= {
             "PATH": _search_path(),
@@ -225,19 +227,21 @@ class CommandAgent:
         try:
             await asyncio.shield(making)
             yield place
-        except ProgramFailed as error:
-            raise await self._kept(place, task, error) from error
+        except RolloutError as error:
+            if self.keep_failed is None:
+                raise
+            raise await self._kept(place, task, error, self.keep_failed) from error
         finally:
             await asyncio.wait({making})
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, place.root, ignore_errors=True))
 
-    async def _kept(self, place: _Workplace, task: Task, failure: ProgramFailed) -> ProgramFailed:
-        """The failure; it names the folder where that is kept."""
-        if self.keep_failed is None:
-            return failure
-        kept = await asyncio.to_thread(place.keep, self.keep_failed, task.task_id.replace("/", "-"))
-        where = f"its folder is kept as {kept}" if kept else f"{self.keep_failed} has {_MOST_KEPT} kept folders already"
-        return ProgramFailed(f"{failure}\n({where})", reason=failure.reason)
+    async def _kept(self, place: _Workplace, task: Task, failure: RolloutError, parent: Path) -> RolloutError:
+        """The failure, which names the folder where the program's own is kept."""
+        kept = await asyncio.to_thread(place.keep, parent, task.task_id.replace("/", "-"))
+        where = f"its folder is kept as {kept}" if kept else f"{parent} holds {_MOST_KEPT} folders already"
+        named = type(failure)(f"{failure}\n({where})")
+        named.reason, named.may_pass = failure.reason, failure.may_pass
+        return named
 
     # ---- its files
 

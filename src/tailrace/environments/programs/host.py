@@ -54,14 +54,14 @@ class ProgramHost:
         self._owner = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-programs-"))
-        self._slots: dict[int, asyncio.Semaphore] = {}
+        self._slots: dict[object, asyncio.Semaphore] = {}
         self._watched: dict[int, Reading] = {}
         self._keeper: subprocess.Popen[bytes] | None = None
         self._looks: asyncio.Task[None] | None = None
 
     def slots(self, agent: object, concurrency: int) -> asyncio.Semaphore:
         """How many programs of one agent may run at once."""
-        return self._slots.setdefault(id(agent), asyncio.Semaphore(concurrency))
+        return self._slots.setdefault(agent, asyncio.Semaphore(concurrency))
 
     def new_number(self) -> int:
         """Of the next program."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tailrace.child_processes import call_on_exit, describe_exit
 from tailrace.environments.programs.host import ProgramHost, Taken
-from tailrace.errors import ProgramFailed
+from tailrace.errors import ProgramFailed, SettingsError
 
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 16
@@ -35,6 +35,11 @@ class ProgramLimits:
     """That it prints: `program_output`."""
     processes: int = 256
     """It and all that it started, looked at twice a second: `program_processes`."""
+
+    def __post_init__(self) -> None:
+        for name in ("time_s", "memory_bytes", "output_bytes", "processes"):
+            if (limit := getattr(self, name)) is not None and not limit > 0:
+                raise SettingsError(f"ProgramLimits({name}={limit}): no program could keep to that; give more than 0")
 
 
 class Program:
