@@ -121,9 +121,9 @@ async def test_the_rollout_that_has_waited_longest_is_claimed_first(renderer: Ch
 
 
 async def test_waiting_is_no_failure_and_costs_nothing_of_a_rollouts_time(renderer: ChatRenderer) -> None:
-    async with offering(renderer, outside(), timeout_s=0.5) as run:
+    async with offering(renderer, outside(), timeout_s=2.0) as run:
         running = await run.begin()
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(2.2)
         assert not running.done()
         claimed = await run.claim()
         await run.ask(claimed)
@@ -131,7 +131,7 @@ async def test_waiting_is_no_failure_and_costs_nothing_of_a_rollouts_time(render
         assert (await running).reward is not None
         late = await run.begin()
         await run.claim()
-        with pytest.raises(RolloutTimeout, match=r"its client has not ended it 0\.5 s after claiming it"):
+        with pytest.raises(RolloutTimeout, match=r"its client has not ended it 2 s after claiming it"):
             await late
 
 
@@ -146,13 +146,12 @@ async def test_a_client_that_waits_gets_the_next_rollout(renderer: ChatRenderer)
 async def test_a_client_that_hung_up_takes_no_rollout_along(renderer: ChatRenderer) -> None:
     async with offering(renderer, outside()) as run:
         gone = asyncio.create_task(run.claim(wait_s=60))
-        tally = run.gateway.tally
-        await asyncio.sleep(0.1)
-        gone.cancel()
+        for asking in (1, 0):
+            async with asyncio.timeout(30):
+                while run.gateway.offers.asking != asking:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        async with asyncio.timeout(30):
-            while not tally.requests["claim", 0]:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
         await run.begin()
         assert (await run.claim())["task_id"] == "shop/train/0"
 
@@ -160,11 +159,11 @@ async def test_a_client_that_hung_up_takes_no_rollout_along(renderer: ChatRender
 async def test_a_silent_client_loses_its_rollout_and_one_that_waits_for_an_answer_does_not(
     renderer: ChatRenderer,
 ) -> None:
-    async with offering(renderer, outside(lease_s=0.3), delay_s=0.9) as run:
+    async with offering(renderer, outside(lease_s=1.5), delay_s=2.5) as run:
         silent, patient = await run.begin(0), await run.begin(1)
         lost, kept = await run.claim(), await run.claim()
         answering = asyncio.create_task(run.ask(kept))
-        with pytest.raises(ClientLost, match=r"not heard of for 0\.3 s") as raised:
+        with pytest.raises(ClientLost, match=r"not heard of for 1\.5 s") as raised:
             await silent
         assert raised.value.reason == "client_lost"
         assert (await run.ask(lost)).status_code == 410

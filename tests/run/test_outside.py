@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import statistics
 import subprocess
@@ -18,11 +19,11 @@ from tailrace.config import load_settings
 from tailrace.errors import SettingsError
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
-from tests.run.runs import ROOT, command, records, rollouts, run_inline, tiny_settings
+from tests.run.runs import ROOT, command, records, rollouts, tiny_settings
 
 OUTSIDE = ("--environment.name", "tests.support.program_environments:outside")
-STEPS, WINDOW = 12, 4
-MARGIN = 0.15
+STEPS, WINDOW = 10, 3
+MARGIN = 0.2
 QUIET = ("--placement", "inline", "--observability.live", "off", "--observability.report", "false")
 
 
@@ -41,7 +42,10 @@ def client_of(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 async def test_the_reward_of_rollouts_that_are_played_outside_rises_beyond_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The example's client sorts names; as `test_learning`, whose margin tells learning from chance."""
+    """The example's client sorts names. The mean reward of the last three steps is above that of the first three.
+
+    It rose by 0.36 when the margin was set; a mean of three steps has a standard error of about 0.05.
+    """
     monkeypatch.chdir(ROOT)
     chosen = ("--environment.name", "examples.own_outside:sorting", "--max_steps", str(STEPS), "--name", "outside")
     settings = load_settings("quickstart", [*chosen, *QUIET])
@@ -61,23 +65,17 @@ async def test_the_reward_of_rollouts_that_are_played_outside_rises_beyond_noise
     assert not (tmp_path / "outside" / "gateway.json").exists()
 
 
-def test_the_run_tells_its_owner_alone_where_clients_find_it(tmp_path: Path) -> None:
-    with command(tmp_path, *OUTSIDE) as run:
-        told = run.folder / "gateway.json"
-        run.wait_until(told.exists)
+def test_a_run_tells_its_owner_where_clients_find_it_and_says_that_it_waits_for_them(tmp_path: Path) -> None:
+    with command(tmp_path, *OUTSIDE, "--observability.no_progress_s", "1") as run:
+        told, log = run.folder / "gateway.json", run.folder / "logs" / "orchestrator.log"
+        run.wait_until(lambda: log.exists() and "waits for a client outside to claim one of" in log.read_text())
         assert stat.S_IMODE(told.stat().st_mode) == 0o600
-        assert json.loads(told.read_text())["url"].startswith("http://127.0.0.1:")
-        os.kill(run.pid, 15)
+        url = json.loads(told.read_text())["url"]
+        assert f"rollouts of outside (POST {url}/rollouts" in log.read_text()
+        os.kill(run.pid, signal.SIGTERM)
         status, printed = run.wait()
     assert status == 143, printed
     assert not told.exists()
-
-
-async def test_a_run_that_nobody_plays_ends_and_says_whom_it_waited_for(tmp_path: Path) -> None:
-    summary = await run_inline(tmp_path, *OUTSIDE, "--observability.watchdog_s", "3")
-    assert (summary.status, summary.exit_code) == ("failed", 1)
-    assert "waits for a client outside to claim one of" in summary.reason
-    assert "rollouts of outside (POST http://127.0.0.1:" in summary.reason
 
 
 async def test_an_evaluation_that_no_client_could_find_is_refused(tmp_path: Path) -> None:

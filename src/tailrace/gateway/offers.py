@@ -8,7 +8,6 @@ A client claims the rollout that has waited longest, and gets its address, its k
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import deque
 from dataclasses import dataclass
@@ -54,6 +53,8 @@ class Offers:
         """Rollouts that were claimed, in all."""
         self.held = 0
         """Rollouts that clients have now."""
+        self.asking = 0
+        """Clients that wait for one."""
         self.environments: list[str] = []
         """Whose rollouts are offered, where that is known."""
 
@@ -92,9 +93,14 @@ class Offers:
                 parameter="environment",
                 status=404,
             )
-        with contextlib.suppress(TimeoutError):
+        self.asking += 1
+        try:
             async with asyncio.timeout(wait_s):
                 await wait_until(self._changed, lambda: self._oldest(environment) is not None)
+        except TimeoutError:
+            pass
+        finally:
+            self.asking -= 1
         while (queue := self._oldest(environment)) is not None:
             waiting = queue.popleft()
             if not waiting.claimed.done():  # it was cancelled this very moment

@@ -142,6 +142,7 @@ _ROWS = (
     ("agent_worker/{worker}/lag_max_s", "s", _MAX, "Longest lag of its event loop since the last step."),
     ("gateway/unclaimed", "rollouts", _LAST, "Rollouts that wait for a client outside to claim them."),
     ("gateway/claimed", "rollouts", _LAST, "Rollouts that clients outside have."),
+    ("gateway/asking", "clients", _LAST, "Clients outside that wait for a rollout to claim."),
     ("payloads/recorded_bytes", "bytes", _SUM, "Routed experts that completions brought since the last step."),
     ("payloads/released_bytes", "bytes", _SUM, "Those whose rollouts have ended since: their room is used again."),
     ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, in the payload store."),

@@ -61,9 +61,13 @@ def _told_in(path: Path, gateway: Gateway) -> Iterator[None]:
 
 
 def _outside_gauge(gateway: Gateway) -> Gauge:
-    """How many rollouts clients have, and how many nobody has claimed."""
+    """How many rollouts clients have, how many nobody has claimed, and how many clients wait for one."""
     offers = gateway.offers
-    return lambda: {"gateway/unclaimed": sum(offers.waiting.values()), "gateway/claimed": offers.held}
+    return lambda: {
+        "gateway/unclaimed": sum(offers.waiting.values()),
+        "gateway/claimed": offers.held,
+        "gateway/asking": offers.asking,
+    }
 
 
 def waits_for_clients(gateway: Gateway | None) -> str:
