@@ -52,7 +52,7 @@ class Outside:
 
     async def post(self, url: str, body: dict[str, Any], key: str | None = None) -> httpx.Response:
         root = self.gateway.root_url if url.startswith("/") else ""
-        sent = self.gateway.run_key if key is None else key
+        sent = self.gateway.offers.key if key is None else key
         headers = {"authorization": f"Bearer {sent}"} if sent else {}
         return await self.client.post(root + url, json=body, headers=headers, timeout=30)
 
@@ -77,7 +77,7 @@ async def offering(
     chosen = RolloutSettings.model_validate(settings)
     generate = ScriptedGenerate(renderer.tokenizer, ["Ada"], delay=lambda: delay_s)
     async with Gateway() as gateway, httpx.AsyncClient() as client:
-        await gateway.start()
+        await gateway.listen()
         environments = loaded(*specs, settings=chosen)
         async with Rollouter(
             chosen, environments, renderer=renderer, generate=generate, endpoints=gateway

@@ -28,10 +28,10 @@ from tailrace.environments import (
 )
 from tailrace.environments.programs.marked import MARK, marks
 from tailrace.errors import InvalidReward, ProgramFailed, RolloutTimeout, SettingsError
+from tailrace.gateway import Gateway
 from tailrace.records import GroupId, Rollout, RolloutId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tests.support.loaded import loaded
-from tests.support.plain_endpoints import PlainEndpoints
 from tests.support.program_environments import PROGRAM
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -56,7 +56,7 @@ async def run(renderer: ChatRenderer, spec: EnvironmentSpec, **settings: object)
     chosen = RolloutSettings.model_validate({"timeout_s": PATIENCE_S, **settings})
     generate = ScriptedGenerate(renderer.tokenizer, ["HUSH"])
     rollouter = Rollouter(
-        chosen, loaded(spec, settings=chosen), renderer=renderer, generate=generate, endpoints=PlainEndpoints()
+        chosen, loaded(spec, settings=chosen), renderer=renderer, generate=generate, endpoints=Gateway()
     )
     async with rollouter:
         return await rollouter.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
@@ -233,9 +233,7 @@ async def test_a_synchronous_reward_is_called_in_a_worker_that_can_be_killed(ren
     environments = {spec.name: LoadedEnvironment.of(spec, chosen, settings)}
     generate = ScriptedGenerate(renderer.tokenizer, ["HUSH"])
     assert spec.needs_workers
-    async with Rollouter(
-        chosen, environments, renderer=renderer, generate=generate, endpoints=PlainEndpoints()
-    ) as rollouter:
+    async with Rollouter(chosen, environments, renderer=renderer, generate=generate, endpoints=Gateway()) as rollouter:
         names = {"rollout_id": RolloutId("r0"), "group_id": GroupId("g0")}
         rollout = await rollouter.run(spec.train_task(0), **names)
         assert rollout.reward is not None
@@ -278,13 +276,14 @@ def test_a_process_that_is_killed_leaves_no_program_behind(tmp_path: Path) -> No
         textwrap.dedent(
             """
             import asyncio, sys
-            from tests.support.plain_endpoints import PlainEndpoints
-            from tests.support.scripted_policy import ScriptedPolicy
+                        from tests.support.scripted_policy import ScriptedPolicy
             from tailrace.environments import EnvironmentSpec, command_agent
 
             class Policy(ScriptedPolicy):
-                def endpoint(self):
-                    return PlainEndpoints().open(self)
+                @contextlib.asynccontextmanager
+                async def endpoint(self):
+                    url = "http://127.0.0.1:9"
+                    yield types.SimpleNamespace(root_url=url, openai_url=url, path_url=url, key="key")
 
             async def main():
                 code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; "

@@ -8,7 +8,9 @@ A client claims the rollout that has waited longest, and gets its address, its k
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
+import secrets
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,6 +48,8 @@ class Offers:
     """Of one gateway."""
 
     def __init__(self) -> None:
+        self.key = secrets.token_urlsafe(24)
+        """With it clients claim rollouts."""
         self._waiting: dict[str, deque[_Waiting]] = {}
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
@@ -80,6 +84,11 @@ class Offers:
             await _held(session, offer)
         finally:
             self.held -= 1
+
+    def require_key(self, keys: list[str]) -> None:
+        """Raise `RequestInvalid` for a client that the run has not told its key."""
+        if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in keys):
+            raise RequestInvalid("this needs the run's own key: gateway.json in the run's folder holds it", status=401)
 
     async def claim(self, environment: str | None, wait_s: float) -> dict[str, Json] | None:
         """The rollout that has waited longest, for one client; None where there is none within `wait_s`.

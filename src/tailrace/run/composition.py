@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from tailrace.config import RunSettings
+from tailrace.gateway import Gateway
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.generation.recorded_generate import RecordedGenerate
 from tailrace.lifecycle.launchers import launcher_class
@@ -39,6 +40,7 @@ from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.callbacks import Callbacks
 from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
+from tailrace.run.outside import offered, waits_for_clients
 from tailrace.run.parts import held_out_tasks, make_rollouter
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
@@ -94,6 +96,7 @@ class ComposedRun:
 
     ground: RunGround
     roles: StartedRoles
+    gateway: Gateway
     writer: BackgroundWriter
     observer: RunObserver
     scheduler: StreamScheduler
@@ -106,7 +109,7 @@ class ComposedRun:
         so_far = replace(
             self.ground.view(),
             stage=orchestrator.stage,
-            waiting_for=orchestrator.start_waits_for,
+            waiting_for=orchestrator.start_waits_for or waits_for_clients(self.gateway),
             step=orchestrator.step,
             policy_version=orchestrator.version,
             moves=orchestrator.events + self.roles.generators.engine_steps,
@@ -134,6 +137,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         observer = _observer(ground, writer, roles)
         holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
+        gateway = Gateway(settings.gateway, model=settings.model.name)
         rollouter = await stack.enter_async_context(
             make_rollouter(
                 settings,
@@ -142,8 +146,10 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
                 generate=generate,
                 teacher=make_teacher(settings, ground.renderer, roles.teacher),
                 paths=paths,
+                gateway=gateway,
             )
         )
+        observer.add_gauges(*await stack.enter_async_context(offered(environments, gateway, paths.gateway)))
         sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
         tasks = TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
         states = SchedulerStates(paths.scheduler, paths.checkpoints)
@@ -197,7 +203,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(ground, roles, writer, observer, scheduler, evaluator, orchestrator)
+        yield ComposedRun(ground, roles, gateway, writer, observer, scheduler, evaluator, orchestrator)
 
 
 def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:

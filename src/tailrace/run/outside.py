@@ -37,7 +37,7 @@ async def offered(
     if not outside:
         yield []
         return
-    await gateway.start()
+    await gateway.listen()
     gateway.offers.environments = outside
     with contextlib.ExitStack() as told:
         with writing(path.parent):
@@ -48,7 +48,7 @@ async def offered(
 @contextlib.contextmanager
 def _told_in(path: Path, gateway: Gateway) -> Iterator[None]:
     """A file with the gateway's address and key for this user alone, as long as it listens."""
-    told = json.dumps({"url": gateway.root_url, "key": gateway.run_key}) + "\n"
+    told = json.dumps({"url": gateway.root_url, "key": gateway.offers.key}) + "\n"
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

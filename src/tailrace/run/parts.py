@@ -14,6 +14,7 @@ from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_env
 from tailrace.environments.outside import OutsideAgent
 from tailrace.environments.registry import is_built_in
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
+from tailrace.gateway import Gateway
 from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
@@ -152,8 +153,9 @@ def make_rollouter(
     generate: Generate,
     teacher: Teacher | None = None,
     paths: RunPaths | None = None,
+    gateway: Gateway | None = None,
 ) -> Rollouter:
-    """The rollouter over all environments. `paths` are the run's, where there is one."""
+    """The rollouter over all environments. `paths` are the run's, where there is one; it closes the `gateway`."""
     watched = settings.observability
     return Rollouter(
         settings.rollouts,
@@ -164,6 +166,7 @@ def make_rollouter(
         max_steps=settings.max_steps or 0,
         records_experts=settings.generator.return_routed_experts,
         takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
+        endpoints=gateway or Gateway(settings.gateway, model=settings.model.name),
         teacher=teacher,
         worker_log=None if paths is None else paths.logs / "workers.log",
         watch=WorkerWatch(
