@@ -1,8 +1,8 @@
 """What the policy is trained on: tasks, and the code that plays and scores them.
 
 In: `EnvironmentSettings` (a name, its arguments, a data set). Out: an `EnvironmentSpec` (task rows, an agent or a
-reset/step environment, a reward). An agent sees the policy only as `Policy.chat`. Nothing here tokenizes, schedules,
-starts a process or knows torch; what an environment needs beyond the core is imported when that environment is loaded.
+reset/step environment, a reward). An agent sees the policy only as `Policy`. Nothing here tokenizes, schedules or knows
+torch, and only `programs/` starts processes; what an environment needs beyond the core is imported when it is loaded.
 
 Your own, in ten lines: `docs/environments.md`.
 """
