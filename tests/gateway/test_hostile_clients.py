@@ -117,7 +117,7 @@ async def test_a_client_that_never_reads_is_cut_off_and_its_rollout_goes_on(rend
             body = json.dumps({**ASKS, "stream": True}).encode()
             deaf.sendall(head(talk, "Content-Type: application/json", f"Content-Length: {len(body)}") + body)
             async with asyncio.timeout(60):
-                while talk.gateway.tally.requests["chat", 0] + talk.gateway.tally.requests["chat", 200] == 0:
+                while not talk.gateway.tally.requests:  # noqa: ASYNC110 - a count has no event
                     await asyncio.sleep(0.05)
         await assert_serves(talk)
 
@@ -133,7 +133,7 @@ async def test_many_clients_that_come_and_go_leave_nothing_behind(renderer: Chat
             writer.transport.abort()
         await talk.generate.until(cancelled=20)
         async with asyncio.timeout(30):
-            while talk.gateway.tally.running_turns:
+            while talk.gateway.tally.running_turns:  # noqa: ASYNC110 - a count has no event
                 await asyncio.sleep(0.01)
         talk.generate.allow(64)
         await assert_serves(talk)
