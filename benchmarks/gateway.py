@@ -2,12 +2,12 @@
 
     python benchmarks/gateway.py [--json] [--quick] [--case whole ...]
 
-1,024 rollouts of 5 turns at once (--quick: 256 of 3), each turn about 64 tokens, every rollout a client with a connection
-of its own, in another process. The gateway's CPU is what the thread of the event loop takes per turn, less what the same
-conversations take there without HTTP: `policy.chat` called in this process, over the same kind of engine. `streamed`
-sends each token as an event. Loop lag: how late a timer of 5 ms comes, while clients are served. `memory` plays 100,000
-turns (--quick: 5,000) of a few tokens, in rollouts that come and go; growth is that of the process from a fifth of them
-on. No row stands for vLLM's own server: it has no engine that answers without a model.
+1,024 rollouts of 5 turns at once (--quick: 256 of 3), each turn about 64 tokens, every rollout a client with a
+connection of its own, in another process. The gateway's CPU is what the thread of the event loop takes per turn, less
+what the same conversations take there without HTTP: `policy.chat` called in this process, over the same kind of engine.
+`streamed` sends each token as an event. Loop lag: how late a timer of 5 ms comes, while clients are served. `memory`
+plays 100,000 turns (--quick: 5,000) of a few tokens, in rollouts that come and go; growth is that of the process from a
+fifth of them on. No row stands for vLLM's own server: it has no engine that answers without a model.
 """
 
 from __future__ import annotations

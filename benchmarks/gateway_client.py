@@ -1,7 +1,7 @@
 """The clients of `benchmarks/gateway.py`, in a process of their own: HTTP written by hand, so that they keep up.
 
-Reads a JSON line (address, keys, turns, whether replies are streamed, seed), plays one rollout per key, all at once, and
-prints a JSON line: how long turns took, and how many bytes came back.
+Reads a JSON line (address, keys, turns, whether replies are streamed, seed), plays one rollout per key, all at once,
+and prints a JSON line: how long turns took, and how many bytes came back.
 """
 
 from __future__ import annotations
