@@ -19,7 +19,7 @@ from tests.run.runs import PATIENCE_S, command, rollouts, run_inline, tiny_setti
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through /proc")
 
 ASKING = ("--environment.name", "tests.support.program_environments:asking")
-SLEEPING = (*ASKING, "--environment.args", "{'behave': 'leave a daemon and hang'}")
+SLEEPING = (*ASKING, "--environment.args.behave", "leave a daemon and hang")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ async def test_a_run_says_what_its_program_printed_last(tmp_path: Path) -> None:
     summary = await run_inline(
         tmp_path,
         *ASKING,
-        *("--environment.args", "{'behave': 'exit'}", "--rollouts.rollout_errors.on_error", "raise"),
+        *("--environment.args.behave", "exit", "--rollouts.rollout_errors.on_error", "raise"),
         *("--max_steps", "1"),
     )
     assert summary.exit_code == 1
