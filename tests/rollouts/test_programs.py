@@ -275,8 +275,8 @@ def test_a_process_that_is_killed_leaves_no_program_behind(tmp_path: Path) -> No
     script.write_text(
         textwrap.dedent(
             """
-            import asyncio, sys
-                        from tests.support.scripted_policy import ScriptedPolicy
+            import asyncio, contextlib, sys, types
+            from tests.support.scripted_policy import ScriptedPolicy
             from tailrace.environments import EnvironmentSpec, command_agent
 
             class Policy(ScriptedPolicy):
