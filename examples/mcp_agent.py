@@ -30,6 +30,7 @@ seats = EnvironmentSpec(
     name="mcp-seats",
     agent=mcp_agent(server),
     check=server.check,
+    close=server.close,
     reward=reward,
     train_tasks=[
         {"names": [first, second], "prompt": f"Who sits beside them? One name per line:\n{first}\n{second}"}

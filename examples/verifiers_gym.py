@@ -7,10 +7,12 @@ Run it from the folder above this one. What a package offers by its id needs no 
 `verifiers` with that id for `args.id`.
 """
 
+from functools import partial
+
 import verifiers as vf
 
 from tailrace.environments import verifiers_environment
 
 chain_sums = verifiers_environment(
-    vf.ReasoningGymEnv(gym="chain_sum", num_train_examples=2_000, num_eval_examples=200), name="chain-sums"
+    partial(vf.ReasoningGymEnv, gym="chain_sum", num_train_examples=2_000, num_eval_examples=200), name="chain-sums"
 )

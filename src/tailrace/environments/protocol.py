@@ -193,6 +193,8 @@ class EnvironmentSpec:
     check: Callable[[], None] | None = None
     """Called once before a run by the process that starts it. Raises `SettingsError` where the environment cannot be
     played, because something that it reaches or starts does not answer."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Called when no rollout is played any more, in each process that may have played some."""
 
     def __post_init__(self) -> None:
         if (self.agent is None) == (self.environment is None):

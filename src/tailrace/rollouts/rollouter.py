@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
+from tailrace.environments.callables import settled
 from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
@@ -138,13 +139,16 @@ class Rollouter:
             await self._teacher.ready()
 
     async def close(self) -> None:
-        """End the worker processes and judges' connections. No rollout may be running."""
+        """End the worker processes, judges' connections and what environments hold. No rollout may be running."""
         async with asyncio.TaskGroup() as closing:
             closing.create_task(self._workers.close())
             if self._agents is not None:
                 closing.create_task(self._agents.close())
             for judge in self._judges.values():
                 closing.create_task(judge.close())
+            for one in self._environments.values():
+                if one.spec.close is not None:
+                    closing.create_task(settled(one.spec.close()))
             if self._teacher is not None:
                 closing.create_task(self._teacher.close())
 

@@ -177,7 +177,10 @@ async def test_a_server_is_started_per_rollout_or_shared_by_all() -> None:
 
     own, shared = small("pid"), small("pid", shared=True)
     assert len({await process_of(own) for _ in range(2)}) == 2
-    assert len(set(await asyncio.gather(*(process_of(shared) for _ in range(4))))) == 1
+    assert len({*await asyncio.gather(*(process_of(shared) for _ in range(4)))}) == 1
+    assert [child for child in psutil.Process().children() if "pid" in child.cmdline()]
+    await shared.close()
+    assert not [child for child in psutil.Process().children() if "pid" in child.cmdline()]
 
 
 async def test_a_shared_server_that_was_lost_is_started_again(tmp_path: Path) -> None:
@@ -185,6 +188,7 @@ async def test_a_shared_server_that_was_lost_is_started_again(tmp_path: Path) ->
     with pytest.raises(EnvironmentFailed, match="did not answer"):
         await ask(server)
     assert told(await ask(server)) == "HUSH"
+    await server.close()
 
 
 async def test_a_cancelled_rollout_takes_its_server_along() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,6 +137,14 @@ async def together(completions: list[Any]) -> list[float]:
 def test_what_it_cannot_do_is_told_when_it_is_loaded(make: Callable[[], object], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         make()
+
+
+def test_it_is_made_in_any_thread_and_leaves_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as aside:
+        spec = aside.submit(verifiers_environment, gym.adding).result()
+    assert verifiers_environment(gym.adding).name == spec.name == "ToolEnv"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

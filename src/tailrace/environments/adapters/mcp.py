@@ -56,6 +56,7 @@ def mcp(
         description=f"Tasks of your own, with the tools of {server}.",
         agent=mcp_agent(server, prompt=prompt, system_prompt=system_prompt),
         check=server.check,
+        close=server.close,
         required_columns=(prompt,),
     )
 

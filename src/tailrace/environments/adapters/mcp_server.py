@@ -115,6 +115,10 @@ class McpServer:
             else:
                 await connection.close()
 
+    async def close(self) -> None:
+        """End a server that is shared. No rollout may use it."""
+        await self._shared.close()
+
     def check(self) -> None:
         """Start it once and list its tools. Raises `SettingsError` where that fails."""
 
@@ -135,12 +139,11 @@ class _Connection:
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
-        self.loop = asyncio.get_running_loop()
         self.users = 0
         self._closing = asyncio.Event()
         self._transport: StdioTransport | None = None
         self._client: Client | None = None
-        self._listed: asyncio.Future[list[ToolSpec]] = self.loop.create_future()
+        self._listed: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._is_lost = False
         self._holder = asyncio.create_task(self._hold())
 
@@ -165,7 +168,7 @@ class _Connection:
     @property
     def is_usable(self) -> bool:
         """Whether another rollout may use it."""
-        return not (self._is_lost or self._holder.done()) and self.loop is asyncio.get_running_loop()
+        return not (self._is_lost or self._closing.is_set() or self._holder.done())
 
     async def close(self) -> None:
         """End the server, and wait until it has ended."""
@@ -287,10 +290,12 @@ class _SharedConnection:
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
-        self._opening = asyncio.Lock()
-        self._connection: _Connection | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def acquire(self) -> _Connection:
+        if self._loop is not asyncio.get_running_loop():  # what another one had, ended with it
+            self._loop, self._opening = asyncio.get_running_loop(), asyncio.Lock()
+            self._connection: _Connection | None = None
         async with self._opening:
             connection = self._connection
             if connection is None or not connection.is_usable:
@@ -299,10 +304,14 @@ class _SharedConnection:
             return connection
 
     async def release(self, connection: _Connection) -> None:
-        """A lost one is closed with its last rollout; a good one with the event loop."""
+        """A lost one is closed with its last rollout."""
         connection.users -= 1
         if connection.users == 0 and not connection.is_usable:
             await connection.close()
+
+    async def close(self) -> None:
+        if self._loop is asyncio.get_running_loop() and self._connection is not None:
+            await self._connection.close()
 
 
 def _said(error: BaseException) -> str:

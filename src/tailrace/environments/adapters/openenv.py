@@ -96,6 +96,7 @@ def openenv_environment(
         description=f"An environment of OpenEnv: {server}.",
         agent=_agent(server, make(server), system_prompt),
         check=partial(_check, server, make),
+        close=server.close,
         train_tasks=EmptyRows(_TASKS) if train_tasks is None else train_tasks,
         eval_tasks=(EmptyRows(_EVAL_TASKS) if train_tasks is None else ()) if eval_tasks is None else eval_tasks,
     )

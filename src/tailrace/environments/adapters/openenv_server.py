@@ -128,17 +128,19 @@ class _Running:
 
     def __init__(self, server: OpenEnvServer) -> None:
         self._server = server
-        self._starting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._process: Process | None = None
         self._base = server.url
         self._written = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._by_http = server.transport == "http"
         self._open = 0
-        self._left = asyncio.Event()
 
     async def base_url(self) -> str:
         """Of the server, which is started first where it has to be."""
+        if self._loop is not asyncio.get_running_loop():  # what another one had, ended with it
+            self._loop, self._process, self._open = asyncio.get_running_loop(), None, 0
+            self._starting, self._left = asyncio.Lock(), asyncio.Event()
         if self._server.package is None:
             assert self._base is not None  # it has a URL or a package
             return _with_scheme(self._base, "http")
@@ -240,13 +242,13 @@ class _Running:
         return base
 
     async def close(self) -> None:
-        if (process := self._process) is not None:
+        process, self._process = self._process, None
+        if process is not None and self._loop is asyncio.get_running_loop():
             _kill_group(process)
             await process.wait()
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
-            self._process = None
 
     async def _listen(self, process: Process) -> None:
         assert process.stderr is not None  # it has a pipe

@@ -9,9 +9,11 @@ trained on is what was sampled, and what `response.message.tokens` says. Needs `
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 from tailrace.environments.adapters.extras import import_extra
@@ -34,7 +36,7 @@ def verifiers(*, id: str, state_columns: list[str] | None = None, **args: Json) 
 
     Raises `SettingsError` where it cannot be loaded, or needs what Tailrace has not.
     """
-    _import("verifiers.types")
+    _leave_signals_alone()
     load = _import("verifiers").load_environment
     try:
         environment = load(id, **args)
@@ -47,13 +49,17 @@ def verifiers(*, id: str, state_columns: list[str] | None = None, **args: Json) 
 def verifiers_environment(
     environment: Any, *, name: str | None = None, state_columns: Sequence[str] = ()
 ) -> EnvironmentSpec:
-    """A `verifiers.Environment` with its own data sets and rubric.
+    """A `verifiers.Environment`, or what makes one when it is called, with its own data sets and rubric.
 
-    The rubric's metrics become components of the reward; `state_columns` are saved beside the rollout, with
-    `stop_condition`. Raises `SettingsError` for what it cannot do: see `docs/environments.md`.
+    A module that is named in settings gives what makes it: where it is imported in a thread, verifiers' constructors
+    fail, since they set signal handlers, unless they are called here. The rubric's metrics become components of the
+    reward; `state_columns` are saved beside the rollout, with `stop_condition`. Raises `SettingsError` for what it
+    cannot do: see `docs/environments.md`.
     """
-    _import("verifiers.types")
+    _leave_signals_alone()
     base = _import("verifiers").Environment
+    if callable(environment) and not isinstance(environment, base):
+        environment = environment()
     if not isinstance(environment, base):
         raise SettingsError(
             f"this is a {type(environment).__name__}, no verifiers.Environment (the API of verifiers 0.3)"
@@ -69,6 +75,13 @@ def verifiers_environment(
         eval_tasks=held_out,
         required_columns=("prompt", "example_id"),
     )
+
+
+def _leave_signals_alone() -> None:
+    """Load verifiers, and let its environments' constructors set no handlers of this process's signals."""
+    _import("verifiers.types")
+    module = _import("verifiers.legacy.envs.environment")
+    module.signal = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
 
 
 def _agent(environment: Any, state_columns: Sequence[str]) -> Agent:

@@ -122,6 +122,9 @@ class AgentWorkerProcess:
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
             await workers.close()
+            for environment in self._environments.values():
+                if environment.spec.close is not None:
+                    await environment.spec.close()
             faulthandler.cancel_dump_traceback_later()
 
     # ---- what it is started with
