@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
-from tailrace.environments.callables import settled
 from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
@@ -147,8 +146,7 @@ class Rollouter:
             for judge in self._judges.values():
                 closing.create_task(judge.close())
             for one in self._environments.values():
-                if one.spec.close is not None:
-                    closing.create_task(settled(one.spec.close()))
+                closing.create_task(_close(one.spec))
             if self._teacher is not None:
                 closing.create_task(self._teacher.close())
 
@@ -312,3 +310,9 @@ def _source_of(renderer: Renderer) -> RendererSource:
         f"agent workers make their renderer of a model's folder, and cannot of a {type(renderer).__name__}: write "
         "rollouts.agent_workers = 0"
     )
+
+
+async def _close(spec: EnvironmentSpec) -> None:
+    """End what an environment holds."""
+    if spec.close is not None:
+        await spec.close()

@@ -32,7 +32,7 @@ _FULL_PAUSE_S = (0.05, 1.0)
 _KEPT_CHARACTERS = 2_000
 _UVICORN = """
 import os, runpy, sys, threading
-threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
 sys.argv[0] = "uvicorn"
 runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
 """

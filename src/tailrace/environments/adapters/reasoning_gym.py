@@ -139,7 +139,8 @@ class ReasoningGymLevels:
 
     def reward(self, task: Task, messages: list[Message]) -> AgentResult:
         """The score of the answer in the last reply, by its level as well."""
-        return self._parts[task["source_index"] % len(self._parts)].reward(task, messages)
+        part = self._parts[int(task["source_index"]) % len(self._parts)]
+        return part.reward(task, messages)
 
     def open(self) -> None:
         """There is nothing that could fail later."""
