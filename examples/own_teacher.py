@@ -3,7 +3,7 @@
     tailrace train quickstart --name teacher
     tailrace train quickstart --name student --environment.name examples.own_teacher:names --max_steps 60 \\
         --trainer.loss.distillation.model runs/teacher/checkpoints/step_000160 --trainer.loss.distillation.top_k 8 \\
-        --model.max_model_tokens 1000
+        --model.max_model_tokens 1000 --trainer.warmup_steps 5
     tailrace eval quickstart --greedy --model.name runs/student/checkpoints/step_000060
 
 Run it from the folder above this one. The teacher is the quickstart's model after its training, the student the same

@@ -451,7 +451,10 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
         (["--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop"], "batches favour short rollouts."),
         (["--trainer.loss.reference_kl.coefficient", "0.1"], "A frozen copy of bundled:quickstart lies beside"),
         ([*TEACHER], "Each group is scored by the teacher big at http://teacher/v1 before it is trained on."),
-        (["--trainer.loss.distillation.model", "big"], "by the teacher big on an engine of its own before it is"),
+        (
+            ["--trainer.loss.distillation.model", "big"],
+            "by the teacher big in a process of its own, the role",
+        ),
     ],
 )
 def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: str) -> None:
