@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.environments import EnvironmentSettings, load_environment
+from tailrace.records import RunStatus
+from tests.run.runs import records, run_inline
+from tests.support.bundled_models import save_with_other_weights
 from tests.support.scripted_policy import calls, play
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +94,19 @@ def test_every_example_names_itself_in_the_command_that_runs_it(path: Path) -> N
     named = re.findall(r"--environment\.name (\S+)", path.read_text())
     assert named
     assert all(name.startswith(f"examples.{path.stem}:") for name in named)
+
+
+async def test_own_teacher_teaches_without_a_reward(tmp_path: Path) -> None:
+    teacher = save_with_other_weights(tmp_path / "teacher")
+    taught = ("--trainer.loss.distillation.model", teacher, "--trainer.loss.distillation.top_k", "8")
+    summary = await run_inline(
+        tmp_path, "--environment.name", "examples.own_teacher:names", *taught, "--max_steps", "2"
+    )
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    for line in records(tmp_path / "run" / "metrics.jsonl"):
+        assert line["training/reward_loss"] == 0
+        assert line["training/distillation"] > 0.01
+        assert line["training/grad_norm"] > 0
 
 
 async def test_the_stalling_reward_compares_letter_by_letter() -> None:
