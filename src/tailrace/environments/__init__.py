@@ -7,6 +7,12 @@ torch, and only `programs/` starts processes; what an environment needs beyond t
 Your own, in ten lines: `docs/environments.md`.
 """
 
+from tailrace.environments.adapters.mcp import mcp_agent
+from tailrace.environments.adapters.mcp_server import McpServer
+from tailrace.environments.adapters.openenv import openenv_environment
+from tailrace.environments.adapters.openenv_server import OpenEnvServer
+from tailrace.environments.adapters.trl import trl_environment
+from tailrace.environments.adapters.verifiers import verifiers_environment
 from tailrace.environments.datasets import load_rows
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
@@ -40,10 +46,12 @@ __all__ = [
     "Json",
     "JudgeFormat",
     "JudgeSettings",
+    "McpServer",
     "Message",
     "NamedReward",
     "Observation",
     "Offer",
+    "OpenEnvServer",
     "Policy",
     "ProgramEnd",
     "ProgramLimits",
@@ -58,6 +66,10 @@ __all__ = [
     "environment_names",
     "load_environment",
     "load_rows",
+    "mcp_agent",
+    "openenv_environment",
     "outside_agent",
     "single_turn_agent",
+    "trl_environment",
+    "verifiers_environment",
 ]
