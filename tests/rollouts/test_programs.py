@@ -10,8 +10,9 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -52,9 +53,11 @@ def spec_of(row: dict[str, str] | None = None, *, command: list[object] = ASKING
     return EnvironmentSpec(name="own", agent=program, train_tasks=tasks, trusted=True)
 
 
-async def run(renderer: ChatRenderer, spec: EnvironmentSpec, **settings: object) -> Rollout:
+async def run(
+    renderer: ChatRenderer, spec: EnvironmentSpec, *, replies: Sequence[str] = ("HUSH",), **settings: object
+) -> Rollout:
     chosen = RolloutSettings.model_validate({"timeout_s": PATIENCE_S, **settings})
-    generate = ScriptedGenerate(renderer.tokenizer, ["HUSH"])
+    generate = ScriptedGenerate(renderer.tokenizer, replies)
     rollouter = Rollouter(
         chosen, loaded(spec, settings=chosen), renderer=renderer, generate=generate, endpoints=Gateway()
     )
@@ -186,6 +189,18 @@ async def test_a_rollouts_time_and_its_cancellation_end_the_program(renderer: Ch
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not left()
+
+
+async def test_the_example_program_calls_its_tool(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    seats = load_environment(EnvironmentSettings(name="examples.own_program:seats"))
+    rows = [row for row in seats.train_tasks if row["names"] == ["Max", "Ada"]]
+    spec = replace(seats, train_tasks=rows, trusted=True)
+    call = '<tool_call>\n{"name": "sits_by", "arguments": {"name": "Max"}}\n</tool_call>'
+    rollout = await run(renderer_of("hermes"), spec, replies=[call, "Ada\nLeo"])
+    assert rollout.reward is not None
+    assert (rollout.reward.value, rollout.reward.components) == (1.0, {"right": 1.0, "tool_calls": 1.0})
+    assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    assert rollout.messages[2]["content"] == "Ada"
 
 
 async def test_only_so_many_programs_run_at_once(renderer: ChatRenderer, tmp_path: Path) -> None:

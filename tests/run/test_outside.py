@@ -84,9 +84,7 @@ async def test_an_evaluation_that_no_client_could_find_is_refused(tmp_path: Path
         await evaluate_model(tiny_settings(*held_out, parent=tmp_path))
 
 
-async def test_the_example_program_calls_its_tool_and_is_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_example_program_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     few = ("--rollouts.group_size", "4", "--scheduling.batch_size", "8", "--rollouts.max_turns", "4")
     chosen = (*few, "--environment.name", "examples.own_program:seats", "--max_steps", "2", "--name", "program")
