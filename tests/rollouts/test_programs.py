@@ -193,8 +193,8 @@ async def test_a_rollouts_time_and_its_cancellation_end_the_program(renderer: Ch
 
 async def test_the_example_program_calls_its_tool(renderer_of: Callable[[str], ChatRenderer]) -> None:
     seats = load_environment(EnvironmentSettings(name="examples.own_program:seats"))
-    rows = [row for row in seats.train_tasks if row["names"] == ["Max", "Ada"]]
-    spec = replace(seats, train_tasks=rows, trusted=True)
+    rows = [row for row in (*seats.train_tasks, *seats.eval_tasks) if row["names"] == ["Max", "Ada"]]
+    spec = replace(seats, train_tasks=rows, eval_tasks=(), trusted=True)
     call = '<tool_call>\n{"name": "sits_by", "arguments": {"name": "Max"}}\n</tool_call>'
     rollout = await run(renderer_of("hermes"), spec, replies=[call, "Ada\nLeo"])
     assert rollout.reward is not None
