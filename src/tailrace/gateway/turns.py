@@ -69,7 +69,7 @@ class Turn:
     @property
     def is_worth_joining(self) -> bool:
         """Whether a retry gets from it what it would get from a new turn."""
-        return not isinstance(self.outcome, Failure)
+        return not isinstance(self.outcome, Failure) and not self._task.cancelling()
 
     def join(self) -> None:
         """One more client waits for it."""
