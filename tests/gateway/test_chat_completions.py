@@ -185,8 +185,14 @@ async def test_a_client_that_leaves_cancels_its_request_and_the_rollout_goes_on(
     ],
 )
 async def test_a_retry_gets_the_first_answer_and_samples_nothing(
-    renderer: ChatRenderer, first: dict[str, str], again: dict[str, str], streams: bool, is_over: bool
+    renderer: ChatRenderer,
+    monkeypatch: pytest.MonkeyPatch,
+    first: dict[str, str],
+    again: dict[str, str],
+    streams: bool,
+    is_over: bool,
 ) -> None:
+    monkeypatch.setattr("tailrace.gateway.turns.RETRY_S", 60.0)  # however slow the machine is
     async with served(renderer, ["Ada", "Bob"], stepwise=True) as talk:
         asking = asyncio.create_task(post(talk, asks(stream=streams), **first))
         await talk.generate.until(begun=1)
