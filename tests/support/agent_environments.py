@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -60,6 +62,8 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             os.fork()  # the copy goes on as if it were the worker
         case "leave a process":
             os.system("sleep 600 &")  # noqa: ASYNC221
+        case "block signals":
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         case "leave a thread":
             threading.Thread(target=time.sleep, args=(600,)).start()
         case "numpy":
@@ -135,6 +139,20 @@ def broken(*, ends: bool = False) -> EnvironmentSpec:
             os._exit(7)
         raise RuntimeError("only in the parent")
     return EnvironmentSpec(name="broken", agent=behaving, train_tasks=ROWS)
+
+
+MISBEHAVING = ("sleep", "exit", "sys.exit", "interrupt", "crash", "fork", "leave a thread", "block signals", "raise")
+
+
+def misbehaving() -> EnvironmentSpec:
+    """All that may happen, beside agents that behave well; rewards differ."""
+    numbers = itertools.count()
+
+    async def agent(task: Task, policy: Policy) -> AgentResult:
+        return replace(await behaving(task, policy), reward=next(numbers) % 7 / 7)
+
+    rows: list[dict[str, Json]] = [{"behave": behave} for behave in (*MISBEHAVING, *["well"] * 9)]
+    return EnvironmentSpec(name="misbehaving", agent=agent, train_tasks=rows, trusted=True)
 
 
 async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:

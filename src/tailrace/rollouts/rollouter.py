@@ -134,6 +134,10 @@ class Rollouter:
             starting.create_task(self._workers.start(names))
             if self._agents is not None:
                 starting.create_task(self._agents.start())
+        for name, one in self._environments.items():
+            if one.is_apart and one.spec.needs_workers and await self._workers_of(one) is None:
+                self._workers.require(name)
+                await self._workers.start([name])
         if self._teacher is not None:
             await self._teacher.ready()
 
@@ -188,7 +192,9 @@ class Rollouter:
                 await self._play(rollout, environment)
             has_ended = True
         except (RolloutError, RequestRefused) as error:
-            if not self._scorer.has_counted(error):
+            if isinstance(error, RolloutError) and error.is_blameless:
+                self._failures.started -= 1  # it is started once more
+            elif not self._scorer.has_counted(error):
                 self._failures.fail(error)
             raise
         finally:
@@ -209,7 +215,7 @@ class Rollouter:
         Raises `RolloutError` for the whole group.
         """
         task, environment = group.task, self._environments[group.task.environment]
-        stages = self._group_stages(environment)
+        stages = self._group_stages(environment, await self._workers_of(environment))
         if not stages:
             return await self._scorer.score_group(group)
         limit_s = environment.score_timeout_s
@@ -227,11 +233,11 @@ class Rollouter:
 
     async def _play(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
         """Play a rollout where its environment belongs, then score it, within one limit."""
-        if not environment.is_apart:
+        agents = await self._workers_of(environment)
+        if agents is None:
             await self._play_here(rollout, environment)
             return
-        assert self._agents is not None  # made where an environment is apart
-        played = await self._agents.play(rollout, is_evaluation=self._evaluation_seed is not None)
+        played = await agents.play(rollout, is_evaluation=self._evaluation_seed is not None)
 
         async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
             return played.scored_or_raise()
@@ -263,12 +269,17 @@ class Rollouter:
         with phase("score"):
             await self._scorer.score_rollout(rollout, reported, functions, is_group_scored=spec.scores_groups)
 
-    def _group_stages(self, environment: LoadedEnvironment) -> list[ScoreGroup]:
+    async def _workers_of(self, environment: LoadedEnvironment) -> AgentWorkers | None:
+        """Those that play its rollouts; None where that is here."""
+        if self._agents is None or not environment.is_apart:
+            return None
+        return self._agents if await self._agents.loads(environment.spec.name) else None
+
+    def _group_stages(self, environment: LoadedEnvironment, agents: AgentWorkers | None) -> list[ScoreGroup]:
         spec = environment.spec
         stages: list[ScoreGroup] = []
         if self._teacher is not None and self._evaluation_seed is None:
             stages.append(self._teacher)
-        agents = self._agents if environment.is_apart else None
         if any(reward.together for reward in spec.rewards.values()):
             here = partial(self._player.score_together, environment=environment)
             stages.append(here if agents is None else partial(agents.score, together=True))

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -25,7 +26,7 @@ class Run:
         self,
         renderer: ChatRenderer,
         *names: str,
-        workers: int = 1,
+        workers: int | Literal["auto"] = 1,
         watch: WorkerWatch | None = None,
         args: dict[str, Json] | None = None,
         block_s: float = PATIENCE_S,
@@ -40,7 +41,7 @@ class Run:
             for name in names or ("agents",)
         }
         environments = {
-            name: LoadedEnvironment.of(load_environment(one), self.settings, one, is_apart=workers > 0)
+            name: LoadedEnvironment.of(load_environment(one), self.settings, one, is_apart=workers != 0)
             for name, one in chosen.items()
         }
         self.renderer, self._scripted_options = renderer, scripted

@@ -47,6 +47,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     """Section `rollouts` of the settings, as JSON."""
     environments: dict[str, str]
     """Settings of every environment by its name, as JSON."""
+    needs_all: bool
+    """Whether the worker is of no use where it cannot load one of them."""
     renderer: RendererSource
     max_model_tokens: int | None
     max_steps: int
@@ -62,6 +64,8 @@ class Hello(_Message, frozen=True, kw_only=True):
 class Play(_Message, frozen=True, kw_only=True):
     """Play a rollout."""
 
+    number: int
+    """By which the process says, when it ends, that it ran this."""
     rollout_id: RolloutId
     group_id: GroupId
     task: bytes
@@ -75,6 +79,8 @@ class Play(_Message, frozen=True, kw_only=True):
 class Score(_Message, frozen=True, kw_only=True):
     """Score a group."""
 
+    number: int
+    """As of `Play`."""
     key: str
     task: bytes
     group: GroupData
@@ -120,6 +126,8 @@ class Ready(_Message, frozen=True, kw_only=True):
     thread_id: int
     """Of the thread that runs the event loop."""
     failure: Failure | None = None
+    not_loaded: dict[str, Failure] = {}
+    """Environments that are played elsewhere, where not all are needed."""
 
 
 class Ask(_Message, frozen=True, kw_only=True):

@@ -23,6 +23,11 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """Between a process that ended with nothing played and its successor; each pause is twice the one before."""
 
+_STAYS = (
+    "environment %r cannot be loaded in another process, so it is played beside the scheduler, where what blocks or "
+    "crashes concerns the whole run: %s"
+)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -49,6 +54,7 @@ class AgentWorkers:
             module_path=sys.path,
             rollouts=settings.model_dump_json(),
             environments={name: chosen.model_dump_json() for name, chosen in environments.items()},
+            needs_all=settings.agent_workers != "auto",
             renderer=renderer,
             max_model_tokens=max_model_tokens,
             max_steps=max_steps,
@@ -67,6 +73,8 @@ class AgentWorkers:
         self._failure: TailraceError | None = None
         self._played = 0
         """Rollouts that came back."""
+        self._not_loaded: set[str] = set()
+        """Environments that are played elsewhere, since one of the workers could not load them."""
 
     async def start(self) -> None:
         """Start every worker, and wait until all take rollouts. Raises what keeps one from starting."""
@@ -75,23 +83,39 @@ class AgentWorkers:
         if self._failure is not None:
             raise self._failure
 
+    async def loads(self, environment: str) -> bool:
+        """Whether this environment is played here: with `auto`, one that workers cannot load is not.
+
+        Waits until a worker is there. Raises as `play` does.
+        """
+        await self._least_busy()
+        return environment not in self._not_loaded
+
     async def play(self, rollout: Rollout, *, is_evaluation: bool) -> PlayedRollout:
         """Play and score a rollout in the worker that holds the fewest; see `AgentWorker.play`.
 
         Waits for one that is there. Raises what keeps all of them from starting.
         """
         worker = await self._least_busy()
+        if rollout.task.environment in self._not_loaded:  # by a worker that has just been started
+            raise WorkerLost(f"task {rollout.task.task_id}: {worker.name} could not load it").of_another()
         played = await worker.play(rollout, is_evaluation=is_evaluation)
         self._played += 1
         return played
 
     async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
-        """Score a group by its environment's `score_group`, or by its named functions for groups; once more where the
-        worker is lost. Raises as `play` does."""
-        try:
-            return await (await self._least_busy()).score(group, together=together)
-        except WorkerLost:
-            return await (await self._least_busy()).score(group, together=together)
+        """Score a group by its environment's `score_group`, or by its named functions for groups.
+
+        Once more where the worker is lost, and wherever another rollout was to blame for that. Raises as `play` does.
+        """
+        tries_left = 2
+        while True:
+            try:
+                return await (await self._least_busy()).score(group, together=together)
+            except WorkerLost as lost:
+                tries_left -= not lost.is_blameless
+                if not tries_left:
+                    raise
 
     async def _least_busy(self) -> AgentWorker:
         """Waits until one takes rollouts."""
@@ -144,7 +168,8 @@ class AgentWorkers:
                 played = self._played
                 lost = await worker.ended()
                 worker.restarts += 1
-                pause_s = 0.0 if self._played > played else min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                goes_on = self._played > played or worker.has_blamed  # what is to blame is not tried without end
+                pause_s = 0.0 if goes_on else min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 _logger.error("%s\nA new one is started.", lost)
                 await asyncio.sleep(pause_s)
         except (TailraceError, OSError) as error:
@@ -158,4 +183,8 @@ class AgentWorkers:
         except LifecycleError as error:
             _logger.warning("%s; it is started once more", error)
             await worker.start()
+        for environment, failure in worker.not_loaded.items():
+            if environment not in self._not_loaded:
+                self._not_loaded.add(environment)
+                _logger.warning(_STAYS, environment, failure.message)
         self._changed.set()

@@ -28,6 +28,7 @@ from typing_extensions import override
 from tailrace.environments import AgentResult, EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, RolloutError, ScoringFailed, TailraceError
 from tailrace.records import Rollout, Task
+from tailrace.rollouts.agent_workers.blame import BlameMark, context_of
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.connection import Connection
 from tailrace.rollouts.agent_workers.generating import AskedGenerate
@@ -49,6 +50,7 @@ from tailrace.rollouts.agent_workers.messages import (
     unpack_order,
     unpack_task,
 )
+from tailrace.rollouts.attribution import exit_refused
 from tailrace.rollouts.chat import ChatRenderer
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.environment import LoadedEnvironment
@@ -59,6 +61,7 @@ from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
 from tailrace.tracing.traces import TraceWriter
+from tailrace.tracing.watched_tasks import watching_task_factory
 
 _BEAT_S = 0.5
 _LOOKS_PER_LIMIT = 5
@@ -109,7 +112,7 @@ class AgentWorkerProcess:
         workers = WorkerPool(settings, loadable)
         try:
             try:
-                self._load(hello, settings, loadable, workers)
+                not_loaded = self._load(hello, settings, loadable, workers)
             except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
                 self._connection.send(Ready(thread_id=0, failure=Failure.of(error)))
                 await self._closed.wait()
@@ -117,7 +120,7 @@ class AgentWorkerProcess:
             with self._recording(hello) as phases:
                 self._context = contextvars.copy_context()
                 async with LoopLagMonitor(hello.lag_interval_s, stall_s=hello.stall_s, phases=phases) as lag:
-                    self._connection.send(Ready(thread_id=threading.get_ident()))
+                    self._connection.send(Ready(thread_id=threading.get_ident(), not_loaded=not_loaded))
                     with self._ending_when_held(settings.agent_block_s, phases):
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
@@ -128,11 +131,18 @@ class AgentWorkerProcess:
 
     def _load(
         self, hello: Hello, settings: RolloutSettings, loadable: dict[str, EnvironmentSettings], workers: WorkerPool
-    ) -> None:
-        """Environments and renderer: users' modules are imported here."""
+    ) -> dict[str, Failure]:
+        """Environments and renderer: users' modules are imported here. Why some environments were not loaded."""
+        not_loaded = {}
         for name, chosen in loadable.items():
-            spec = load_environment(chosen, with_tasks=False)
-            self._environments[name] = LoadedEnvironment.of(spec, settings, chosen)
+            try:
+                spec = load_environment(chosen, with_tasks=False)
+            except TailraceError as error:
+                if hello.needs_all:
+                    raise
+                not_loaded[name] = Failure.of(error)
+            else:
+                self._environments[name] = LoadedEnvironment.of(spec, settings, chosen)
         source = hello.renderer
         self._player = RolloutPlayer(
             settings,
@@ -144,6 +154,7 @@ class AgentWorkerProcess:
             records_experts=hello.records_experts,
             takes_demonstrations=hello.takes_demonstrations,
         )
+        return not_loaded
 
     @contextlib.contextmanager
     def _recording(self, hello: Hello) -> Iterator[PhaseRecorder]:
@@ -155,6 +166,8 @@ class AgentWorkerProcess:
                 _logger.warning("there will be no trace of this process: %s", error.strerror)
         try:
             with PhaseRecorder(trace, other=f"{OTHER} ({hello.name})").recording() as phases:
+                turns = BlameMark(self._stacks, phases.clock())
+                asyncio.get_running_loop().set_task_factory(watching_task_factory(turns))
                 yield phases
         finally:
             if trace is not None:
@@ -215,9 +228,9 @@ class AgentWorkerProcess:
             case Hello():
                 self._hello.set_result(order)
             case Play():
-                self._begin(order.rollout_id, self._play(order))
+                self._begin(order.rollout_id, order.number, self._play(order))
             case Score():
-                self._begin(order.key, self._score(order))
+                self._begin(order.key, order.number, self._score(order))
             case Cancel():
                 if (running := self._running.get(order.key)) is not None:
                     running.cancel()
@@ -226,9 +239,9 @@ class AgentWorkerProcess:
             case _:
                 self._generate.answered(order)
 
-    def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, key: str, number: int, work: Coroutine[Any, Any, None]) -> None:
         """In the context of the recording of phases; that of the connection is older."""
-        task = self._running[key] = asyncio.create_task(work, name=key, context=self._context.copy())
+        task = self._running[key] = asyncio.create_task(work, name=key, context=context_of(number, self._context))
         task.add_done_callback(lambda _: self._running.pop(key, None))
 
     async def _score(self, order: Score) -> None:
@@ -240,7 +253,7 @@ class AgentWorkerProcess:
         try:
             with phase("score_group", track="groups", about={"group": group.group_id}):
                 returned = await self._attempts.run(
-                    _without_exits(score(group, environment), task, ScoringFailed),
+                    _uninterrupted(score(group, environment), task, ScoringFailed),
                     what=f"task {task.task_id}: score_group of group {group.group_id}",
                     limit_s=environment.score_timeout_s,
                 )
@@ -284,24 +297,24 @@ class AgentWorkerProcess:
         self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: _Outcome
     ) -> None:
         task = rollout.task
-        outcome.reported = await _without_exits(self._player.play(rollout, policy, environment), task)
+        outcome.reported = await _uninterrupted(self._player.play(rollout, policy, environment), task)
         if not environment.spec.scores_rollouts:
             return
         try:
             with phase("score"):
-                outcome.scored = await _without_exits(self._player.score(rollout, outcome.reported, environment), task)
+                outcome.scored = await _uninterrupted(self._player.score(rollout, outcome.reported, environment), task)
         except TailraceError as error:
             outcome.score_failure = Failure.of(error)
 
 
-async def _without_exits(
+async def _uninterrupted(
     work: Coroutine[Any, Any, ResultT], task: Task, failure: type[RolloutError] = EnvironmentFailed
 ) -> ResultT:
-    """What users' code returns; an attempt to end the process is its `failure`."""
+    """What users' code returns. No user interrupts this process: where its code says so, that is its `failure`."""
     try:
         return await work
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run") from error
+    except KeyboardInterrupt as error:
+        raise exit_refused(error, task, failure) from error
 
 
 def _played(rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:

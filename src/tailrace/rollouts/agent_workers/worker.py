@@ -28,6 +28,7 @@ import psutil
 from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
 from tailrace.records import Branch, Completion, Generate, Group, Rollout, SessionId
+from tailrace.rollouts.agent_workers.blame import MARK_BYTES, blamed
 from tailrace.rollouts.agent_workers.connection import Connection
 from tailrace.rollouts.agent_workers.groups import GroupData
 from tailrace.rollouts.agent_workers.last_words import LastWords
@@ -89,6 +90,9 @@ class PlayedRollout:
 class _Held:
     """A rollout that the worker plays, or a group that it scores."""
 
+    what: str
+    """For people."""
+    number: int
     ended: asyncio.Future[Played | Scored]
     requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """That are being sampled, by the worker's number for them."""
@@ -111,10 +115,13 @@ class AgentWorker:
         self.name = f"agent worker {number}"
         self.restarts = 0
         self.beats = BeatSums()
+        self.not_loaded: dict[str, Failure] = {}
+        """Environments that the newest process could not load, and does not need to."""
         self._hello, self._settings, self._generate, self._output = hello, settings, generate, output
         self._held: dict[str, _Held] = {}
         """By the rollout's id, or the score's key."""
-        self._scores = itertools.count()
+        self._numbers = itertools.count(1)
+        """Of what it is told to play and score."""
         self._process: Process | None = None
         self._ends: list[asyncio.Task[Any]] = []
         """Wait for the end of the process, and of its socket."""
@@ -122,6 +129,8 @@ class AgentWorker:
         self._is_ready = False
         self._killed_for = ""
         """Why the process was killed from here."""
+        self.has_blamed = False
+        """Whether it is known which rollout, or score, ended the newest process."""
 
     @property
     def is_ready(self) -> bool:
@@ -150,7 +159,8 @@ class AgentWorker:
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._gone = asyncio.Event()
         self._killed_for, self._heard = "", False
-        self._last_words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `ended`
+        self._last_words: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `ended`
+        self._last_words.write(bytes(MARK_BYTES))
         limit_s = self._settings.worker_start_timeout_s
         process = self._process = await self._spawn()
         self._ends = [loop.create_task(process.wait()), loop.create_task(self._gone.wait())]
@@ -169,7 +179,7 @@ class AgentWorker:
         if ready.failure is not None:
             await self.close()
             raise ready.failure.error()
-        self._thread_id = ready.thread_id
+        self._thread_id, self.not_loaded = ready.thread_id, ready.not_loaded
         self._is_ready = True
 
     async def ended(self) -> WorkerLost:
@@ -187,8 +197,13 @@ class AgentWorker:
         self._connection.abort()
         status = await process.wait()
         await asyncio.wait(self._ends)
-        lost = WorkerLost(self._why(status))
-        await self._lose_all(lost)
+        self._last_words.seek(0)
+        last_words = self._last_words.read()
+        number = blamed(last_words)
+        to_blame = next((held for held in self._held.values() if held.number == number), None)
+        lost = WorkerLost(self._why(status, last_words[MARK_BYTES:], to_blame))
+        self.has_blamed = to_blame is not None
+        await self._lose_all(lost, to_blame)
         self._last_words.close()
         self._process = None
         return lost
@@ -256,22 +271,24 @@ class AgentWorker:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _why(self, status: int) -> str:
+    def _why(self, status: int, last_words: bytes, to_blame: _Held | None) -> str:
         """Why it ended, for people."""
-        self._last_words.seek(0)
-        words = LastWords.read(self._last_words.read().decode(errors="replace"), self._thread_id)
+        words = LastWords.read(last_words.decode(errors="replace"), self._thread_id)
+        at_what = "" if to_blame is None else f" while it ran {to_blame.what}"
         if self._killed_for:
-            return f"{self.name} was killed: {self._killed_for}"
+            return f"{self.name} was killed{at_what}: {self._killed_for}"
         how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if words is None:
             by = "; users' code ended it (os._exit, ...), or something outside did"
-            return f"{self.name} {how}{by}"
+            return f"{self.name} {how}{at_what}{by}"
         if words.was_held:
             limit = f"over {self._settings.agent_block_s:g} s (rollouts.agent_block_s)"
             if not self._ready.done():
                 limit = f"most of {self._settings.worker_start_timeout_s:g} s (rollouts.worker_start_timeout_s)"
-            return f"{self.name} was ended, as its event loop was held for {limit} by {words.where}:\n{words.stack}"
-        return f"{self.name} {how} in {words.where}:\n{words.stack}"
+            how = f"was ended, as its event loop was held for {limit} by {words.where}"
+        else:
+            how += f" in {words.where}"
+        return f"{self.name} {how}{at_what}:\n{words.stack}"
 
     # ---- rollouts
 
@@ -280,10 +297,12 @@ class AgentWorker:
 
         Cancelling this ends the rollout there, and its requests here. Raises `WorkerLost`, and what else was raised.
         """
-        task = pack_task(rollout.task)
+        task, number = pack_task(rollout.task), next(self._numbers)
         held = self._hold(
             rollout.rollout_id,
+            f"rollout {rollout.rollout_id} of task {rollout.task.task_id}",
             Play(
+                number=number,
                 rollout_id=rollout.rollout_id,
                 group_id=rollout.group_id,
                 task=task,
@@ -300,7 +319,7 @@ class AgentWorker:
             raise
         except WorkerLost as lost:
             _fill_with_known(rollout, held)
-            raise WorkerLost(f"task {rollout.task.task_id}: {lost}") from lost
+            raise lost.of_task(rollout.task.task_id) from lost
         return self._filled(rollout, played)
 
     async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
@@ -308,8 +327,13 @@ class AgentWorker:
 
         Cancelling this ends the score. Raises `WorkerLost`, and what else was raised.
         """
-        key, data = f"score {next(self._scores)}", GroupData.of(group)
-        held = self._hold(key, Score(key=key, task=pack_task(group.task), group=data, together=together))
+        number = next(self._numbers)
+        key, task, data = f"score {number}", pack_task(group.task), GroupData.of(group)
+        held = self._hold(
+            key,
+            f"the score of group {group.group_id}",
+            Score(number=number, key=key, task=task, group=data, together=together),
+        )
         try:
             scored = await asyncio.shield(held.ended)
         except asyncio.CancelledError:
@@ -325,8 +349,8 @@ class AgentWorker:
         except CorruptData as error:
             raise WorkerLost(f"task {group.task.task_id}: {self.name}: {error}") from error
 
-    def _hold(self, key: str, order: Play | Score) -> _Held:
-        held = self._held[key] = _Held(asyncio.get_running_loop().create_future())
+    def _hold(self, key: str, what: str, order: Play | Score) -> _Held:
+        held = self._held[key] = _Held(what, order.number, asyncio.get_running_loop().create_future())
         self._connection.send(order)
         return held
 
@@ -365,15 +389,15 @@ class AgentWorker:
             rollout.turns, rollout.truncated = played.turns, played.truncated
         return told, played
 
-    async def _lose_all(self, lost: WorkerLost) -> None:
-        """Nothing of what it held comes back."""
+    async def _lose_all(self, lost: WorkerLost, to_blame: _Held | None = None) -> None:
+        """Nothing of what it held comes back; where one is to blame for that, the others are not."""
         for held in list(self._held.values()):
             requests = list(held.requests.values())
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
             if not held.ended.done():
-                held.ended.set_exception(lost)
+                held.ended.set_exception(lost if to_blame in (None, held) else lost.of_another())
                 held.ended.exception()  # retrieved: who waited for it may be gone
         self._held.clear()
 
