@@ -11,12 +11,17 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward, Observation, Policy
 from tailrace.records import Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
+from tailrace.rollouts.agent_workers.branches import BranchData
+from tailrace.rollouts.agent_workers.segments import BranchWriter, Placed
 
+LARGE = ("much", "damage what it sends")
+"""What is told to the policy is too much for a message between processes."""
 ROWS: list[dict[str, Json]] = [{"behave": "well"}]
 
 
@@ -25,7 +30,8 @@ async def behaving(task: Task, policy: Policy) -> AgentResult:
     messages: list[Message] = [{"role": "user", "content": "go"}]
     reply = await policy.chat(messages, stop=["stop"] if task["behave"] == "stop" else ())
     info = await misbehave(str(task["behave"]), policy, reply)
-    messages += [reply.message, {"role": "user", "content": "go on"}]
+    go_on = "go on " * (6000 if task["behave"] in LARGE else 1)
+    messages += [reply.message, {"role": "user", "content": go_on}]
     last = await policy.chat(messages)
     said = {"said": [reply.content, last.content], "torch_is_imported": "torch" in sys.modules}
     return AgentResult(1.0, {"pid": float(os.getpid()), "turns": 2.0}, {**said, **info})
@@ -64,6 +70,8 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             os.system("sleep 600 &")  # noqa: ASYNC221
         case "block signals":
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        case "damage what it sends":
+            damage_next_branches()
         case "leave a thread":
             threading.Thread(target=time.sleep, args=(600,)).start()
         case "numpy":
@@ -76,6 +84,28 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             policy.set_column(reply, "weights", np.full((reply.completion.num_tokens, 2), 0.5))
             policy.demonstrate([{"role": "user", "content": "go"}, {"role": "assistant", "content": "well"}])
     return {}
+
+
+def damage_next_branches() -> None:
+    """Overwrites a byte of the shared memory in which the next large branches leave this process."""
+    place = BranchWriter.place
+
+    def place_and_damage(writer: BranchWriter, branches: list[BranchData]) -> Placed | None:
+        BranchWriter.place = place  # type: ignore[method-assign]
+        placed = place(writer, branches)
+        assert placed is not None
+        (file,) = [int(one.name) for one in Path("/proc/self/fd").iterdir() if is_first_segment(one)]
+        os.pwrite(file, b"damage", 2000)
+        return placed
+
+    BranchWriter.place = place_and_damage  # type: ignore[method-assign]
+
+
+def is_first_segment(descriptor: Path) -> bool:
+    try:
+        return "tailrace-branches 0" in str(descriptor.readlink())
+    except OSError:  # that of the folder itself
+        return False
 
 
 def spin() -> None:

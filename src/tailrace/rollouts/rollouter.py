@@ -152,6 +152,12 @@ class Rollouter:
             if self._teacher is not None:
                 closing.create_task(self._teacher.close())
 
+    def kill(self) -> None:
+        """End the worker processes at once, without waiting; a process that is stopped would stay otherwise."""
+        self._workers.kill()
+        if self._agents is not None:
+            self._agents.kill()
+
     @property
     def agent_workers(self) -> AgentWorkers | None:
         """The processes that play rollouts, where some are played there."""

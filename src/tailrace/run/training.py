@@ -174,7 +174,7 @@ def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], 
         requests.add(asyncio.ensure_future(stop))
 
     def end_at_once(code: ExitCode) -> None:
-        run.roles.kill()
+        run.kill()
         live.release_terminal()
         abort(code)
 

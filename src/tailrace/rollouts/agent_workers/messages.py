@@ -1,6 +1,6 @@
 """Messages between the orchestrator and an agent worker: length-prefixed msgpack over a pair of sockets, no pickle.
 
-orchestrator ── Hello; Play, Score, Cancel; Answer, AnswerChunk, AnswerError; Close ──► worker
+orchestrator ── Hello; Play, Score, Cancel; Answer, AnswerChunk, AnswerError; Taken; Close ──► worker
 orchestrator ◄── Ready; Ask, Withdraw; Played, Scored; Beat ─────────────────────────── worker
 
 A rollout is known by its id, a request by a number that the worker chose. Values that users' code made travel as bytes
@@ -29,6 +29,7 @@ from tailrace.records import (
 )
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.groups import GroupChanges, GroupData
+from tailrace.rollouts.agent_workers.segments import Placed
 from tailrace.rollouts.agent_workers.values import pack_values, require_shallow
 from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.transport.channels import decode_array
@@ -116,6 +117,12 @@ class AnswerError(_Message, frozen=True, kw_only=True):
     failure: Failure
 
 
+class Taken(_Message, frozen=True, kw_only=True):
+    """Branches that lay in shared memory were read."""
+
+    segment: int
+
+
 class Close(_Message, frozen=True, kw_only=True):
     """End the process."""
 
@@ -151,6 +158,8 @@ class Played(_Message, frozen=True, kw_only=True):
 
     rollout_id: RolloutId
     branches: list[BranchData]
+    placed: Placed | None
+    """Where branches lie that are too large for the message; it has none then."""
     turns: int
     truncated: bool
     told: bytes
@@ -237,7 +246,7 @@ class _ToldFields(msgspec.Struct):
     scored: dict[str, Any] | None
 
 
-Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Close
+Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Taken | Close
 Report: TypeAlias = Ready | Ask | Withdraw | Played | Scored | Beat
 
 _ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)

@@ -119,11 +119,14 @@ class AgentWorkers:
 
     async def _least_busy(self) -> AgentWorker:
         """Waits until one takes rollouts."""
-        self._begin()
-        await wait_until(self._changed, lambda: self._failure is not None or any(one.is_ready for one in self._workers))
-        if self._failure is not None:
-            raise self._failure
-        return min((one for one in self._workers if one.is_ready), key=lambda one: one.rollouts)
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if ready := [one for one in self._workers if one.is_ready]:
+                return min(ready, key=lambda one: one.rollouts)
+            self._begin()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def close(self) -> None:
         """End every worker. No rollout may be running."""
@@ -135,6 +138,11 @@ class AgentWorkers:
                 closing.create_task(worker.close())
         if self._output is not None:
             await asyncio.to_thread(self._output.close)
+
+    def kill(self) -> None:
+        """End every worker at once, without waiting."""
+        for worker in self._workers:
+            worker.kill()
 
     def pids(self) -> dict[str, int]:
         """Of the processes that run now, by the names of their metrics."""

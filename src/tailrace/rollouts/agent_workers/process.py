@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -45,11 +45,13 @@ from tailrace.rollouts.agent_workers.messages import (
     Ready,
     Score,
     Scored,
+    Taken,
     Told,
     pack_told,
     unpack_order,
     unpack_task,
 )
+from tailrace.rollouts.agent_workers.segments import BranchWriter
 from tailrace.rollouts.attribution import exit_refused
 from tailrace.rollouts.chat import ChatRenderer
 from tailrace.rollouts.deadline import Attempts
@@ -87,9 +89,11 @@ class _Outcome:
 class AgentWorkerProcess:
     """The rollouts that are played here."""
 
-    def __init__(self, end: socket.socket, stacks: int) -> None:
-        """`end` of the pair of sockets that leads to the orchestrator; `stacks` is a file for the last words."""
+    def __init__(self, end: socket.socket, stacks: int, segments: Sequence[int]) -> None:
+        """`end` of the pair of sockets that leads to the orchestrator; `stacks` is a file for the last words, and
+        `segments` are shared memory for branches."""
         self._end, self._stacks = end, stacks
+        self._branches = BranchWriter(segments)
         self._attempts = Attempts()
         self._running: dict[str, asyncio.Task[None]] = {}
         """Rollouts and scores, by their keys."""
@@ -234,6 +238,8 @@ class AgentWorkerProcess:
             case Cancel():
                 if (running := self._running.get(order.key)) is not None:
                     running.cancel()
+            case Taken():
+                self._branches.taken(order.segment)
             case Close():
                 self._closed.set()
             case _:
@@ -291,7 +297,7 @@ class AgentWorkerProcess:
         except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
             failure = Failure.of(error)
         leave_out_empty_branches(rollout)
-        self._connection.send(_played(rollout, outcome, failure))
+        self._connection.send(self._played(rollout, outcome, failure))
 
     async def _attempt(
         self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: _Outcome
@@ -306,6 +312,26 @@ class AgentWorkerProcess:
         except TailraceError as error:
             outcome.score_failure = Failure.of(error)
 
+    def _played(self, rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
+        told = Told(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
+        try:
+            packed = pack_told(told)
+        except EnvironmentFailed as error:
+            failure = failure or Failure.of(EnvironmentFailed(f"task {rollout.task.task_id}: {error}"))
+            packed = pack_told(Told([], rollout.metrics, None, None))
+        branches = [BranchData.of(branch) for branch in rollout.branches]
+        placed = self._branches.place(branches)
+        return Played(
+            rollout_id=rollout.rollout_id,
+            branches=branches if placed is None else [],
+            placed=placed,
+            turns=rollout.turns,
+            truncated=rollout.truncated,
+            told=packed,
+            failure=failure,
+            score_failure=outcome.score_failure,
+        )
+
 
 async def _uninterrupted(
     work: Coroutine[Any, Any, ResultT], task: Task, failure: type[RolloutError] = EnvironmentFailed
@@ -315,24 +341,6 @@ async def _uninterrupted(
         return await work
     except KeyboardInterrupt as error:
         raise exit_refused(error, task, failure) from error
-
-
-def _played(rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
-    told = Told(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
-    try:
-        packed = pack_told(told)
-    except EnvironmentFailed as error:
-        failure = failure or Failure.of(EnvironmentFailed(f"task {rollout.task.task_id}: {error}"))
-        packed = pack_told(Told([], rollout.metrics, None, None))
-    return Played(
-        rollout_id=rollout.rollout_id,
-        branches=[BranchData.of(branch) for branch in rollout.branches],
-        turns=rollout.turns,
-        truncated=rollout.truncated,
-        told=packed,
-        failure=failure,
-        score_failure=outcome.score_failure,
-    )
 
 
 class _OwnSelector(selectors.DefaultSelector):
@@ -353,9 +361,9 @@ def main() -> int:
     """Play rollouts until the orchestrator says that it is over, or is gone."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # to all of a job: the orchestrator decides, and closes
     os.dup2(2, 1)  # what users' code prints goes to the log
-    end, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    end_number = end.fileno()
-    for descriptor in (end_number, stacks):
+    end_number, stacks, *segments = map(int, sys.argv[1:])
+    end = socket.socket(fileno=end_number)
+    for descriptor in (end_number, stacks, *segments):
         os.set_inheritable(descriptor, False)
     faulthandler.enable(stacks)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -363,7 +371,7 @@ def main() -> int:
     os.register_at_fork(after_in_child=lambda: _disconnect((end_number, stacks), selector))
     loop = asyncio.SelectorEventLoop(selector)
     asyncio.set_event_loop(loop)
-    working = loop.create_task(AgentWorkerProcess(end, stacks).run())
+    working = loop.create_task(AgentWorkerProcess(end, stacks, segments).run())
     while not working.done():
         try:
             loop.run_until_complete(working)

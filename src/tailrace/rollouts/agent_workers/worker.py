@@ -47,12 +47,14 @@ from tailrace.rollouts.agent_workers.messages import (
     Ready,
     Score,
     Scored,
+    Taken,
     Told,
     Withdraw,
     pack_task,
     unpack_report,
     unpack_told,
 )
+from tailrace.rollouts.agent_workers.segments import BranchReader
 from tailrace.rollouts.agent_workers.watching import BeatSums
 from tailrace.rollouts.deadline import CANCEL_S
 from tailrace.rollouts.settings import RolloutSettings
@@ -159,8 +161,9 @@ class AgentWorker:
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._gone = asyncio.Event()
         self._killed_for, self._heard = "", False
-        self._last_words: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `ended`
+        self._last_words: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `_let_go`
         self._last_words.write(bytes(MARK_BYTES))
+        self._branches = BranchReader()
         limit_s = self._settings.worker_start_timeout_s
         process = self._process = await self._spawn()
         self._ends = [loop.create_task(process.wait()), loop.create_task(self._gone.wait())]
@@ -204,9 +207,13 @@ class AgentWorker:
         lost = WorkerLost(self._why(status, last_words[MARK_BYTES:], to_blame))
         self.has_blamed = to_blame is not None
         await self._lose_all(lost, to_blame)
-        self._last_words.close()
+        self._let_go()
         self._process = None
         return lost
+
+    def kill(self) -> None:
+        """End the process at once, without waiting, also where it is stopped."""
+        self._kill("the run ends at once")
 
     async def close(self) -> None:
         """End the process; where it does not end by itself, it is killed."""
@@ -220,7 +227,7 @@ class AgentWorker:
             self._connection.abort()
             await asyncio.wait(self._ends)
             await self._lose_all(WorkerLost(f"{self.name} was closed"))
-            self._last_words.close()
+            self._let_go()
             self._process = None
 
     async def _spawn(self) -> Process:
@@ -228,7 +235,7 @@ class AgentWorker:
         ours, its = socket.socketpair()
         with its, nullcontext() if self._output is None else self._output.writer() as log:
             self._connection = await Connection.over(ours, self._receive, self._gone.set)
-            passed = (its.fileno(), self._last_words.fileno())
+            passed = (its.fileno(), self._last_words.fileno(), *self._branches.files)
             try:
                 return await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -241,7 +248,7 @@ class AgentWorker:
                 )
             except BaseException:
                 self._connection.abort()
-                self._last_words.close()
+                self._let_go()
                 raise
 
     async def _watch_silence(self) -> NoReturn:
@@ -270,6 +277,11 @@ class AgentWorker:
             self._killed_for = self._killed_for or why
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _let_go(self) -> None:
+        """Of what only that process wrote."""
+        self._last_words.close()
+        self._branches.close()
 
     def _why(self, status: int, last_words: bytes, to_blame: _Held | None) -> str:
         """Why it ended, for people."""
@@ -420,10 +432,27 @@ class AgentWorker:
                 self._ask(report)
             case Withdraw():
                 self._withdraw(report)
-            case Played() | Scored():
-                held = self._held.pop(report.rollout_id if isinstance(report, Played) else report.key, None)
-                if held is not None and not held.ended.done():
-                    held.ended.set_result(report)
+            case Played():
+                self._end(report.rollout_id, report if report.placed is None else self._with_branches(report))
+            case Scored():
+                self._end(report.key, report)
+
+    def _end(self, key: str, report: Played | Scored) -> None:
+        held = self._held.pop(key, None)
+        if held is not None and not held.ended.done():
+            held.ended.set_result(report)
+
+    def _with_branches(self, played: Played) -> Played:
+        """With those that lie in shared memory; lost where they are not what was written there."""
+        assert played.placed is not None  # else the message has them
+        try:
+            with phase("receive_rollout"):
+                return msgspec.structs.replace(played, branches=self._branches.read(played.placed))
+        except CorruptData as error:
+            lost = WorkerLost(f"rollout {played.rollout_id}: {self.name}: {error}")
+            return msgspec.structs.replace(played, failure=Failure.of(lost))
+        finally:
+            self._connection.send(Taken(segment=played.placed.segment))
 
     def _ask(self, ask: Ask) -> None:
         held = self._held.get(ask.request.owner or "")
