@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward, Observation, Policy
+from tailrace.environments import AgentResult, EnvironmentSpec, JudgeSettings, NamedReward, Observation, Policy
+from tailrace.errors import JudgeFailed
 from tailrace.records import Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.segments import BranchWriter, Placed
@@ -226,6 +227,26 @@ def replace_rollouts(group: Group, rollouts: list[Rollout]) -> Group:
 
 def ranked() -> EnvironmentSpec:
     return EnvironmentSpec(name="ranked", agent=behaving, score_group=rank, train_tasks=ROWS)
+
+
+class ByPlace:
+    """A judge's format: the later the better; says where it was asked."""
+
+    def prompt(self, group: Group, rubric: str) -> list[Message]:
+        return [{"role": "user", "content": f"judge {len(group.rollouts)}"}]
+
+    def scores(self, answer: str, group: Group) -> list[float]:
+        if group.task["behave"] == "crash in the judge":
+            ctypes.string_at(0)
+        group.metadata["judged in"] = os.getpid()
+        if answer != "the verdict":
+            raise JudgeFailed(f"it said {answer!r}")
+        return [number / 10 for number, _ in enumerate(group.rollouts)]
+
+
+def judged(url: str | None = None) -> EnvironmentSpec:
+    judge = JudgeSettings(url=url, own_weight=0.5, retries=1, retry_pause_s=0.0)
+    return EnvironmentSpec(name="judged", agent=behaving, judge=judge, judge_format=ByPlace(), train_tasks=ROWS)
 
 
 async def compared(prompts: list[object], completions: list[object], **columns: object) -> list[float]:

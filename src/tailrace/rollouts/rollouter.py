@@ -13,6 +13,7 @@ from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
+from tailrace.rollouts.agent_workers.messages import ScoredBy
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
@@ -21,7 +22,6 @@ from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, Scorer, Teacher, TeacherUsage
-from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat
 from tailrace.rollouts.scoring.scorer import ScoreRollout
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
@@ -56,9 +56,7 @@ class Rollouter:
         """
         self._settings = settings
         self._environments = environments
-        self._renderer = renderer
-        self._generate = generate
-        self._max_model_tokens, self._teacher = max_model_tokens, teacher
+        self._teacher = teacher
         self._attempts = Attempts()
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
@@ -169,6 +167,8 @@ class Rollouter:
         usage = JudgeUsage()
         for judge in self._judges.values():
             usage.add(judge.usage)
+        if self._agents is not None:
+            usage.add(self._agents.judge_usage)
         return usage
 
     @property
@@ -288,22 +288,18 @@ class Rollouter:
             stages.append(self._teacher)
         if any(reward.together for reward in spec.rewards.values()):
             here = partial(self._player.score_together, environment=environment)
-            stages.append(here if agents is None else partial(agents.score, together=True))
+            stages.append(here if agents is None else partial(agents.score, by=ScoredBy.REWARDS))
         if spec.score_group is not None:
-            stages.append(spec.score_group if agents is None else partial(agents.score, together=False))
+            stages.append(spec.score_group if agents is None else partial(agents.score, by=ScoredBy.SCORE_GROUP))
         elif (judge := self._judge(spec)) is not None:
-            stages.append(judge)
+            stages.append(judge if agents is None else partial(agents.score, by=ScoredBy.JUDGE))
         return stages
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""
         settings = spec.judge
         if settings is not None and spec.name not in self._judges:
-            chat = (
-                EngineChat(self._renderer, self._generate, max_model_tokens=self._max_model_tokens)
-                if settings.url is None
-                else EndpointChat(settings.url, settings.model, api_key_variable=settings.api_key_variable)
-            )
+            chat = self._player.judge_chat(spec)
             self._judges[spec.name] = RelativeJudge(chat, settings, form=spec.judge_format)
         return self._judges.get(spec.name)
 

@@ -46,6 +46,8 @@ class Run:
         }
         self.renderer, self._scripted_options = renderer, scripted
         self.scripted: dict[str, ScriptedGenerate] = {}
+        self.judge = ScriptedGenerate(renderer.tokenizer, ["the verdict"] * 8)
+        """Answers what has no owner."""
         self.lost: dict[str, Rollout] = {}
         self.asked: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Set once the rollout has asked for a completion."""
@@ -62,7 +64,8 @@ class Run:
         self.runner = self.rollouter.runner(on_lost=lambda rollout: self.lost.update({rollout.rollout_id: rollout}))
 
     async def _generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        assert request.owner is not None
+        if request.owner is None:
+            return await self.judge(request, on_chunk)
         self.asked[request.owner].set()
         if request.owner in self.held:
             try:

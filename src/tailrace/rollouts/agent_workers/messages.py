@@ -9,6 +9,7 @@ inside a message: they may be anything that msgpack knows, NumPy's numbers and a
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from tailrace.rollouts.agent_workers.groups import GroupChanges, GroupData
 from tailrace.rollouts.agent_workers.segments import Placed
 from tailrace.rollouts.agent_workers.values import pack_values, require_shallow
 from tailrace.rollouts.chat.rendering import RendererSource
+from tailrace.rollouts.scoring.usage import JudgeUsage
 from tailrace.transport.channels import decode_array
 
 
@@ -77,6 +79,15 @@ class Play(_Message, frozen=True, kw_only=True):
     is_evaluation: bool
 
 
+class ScoredBy(enum.StrEnum):
+    """What scores a group."""
+
+    SCORE_GROUP = "score_group"
+    REWARDS = "rewards"
+    """Named reward functions for whole groups."""
+    JUDGE = "judge"
+
+
 class Score(_Message, frozen=True, kw_only=True):
     """Score a group."""
 
@@ -85,8 +96,7 @@ class Score(_Message, frozen=True, kw_only=True):
     key: str
     task: bytes
     group: GroupData
-    together: bool
-    """By named reward functions for whole groups; else by `score_group`."""
+    by: ScoredBy
 
 
 class Cancel(_Message, frozen=True, kw_only=True):
@@ -138,9 +148,11 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    """Sample a completion for the rollout that owns the request."""
+    """Sample a completion."""
 
     call_id: int
+    key: str
+    """Of the rollout or score that asks, as in `Cancel`."""
     request: GenerationRequest
     wants_chunks: bool
 
@@ -174,6 +186,8 @@ class Scored(_Message, frozen=True, kw_only=True):
     """What came of a score."""
 
     key: str
+    judge: JudgeUsage
+    """What a judge took for it."""
     changes: GroupChanges | None = None
     failure: Failure | None = None
 

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from tailrace.environments import AgentResult, EnvironmentSettings
 from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
 from tailrace.records import Generate, Group, Rollout
-from tailrace.rollouts.agent_workers.messages import Hello
+from tailrace.rollouts.agent_workers.held import PlayedRollout
+from tailrace.rollouts.agent_workers.messages import Hello, ScoredBy
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
-from tailrace.rollouts.agent_workers.worker import AgentWorker, PlayedRollout
+from tailrace.rollouts.agent_workers.worker import AgentWorker
 from tailrace.rollouts.chat.rendering import RendererSource
+from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.output import OutputLog
 from tailrace.tracing.phase_totals import PhaseUsage
@@ -103,15 +105,15 @@ class AgentWorkers:
         self._played += 1
         return played
 
-    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
-        """Score a group by its environment's `score_group`, or by its named functions for groups.
+    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult]:
+        """Score a group by its environment's `score_group`, its named functions for groups, or its judge.
 
         Once more where the worker is lost, and wherever another rollout was to blame for that. Raises as `play` does.
         """
         tries_left = 2
         while True:
             try:
-                return await (await self._least_busy()).score(group, together=together)
+                return await (await self._least_busy()).score(group, by=by)
             except WorkerLost as lost:
                 tries_left -= not lost.is_blameless
                 if not tries_left:
@@ -148,6 +150,14 @@ class AgentWorkers:
         """Of the processes that run now, by the names of their metrics."""
         numbered = ((f"agent_worker_{number}", one.pid) for number, one in enumerate(self._workers))
         return {name: pid for name, pid in numbered if pid is not None}
+
+    @property
+    def judge_usage(self) -> JudgeUsage:
+        """What judges took here so far."""
+        usage = JudgeUsage()
+        for worker in self._workers:
+            usage.add(worker.judge_usage)
+        return usage
 
     def flush_figures(self) -> list[AgentWorkerFigures]:
         """Of every worker; their lag since it was last asked for."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from tailrace.environments import AgentResult, EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, RolloutError, ScoringFailed, TailraceError
-from tailrace.records import Rollout, Task
+from tailrace.records import Group, Rollout, Task
 from tailrace.rollouts.agent_workers.blame import BlameMark, context_of
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.connection import Connection
@@ -45,6 +45,7 @@ from tailrace.rollouts.agent_workers.messages import (
     Ready,
     Score,
     Scored,
+    ScoredBy,
     Taken,
     Told,
     pack_told,
@@ -58,6 +59,8 @@ from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
+from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge
+from tailrace.rollouts.scoring.judge import Chat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.tracing.lag import LoopLagMonitor
@@ -98,6 +101,8 @@ class AgentWorkerProcess:
         self._running: dict[str, asyncio.Task[None]] = {}
         """Rollouts and scores, by their keys."""
         self._environments: dict[str, LoadedEnvironment] = {}
+        self._chats: dict[str, Chat] = {}
+        """With judges at endpoints, by environment."""
 
     async def run(self) -> None:
         """Until the orchestrator closes."""
@@ -108,6 +113,7 @@ class AgentWorkerProcess:
         self._generate = AskedGenerate(self._connection.send)
         hello = await self._hello
         sys.path[:] = hello.module_path
+        self._name = hello.name
         settings = RolloutSettings.model_validate_json(hello.rollouts)
         self._expect_end_within(_START_SHARE * settings.worker_start_timeout_s)
         loadable = {
@@ -129,6 +135,8 @@ class AgentWorkerProcess:
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
             await workers.close()
+            for chat in self._chats.values():
+                await chat.close()
             faulthandler.cancel_dump_traceback_later()
 
     # ---- what it is started with
@@ -255,11 +263,11 @@ class AgentWorkerProcess:
         task = unpack_task(order.task)
         group, environment = order.group.group(task), self._environments[task.environment]
         members, failure, changes = list(group.rollouts), None, None
-        score = self._player.score_together if order.together else self._player.score_group
+        judge = self._judge(order, environment) if order.by is ScoredBy.JUDGE else None
         try:
             with phase("score_group", track="groups", about={"group": group.group_id}):
                 returned = await self._attempts.run(
-                    _uninterrupted(score(group, environment), task, ScoringFailed),
+                    _uninterrupted(self._scoring(order.by, group, environment, judge), task, ScoringFailed),
                     what=f"task {task.task_id}: score_group of group {group.group_id}",
                     limit_s=environment.score_timeout_s,
                 )
@@ -268,7 +276,27 @@ class AgentWorkerProcess:
             failure = Failure("RolloutError", f"the score of group {group.group_id} was cancelled")
         except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
             failure = Failure.of(error)
-        self._connection.send(Scored(key=order.key, changes=changes, failure=failure))
+        usage = JudgeUsage() if judge is None else judge.usage
+        self._connection.send(Scored(key=order.key, changes=changes, judge=usage, failure=failure))
+
+    def _scoring(
+        self, by: ScoredBy, group: Group, environment: LoadedEnvironment, judge: RelativeJudge | None
+    ) -> Coroutine[Any, Any, object]:
+        if judge is not None:
+            return self._player.judge(group, judge, environment)
+        score = self._player.score_together if by is ScoredBy.REWARDS else self._player.score_group
+        return score(group, environment)
+
+    def _judge(self, order: Score, environment: LoadedEnvironment) -> RelativeJudge:
+        """One for each score, so that what it takes is known; connections to an endpoint are kept."""
+        spec = environment.spec
+        chat = self._chats.get(spec.name)
+        if chat is None:
+            name = f"judge/{self._name}/{order.key}"
+            chat = self._player.judge_chat(spec, generate=self._generate.of(order.key), name=name)
+        if spec.judge is not None and spec.judge.url is not None:
+            self._chats[spec.name] = chat
+        return RelativeJudge(chat, spec.judge, form=spec.judge_format)
 
     async def _play(self, order: Play) -> None:
         """Play and score a rollout; say what came of it, whatever that is."""

@@ -17,9 +17,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections import defaultdict
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
 from typing import IO, Any, NoReturn
 
 import msgspec
@@ -27,10 +25,11 @@ import psutil
 
 from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
-from tailrace.records import Branch, Completion, Generate, Group, Rollout, SessionId
+from tailrace.records import Completion, Generate, Group, Rollout
 from tailrace.rollouts.agent_workers.blame import MARK_BYTES, blamed
 from tailrace.rollouts.agent_workers.connection import Connection
 from tailrace.rollouts.agent_workers.groups import GroupData
+from tailrace.rollouts.agent_workers.held import Held, PlayedRollout, fill_with_known
 from tailrace.rollouts.agent_workers.last_words import LastWords
 from tailrace.rollouts.agent_workers.messages import (
     Answer,
@@ -47,6 +46,7 @@ from tailrace.rollouts.agent_workers.messages import (
     Ready,
     Score,
     Scored,
+    ScoredBy,
     Taken,
     Told,
     Withdraw,
@@ -57,6 +57,7 @@ from tailrace.rollouts.agent_workers.messages import (
 from tailrace.rollouts.agent_workers.segments import BranchReader
 from tailrace.rollouts.agent_workers.watching import BeatSums
 from tailrace.rollouts.deadline import CANCEL_S
+from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.output import OutputLog
 from tailrace.rollouts.workers.starting import worker_environment
@@ -70,38 +71,6 @@ CANCELLED_S = 3 * CANCEL_S
 """Seconds in which a worker that runs answers that a cancelled rollout has ended."""
 _SILENCES, _LONG_SILENCES = 4, 40
 """A worker is looked at so often within the time after which one that is stopped is killed, and any other one."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedRollout:
-    """What came of a rollout that was played to its end."""
-
-    reported: AgentResult
-    scored: AgentResult | None
-    """By reward functions in place of it; None where there are none."""
-    score_failure: Failure | None
-
-    def scored_or_raise(self) -> AgentResult:
-        """What reward functions said. Raises what they raised."""
-        if self.score_failure is not None:
-            raise self.score_failure.error()
-        return self.scored or self.reported
-
-
-@dataclass(slots=True)
-class _Held:
-    """A rollout that the worker plays, or a group that it scores."""
-
-    what: str
-    """For people."""
-    number: int
-    ended: asyncio.Future[Played | Scored]
-    requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """That are being sampled, by the worker's number for them."""
-    enough: set[int] = field(default_factory=set)
-    """Those whose next chunk ends them."""
-    sampled: defaultdict[SessionId, list[Completion]] = field(default_factory=lambda: defaultdict(list))
-    """What it was sent so far: all that is left of it where the worker dies."""
 
 
 class _HasEnough(Exception):
@@ -120,7 +89,7 @@ class AgentWorker:
         self.not_loaded: dict[str, Failure] = {}
         """Environments that the newest process could not load, and does not need to."""
         self._hello, self._settings, self._generate, self._output = hello, settings, generate, output
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         """By the rollout's id, or the score's key."""
         self._numbers = itertools.count(1)
         """Of what it is told to play and score."""
@@ -131,6 +100,8 @@ class AgentWorker:
         self._is_ready = False
         self._killed_for = ""
         """Why the process was killed from here."""
+        self.judge_usage = JudgeUsage()
+        """Of judges that scored here."""
         self.has_blamed = False
         """Whether it is known which rollout, or score, ended the newest process."""
 
@@ -283,7 +254,7 @@ class AgentWorker:
         self._last_words.close()
         self._branches.close()
 
-    def _why(self, status: int, last_words: bytes, to_blame: _Held | None) -> str:
+    def _why(self, status: int, last_words: bytes, to_blame: Held | None) -> str:
         """Why it ended, for people."""
         words = LastWords.read(last_words.decode(errors="replace"), self._thread_id)
         at_what = "" if to_blame is None else f" while it ran {to_blame.what}"
@@ -330,11 +301,11 @@ class AgentWorker:
             await self._cancel(rollout, held)
             raise
         except WorkerLost as lost:
-            _fill_with_known(rollout, held)
+            fill_with_known(rollout, held)
             raise lost.of_task(rollout.task.task_id) from lost
         return self._filled(rollout, played)
 
-    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
+    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult]:
         """Score a group there, and lay what came of it over this one.
 
         Cancelling this ends the score. Raises `WorkerLost`, and what else was raised.
@@ -344,7 +315,7 @@ class AgentWorker:
         held = self._hold(
             key,
             f"the score of group {group.group_id}",
-            Score(number=number, key=key, task=task, group=data, together=together),
+            Score(number=number, key=key, task=task, group=data, by=by),
         )
         try:
             scored = await asyncio.shield(held.ended)
@@ -361,12 +332,12 @@ class AgentWorker:
         except CorruptData as error:
             raise WorkerLost(f"task {group.task.task_id}: {self.name}: {error}") from error
 
-    def _hold(self, key: str, what: str, order: Play | Score) -> _Held:
-        held = self._held[key] = _Held(what, order.number, asyncio.get_running_loop().create_future())
+    def _hold(self, key: str, what: str, order: Play | Score) -> Held:
+        held = self._held[key] = Held(what, order.number, asyncio.get_running_loop().create_future())
         self._connection.send(order)
         return held
 
-    async def _cancel(self, rollout: Rollout, held: _Held) -> None:
+    async def _cancel(self, rollout: Rollout, held: Held) -> None:
         """Wait until the worker says that it has ended, or has ended itself; not for long."""
         self._connection.send(Cancel(key=rollout.rollout_id))
         for request in held.requests.values():
@@ -376,9 +347,9 @@ class AgentWorker:
                 played = await asyncio.shield(held.ended)
             self._fill(rollout, played)
         except (TimeoutError, TailraceError):
-            _fill_with_known(rollout, held)
+            fill_with_known(rollout, held)
         except asyncio.CancelledError:
-            _fill_with_known(rollout, held)
+            fill_with_known(rollout, held)
             raise
 
     def _filled(self, rollout: Rollout, played: Played | Scored) -> PlayedRollout:
@@ -401,7 +372,7 @@ class AgentWorker:
             rollout.turns, rollout.truncated = played.turns, played.truncated
         return told, played
 
-    async def _lose_all(self, lost: WorkerLost, to_blame: _Held | None = None) -> None:
+    async def _lose_all(self, lost: WorkerLost, to_blame: Held | None = None) -> None:
         """Nothing of what it held comes back; where one is to blame for that, the others are not."""
         for held in list(self._held.values()):
             requests = list(held.requests.values())
@@ -435,6 +406,7 @@ class AgentWorker:
             case Played():
                 self._end(report.rollout_id, report if report.placed is None else self._with_branches(report))
             case Scored():
+                self.judge_usage.add(report.judge)
                 self._end(report.key, report)
 
     def _end(self, key: str, report: Played | Scored) -> None:
@@ -455,7 +427,7 @@ class AgentWorker:
             self._connection.send(Taken(segment=played.placed.segment))
 
     def _ask(self, ask: Ask) -> None:
-        held = self._held.get(ask.request.owner or "")
+        held = self._held.get(ask.key)
         if held is None or ask.call_id in held.requests:
             return
         request = held.requests[ask.call_id] = asyncio.get_running_loop().create_task(self._answer(held, ask))
@@ -469,7 +441,7 @@ class AgentWorker:
                 else:
                     request.cancel()
 
-    async def _answer(self, held: _Held, ask: Ask) -> None:
+    async def _answer(self, held: Held, ask: Ask) -> None:
         call_id = ask.call_id
 
         def forward(chunk: Completion) -> None:
@@ -486,14 +458,3 @@ class AgentWorker:
             return
         held.sampled[ask.request.session_id].append(completion)
         self._connection.send(Answer(call_id=call_id, completion=completion))
-
-
-def _fill_with_known(rollout: Rollout, held: _Held) -> None:
-    """What was sampled for a rollout whose worker says nothing of it any more: completions, without their context."""
-    rollout.branches = []
-    for completions in held.sampled.values():
-        branch = Branch()
-        for completion in completions:
-            branch.extend_completion(replace(completion, routed_experts=()))
-        rollout.branches.append(branch)
-        rollout.turns += len(completions)
