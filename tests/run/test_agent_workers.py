@@ -21,7 +21,7 @@ from tests.support.chrome_trace import read_trace, spans, tracks
 
 LIGHT = "tests.support.light_roles:LightLauncher"
 COSTS = {
-    "sleep": ("worker_lost", r"/train/\d+: agent worker 0 was ended, .* held for over 3 s .* by misbehave"),
+    "sleep": ("worker_lost", r"/train/\d+: agent worker 0 was ended, .* held for over 5 s .* by misbehave"),
     "exit": ("worker_lost", r"/train/\d+: agent worker 0 ended with status 3 .*os._exit"),
     "crash": ("worker_lost", r"/train/\d+: agent worker 0 died of SIGSEGV in misbehave"),
     "sys.exit": ("environment_failed", r"/train/\d+: users' code raised SystemExit\(3\)"),
@@ -74,7 +74,7 @@ def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) 
 
 def test_what_users_code_does_by_default_costs_its_own_rollouts_and_is_named(tmp_path: Path) -> None:
     overrides = ("--environment.name", "tests.support.agent_environments:misbehaving", "--rollouts.max_turns", "2")
-    quick = ("--rollouts.agent_block_s", "3", "--scheduling.max_retries", "0", "--scheduling.max_staleness", "20")
+    quick = ("--rollouts.agent_block_s", "5", "--scheduling.max_retries", "0", "--scheduling.max_staleness", "20")
     endless = ("--max_epochs", "1", "--max_steps", "1000")
     with command(tmp_path, *overrides, *quick, *endless, "--placement", LIGHT) as run:
         status, printed = run.wait()
