@@ -56,6 +56,7 @@ from tailrace.rollouts.agent_workers.segments import BranchWriter
 from tailrace.rollouts.attribution import exit_refused
 from tailrace.rollouts.chat import ChatRenderer
 from tailrace.rollouts.deadline import Attempts
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
@@ -103,6 +104,7 @@ class AgentWorkerProcess:
         self._environments: dict[str, LoadedEnvironment] = {}
         self._chats: dict[str, Chat] = {}
         """With judges at endpoints, by environment."""
+        self._endpoints: Endpoints | None = None
 
     async def run(self) -> None:
         """Until the orchestrator closes."""
@@ -137,6 +139,8 @@ class AgentWorkerProcess:
             await workers.close()
             for chat in self._chats.values():
                 await chat.close()
+            if self._endpoints is not None:
+                await self._endpoints.close()
             faulthandler.cancel_dump_traceback_later()
 
     # ---- what it is started with
@@ -146,6 +150,7 @@ class AgentWorkerProcess:
     ) -> dict[str, Failure]:
         """Environments and renderer: users' modules are imported here. Why some environments were not loaded."""
         not_loaded = {}
+        self._endpoints = None if hello.endpoints is None else hello.endpoints.make()
         for name, chosen in loadable.items():
             try:
                 spec = load_environment(chosen, with_tasks=False)
@@ -165,6 +170,7 @@ class AgentWorkerProcess:
             max_steps=hello.max_steps,
             records_experts=hello.records_experts,
             takes_demonstrations=hello.takes_demonstrations,
+            endpoints=self._endpoints,
         )
         return not_loaded
 
