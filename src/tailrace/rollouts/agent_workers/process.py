@@ -139,6 +139,9 @@ class AgentWorkerProcess:
             await workers.close()
             for chat in self._chats.values():
                 await chat.close()
+            for environment in self._environments.values():
+                if environment.spec.close is not None:
+                    await environment.spec.close()
             if self._endpoints is not None:
                 await self._endpoints.close()
             faulthandler.cancel_dump_traceback_later()
