@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from tailrace.environments import Agent, AgentResult, Offer, Policy
+from tailrace.environments import Agent, AgentResult, EnvironmentSpec, Offer, Policy
 from tailrace.environments.callables import is_async_environment
 from tailrace.environments.outside import OutsideAgent
 from tailrace.environments.programs import CommandAgent
