@@ -72,7 +72,7 @@ def _is_apart(
     """
     workers = settings.rollouts.agent_workers
     if isinstance(spec.agent, OutsideAgent):  # nothing is computed for it, and clients know one gateway
-        return False
+        return False, ""
     if workers == "auto":
         if settings.placement == "inline" or is_built_in(chosen.name) or not spec.runs_on_loop:
             return False, ""
