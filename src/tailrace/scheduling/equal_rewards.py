@@ -10,8 +10,10 @@ from tailrace.records import Group, Rollout
 SAMPLE_REPLIES = 2
 """Shown where rewards never differ."""
 HARDLY_LESS = 0.1
-"""Share of the highest reward, and of the range of rewards: a long right answer may earn less than a short one. Of both,
-as one penalty of -100 would make a range in which every other reward is high, and 100 may be the lowest of rewards."""
+"""Share of the highest reward, and of the range of rewards: a long right answer may earn less than a short one.
+
+Of both, since one penalty of -100 makes a range in which all else is high, and 100 may be the lowest of rewards.
+"""
 HIGHEST = "the highest reward there was, or hardly less"
 KEEPS_TRYING = (
     "and nothing moves it any more (a lower trainer.learning_rate, a higher rollouts.temperature or a bonus for "
