@@ -10,8 +10,9 @@ An environment is written in one of two ways, and everything else of `Environmen
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from tailrace.environments.callables import is_async, is_async_environment
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
@@ -19,6 +20,34 @@ from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.results import AgentResult
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
+
+
+class Endpoint(Protocol):
+    """Where a rollout's policy answers over HTTP, in the forms that `docs/gateway.md` lists."""
+
+    @property
+    def key(self) -> str:
+        """The rollout, for the gateway: what clients send as their API key. A secret, and nothing but letters, digits,
+        `-` and `_`."""
+
+    @property
+    def root_url(self) -> str:
+        """`http://127.0.0.1:41234`: the base URL of Anthropic's clients, which add `/v1/messages` to it."""
+
+    @property
+    def openai_url(self) -> str:
+        """`http://127.0.0.1:41234/v1`: the base URL of OpenAI's clients, which add `/chat/completions` to it."""
+
+    @property
+    def path_url(self) -> str:
+        """In place of `root_url`, for clients that cannot set a key: the key is in its path."""
+
+    @property
+    def reported(self) -> AgentResult | None:
+        """What was last sent to `POST {path_url}/reward`."""
+
+    async def ended(self) -> None:
+        """Wait for `POST {path_url}/end`, or for a reward: then the agent asks for no turn any more."""
 
 
 class Policy(Protocol):
@@ -61,6 +90,13 @@ class Policy(Protocol):
 
         `values` are [num_tokens of `reply.completion`] or [num_tokens, k]: whole numbers become int32, others float32.
         Tokens that nothing is set for are 0. Raises `ValueError` for values of another length or kind.
+        """
+
+    def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
+        """Let programs that speak HTTP ask this policy: each request is a `chat`, recorded as this rollout's tokens.
+
+        On leaving, requests that still run are cancelled, and later ones are refused. Raises `SettingsError` where the
+        rollout is played without a gateway.
         """
 
 
@@ -117,6 +153,14 @@ class Environment(Protocol):
         """Judge the policy's reply and answer it."""
 
 
+@runtime_checkable
+class EndsEarly(Protocol):
+    """An environment that still has a say where a rollout's turns or tokens run out before an observation is `done`."""
+
+    def end_early(self) -> Observation | Awaitable[Observation]:
+        """Called in place of the next `step`; its reward and metrics count as the last observation's."""
+
+
 EnvironmentFactory: TypeAlias = Callable[[], Environment]
 RewardFunction: TypeAlias = Callable[
     [Task, list[Message]], AgentResult | Reward | float | Awaitable[AgentResult | Reward | float]
@@ -161,6 +205,8 @@ class EnvironmentSpec:
     """Scores the finished rollout in place of what the agent returned or the observations summed up to."""
     rewards: Mapping[str, NamedReward] = field(default_factory=dict)
     """In place of `reward`: named functions in TRL's form, whose weighted sum is the reward."""
+    adds_rewards: bool = False
+    """The sum of `rewards` adds to what its agent or environment reported, in whose place it is otherwise."""
     score_group: ScoreGroup | None = None
     judge: JudgeSettings | None = None
     """In place of `score_group`: a language model ranks the rollouts of a group."""
@@ -180,6 +226,11 @@ class EnvironmentSpec:
     """Its synchronous code returns soon and always, so it may run on the event loop. Otherwise it runs in a worker
     process, which is killed with that one rollout when it never returns. Coroutines always run on the loop."""
     description: str = ""
+    check: Callable[[], None] | None = None
+    """Called once before a run by the process that starts it. Raises `SettingsError` where the environment cannot be
+    played, because something that it reaches or starts does not answer."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Called when no rollout is played any more, in each process that may have played some."""
 
     def __post_init__(self) -> None:
         if (self.agent is None) == (self.environment is None):
@@ -229,10 +280,10 @@ class EnvironmentSpec:
 
     @property
     def runs_on_loop(self) -> bool:
-        """Whether some of what plays and scores a single rollout is a coroutine."""
-        functions = [self.reward, *(named.function for named in self.rewards.values() if not named.together)]
+        """Whether some of its code runs on the event loop of what plays it: coroutines, and all that is trusted."""
+        functions = [self.reward, self.score_group, *(named.function for named in self.rewards.values())]
         plays_async = self.environment is None or is_async_environment(self.environment)
-        return plays_async or any(one is not None and is_async(one) for one in functions)
+        return self.trusted or plays_async or any(one is not None and is_async(one) for one in functions)
 
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""
@@ -258,6 +309,11 @@ class EnvironmentSpec:
                 f"its columns are: {have}"
             )
         return Task(task_id=task_id, environment=self.name, index=index, row=row, seed=seed)
+
+
+def end_early(environment: Environment) -> Observation | Awaitable[Observation]:
+    """What an environment says where turns or tokens ran out; most say nothing."""
+    return environment.end_early() if isinstance(environment, EndsEarly) else Observation()
 
 
 def require_observation(returned: object) -> Observation:

@@ -17,9 +17,11 @@ from tailrace.rollouts.agents import LocalEnvironment, play_environment
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.deadline import rollout_deadline
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.policy import RolloutPolicy
-from tailrace.rollouts.scoring import RewardFunctions
+from tailrace.rollouts.scoring import RelativeJudge, RewardFunctions
+from tailrace.rollouts.scoring.judge import Chat, EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
 from tailrace.tracing.phases import phase
@@ -39,11 +41,12 @@ class RolloutPlayer:
         max_steps: int = 0,
         records_experts: bool = False,
         takes_demonstrations: bool = True,
+        endpoints: Endpoints | None = None,
     ) -> None:
         """Synchronous code that is not trusted runs in the `workers`. The rest is as `Rollouter` takes it."""
         self._settings, self._renderer, self._generate = settings, renderer, generate
         self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
-        self._takes_demonstrations = takes_demonstrations
+        self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints
         self._workers = workers
         self.functions = RewardFunctions(workers, max_steps=max_steps)
 
@@ -59,6 +62,7 @@ class RolloutPlayer:
             system_prompt=self._settings.system_prompt,
             records_experts=self._records_experts,
             takes_demonstrations=None if is_evaluation else self._takes_demonstrations,
+            endpoints=self._endpoints,
         )
 
     async def play(self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment) -> AgentResult:
@@ -107,6 +111,27 @@ class RolloutPlayer:
             rollout_deadline(environment.score_timeout_s, group.task),
         ):
             return await self.functions.score_group(group, environment.spec)
+
+    def judge_chat(self, spec: EnvironmentSpec, *, generate: Generate | None = None, name: str = "judge") -> Chat:
+        """The model that an environment's judge asks: `generate`, or the player's own, unless it is at an endpoint.
+
+        `name` tells its requests from others. Raises `SettingsError` where its key is missing.
+        """
+        settings = spec.judge
+        assert settings is not None  # it is called for environments that have a judge
+        if settings.url is not None:
+            return EndpointChat(settings.url, settings.model, api_key_variable=settings.api_key_variable)
+        return EngineChat(
+            self._renderer, generate or self._generate, max_model_tokens=self._max_model_tokens, name=name
+        )
+
+    async def judge(self, group: Group, judge: RelativeJudge, environment: LoadedEnvironment) -> list[AgentResult]:
+        """What a judge makes of it. As `score_group`."""
+        with (
+            attribute_errors(group.task, ScoringFailed),
+            rollout_deadline(environment.score_timeout_s, group.task),
+        ):
+            return await judge(group)
 
     def _agent(self, spec: EnvironmentSpec) -> Agent:
         if spec.agent is not None:

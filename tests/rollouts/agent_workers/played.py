@@ -6,12 +6,13 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.records import Completion, GenerationRequest, GroupId, Json, OnChunk, Rollout, RolloutId, Task, TaskId
-from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts import ChatRenderer, Endpoints, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -25,11 +26,12 @@ class Run:
         self,
         renderer: ChatRenderer,
         *names: str,
-        workers: int = 1,
+        workers: int | Literal["auto"] = 1,
         watch: WorkerWatch | None = None,
         args: dict[str, Json] | None = None,
         block_s: float = PATIENCE_S,
         max_turns: int = 16,
+        endpoints: Endpoints | None = None,
         **scripted: int | bool,
     ) -> None:
         self.settings = RolloutSettings(
@@ -40,11 +42,13 @@ class Run:
             for name in names or ("agents",)
         }
         environments = {
-            name: LoadedEnvironment.of(load_environment(one), self.settings, one, is_apart=workers > 0)
+            name: LoadedEnvironment.of(load_environment(one), self.settings, one, is_apart=workers != 0)
             for name, one in chosen.items()
         }
         self.renderer, self._scripted_options = renderer, scripted
         self.scripted: dict[str, ScriptedGenerate] = {}
+        self.judge = ScriptedGenerate(renderer.tokenizer, ["the verdict"] * 8)
+        """Answers what has no owner."""
         self.lost: dict[str, Rollout] = {}
         self.asked: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Set once the rollout has asked for a completion."""
@@ -57,11 +61,13 @@ class Run:
             renderer=renderer,
             generate=self._generate,
             watch=watch,
+            endpoints=endpoints,
         )
         self.runner = self.rollouter.runner(on_lost=lambda rollout: self.lost.update({rollout.rollout_id: rollout}))
 
     async def _generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        assert request.owner is not None
+        if request.owner is None:
+            return await self.judge(request, on_chunk)
         self.asked[request.owner].set()
         if request.owner in self.held:
             try:
