@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tailrace.cli import main
 from tailrace.environments import (
     AgentResult,
     EnvironmentSettings,
@@ -178,6 +179,15 @@ def test_it_is_tried_once_before_a_run(mode: str) -> None:
     assert spec.check is not None
     with pytest.raises(SettingsError, match=r"the MCP server .* lists no tools|status 3"):
         spec.check()
+
+
+def test_a_server_that_does_not_start_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Shout."}\n')
+    command = json.dumps([*mcp_servers.COMMAND, "never-starts"])
+    arguments = ["--environment.name", "mcp", "--environment.args.command", command, "--environment.data", str(rows)]
+    assert main(["train", "quickstart", *arguments, "--dry-run"]) == 2
+    assert "it wrote: no licence" in capsys.readouterr().err
 
 
 async def test_a_server_is_started_per_rollout_or_shared_by_all() -> None:

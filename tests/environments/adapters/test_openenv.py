@@ -162,6 +162,13 @@ async def test_it_is_tried_once_before_a_run() -> None:
         await asyncio.to_thread(spec.check)
 
 
+async def test_a_package_whose_server_does_not_start_is_told_with_what_it_wrote() -> None:
+    spec = load_environment(EnvironmentSettings(name="openenv", args={"package": "no_such_env"}))
+    assert spec.check is not None
+    with pytest.raises(SettingsError, match=r"(?s)the OpenEnv server no_such_env .*No module named 'no_such_env'"):
+        await asyncio.to_thread(spec.check)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
