@@ -7,10 +7,17 @@ from collections.abc import Callable
 
 from tailrace.records import Group, Rollout
 
+CONVERGED_SHARE = 0.8
+"""Of the rollouts of such groups: where as many earned the highest reward there was, or hardly less, all is learned."""
+SCORED_SHARE = 0.25
+"""Of all rollouts in a row that could not be trained on: those of such groups, at least, where they speak for all."""
 SAMPLE_REPLIES = 2
 """Shown where rewards never differ."""
 HARDLY_LESS = 0.1
-"""Share of the range of an environment's rewards: a long right answer may earn a little less than a short one."""
+"""Share of the highest reward, and of the range of rewards: a long right answer may earn less than a short one.
+
+Of both, since one penalty of -100 makes a range in which all else is high, and 100 may be the lowest of rewards.
+"""
 HIGHEST = "the highest reward there was, or hardly less"
 KEEPS_TRYING = (
     "and nothing moves it any more (a lower trainer.learning_rate, a higher rollouts.temperature or a bonus for "
@@ -45,13 +52,18 @@ class EqualRewards:
         """Rollouts that earned the highest reward of their environment, or hardly less."""
         return sum(count for (name, reward), count in self._rollouts.items() if self._is_solved(name, reward))
 
-    def describe_converged(self, rollouts: int) -> str:
-        """Why the last `rollouts` leave nothing to learn."""
+    def have_converged(self, rollouts: int) -> bool:
+        """Whether the last `rollouts`, failed ones among them, leave nothing to learn."""
+        scored = self._rollouts.total()
+        return scored >= SCORED_SHARE * rollouts and self.solved >= CONVERGED_SHARE * scored
+
+    def describe_converged(self) -> str:
+        """Why nothing is left to learn."""
         rewards = {reward for name, reward in self._rollouts if self._is_solved(name, reward)}
         earned = f"{rewards.pop():g}, the highest reward there was" if len(rewards) == 1 else HIGHEST
         return (
-            f"{self.solved} of the last {rollouts} rollouts earned {earned}, and rewards are equal inside each group: "
-            "nothing is left to learn"
+            f"{self.solved} of the last {self._rollouts.total()} scored rollouts earned {earned}, and rewards are "
+            "equal inside each group: nothing is left to learn"
         )
 
     def describe(self) -> str:
@@ -79,7 +91,7 @@ class EqualRewards:
         if (rewards := self._reward_range(environment)) is None:
             return False
         lowest, highest = rewards
-        return reward >= highest - HARDLY_LESS * (highest - lowest)
+        return reward >= highest - HARDLY_LESS * min(highest - lowest, abs(highest))
 
 
 _MEANINGS = {0.0: "the task is too hard for this model", 1.0: "the task is too easy for this model"}
