@@ -15,6 +15,7 @@ from tailrace.errors import SettingsError
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.keys import CurveKeys, write_keys
 from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.reporting.summary import read_summary
 from tests.run.runs import PATIENCE_S, command, records
 from tests.run.served import address_of, refusal, serving
@@ -40,6 +41,17 @@ def test_a_run_trains_with_generators_that_run_already_and_so_does_the_next(tmp_
         first.send_signal(signal.SIGTERM)
         second.send_signal(signal.SIGINT)
         assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (143, 130)
+
+
+def test_a_second_signal_ends_a_service_at_once_and_nothing_is_left() -> None:
+    with serving("--address", "tcp://127.0.0.1:0") as process:
+        address_of(process)
+        process.send_signal(signal.SIGSTOP)  # so that it hears of both together: the one of the lower number first
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(PATIENCE_S) == 143
+        assert list(shared_memory_folder().glob(f"tailrace-*{process.pid}-*")) == []
 
 
 def test_keys_let_in_who_has_them(tmp_path: Path) -> None:

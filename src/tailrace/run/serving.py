@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from tailrace.config.serving import ServeSettings
 from tailrace.generation.engine_thread.generator import Generator
@@ -16,7 +17,7 @@ from tailrace.generation.rpc.keys import CurveKeys, read_keys, require_safe_addr
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.resources import own_shared_memory, remove_leftovers
+from tailrace.lifecycle.resources import OwnedFolder, own_shared_memory, remove_leftovers
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights
@@ -62,12 +63,18 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
         stack.callback(server.close)
         await generator.ready()
         say(f"{settings.model.name} is served at {server.address}; use it with --generator.connect {server.address}")
-        return await _until_signal(server)
+        return await _until_signal(server, shared_memory)
 
 
-async def _until_signal(server: GeneratorServer) -> int:
+async def _until_signal(server: GeneratorServer, shared_memory: OwnedFolder) -> int:
+    """Once: it ends its requests, and closes. Twice: at once."""
     serving = asyncio.ensure_future(server.serve())
-    with StopSignals(lambda code: serving.cancel(), abort=lambda code: None) as signals:
+
+    def end_at_once(code: ExitCode) -> NoReturn:
+        shared_memory.remove()
+        os._exit(code)
+
+    with StopSignals(lambda code: serving.cancel(), abort=end_at_once) as signals:
         try:
             await serving
         except asyncio.CancelledError:
