@@ -133,7 +133,9 @@ class HostTransports(Transports):
             case "zmq":
                 return value_sender(address, **ranks, **kept)
             case _:
-                return shared_memory_sender(address, self._shared_memory, spill=self._files, **ranks, **kept)
+                return shared_memory_sender(
+                    address, self._shared_memory, spill=self._files, checksum_bodies=True, **ranks, **kept
+                )
 
     def _batch_receiver(self, rank: int) -> ChannelBatchReceiver:
         address, ranks = self.where.batches, self._trainer_ranks
