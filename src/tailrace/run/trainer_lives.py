@@ -13,15 +13,29 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol
 
+from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError, TransportError
 from tailrace.lifecycle.exit_codes import is_from_outside
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
+from tailrace.run.trainer_ranks import launched_rank
 from tailrace.transport.batches.channels import ChannelBatchSender
 from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 
 _logger = logging.getLogger(__name__)
+
+
+def describe_lives(settings: RunSettings) -> list[str]:
+    """For people: why a trainer that ends early is not started again, where restarts are granted."""
+    if not settings.restarts.per_role:
+        return []
+    why = ""
+    if settings.generator.return_routed_experts:
+        why = "generator.return_routed_experts, which it would need again, are released with their rollouts"
+    elif launched_rank(settings.trainer) is not None:
+        why = "another launcher started its ranks"
+    return [f"A trainer that ends early ends the run: {why}."] if why else []
 
 
 class TrainerStarter(Protocol):
