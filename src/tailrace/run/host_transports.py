@@ -25,11 +25,13 @@ from tailrace.transport.batches.channels import (
     ChannelBatchSender,
     file_receiver,
     file_sender,
+    rank_address,
     shared_memory_receiver,
     shared_memory_sender,
     value_receiver,
     value_sender,
 )
+from tailrace.transport.channels import require_listener
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import EventLogClient, EventLogServer
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -90,6 +92,8 @@ class HostTransports(Transports):
     @override
     @asynccontextmanager
     async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
+        for address in (self.where.events, rank_address(self.where.batches, rank)):
+            require_listener(address)
         log = EventLogClient(self.where.events, self.where.epoch)
         batches = self._batch_receiver(rank)
         store = SharedMemoryModelStateDictStore(self._shared_memory)

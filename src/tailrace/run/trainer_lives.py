@@ -68,9 +68,9 @@ class TrainerLives:
     def __init__(self, starter: TrainerStarter, log: MemoryEventLog, restarts: RestartHistory) -> None:
         self.restarts = 0
         self._starter, self._log, self._history = starter, log, restarts
-        self._ranks = starter.start_trainer()
-        self.batches = starter.batch_sender()
+        self.batches = starter.batch_sender()  # before there is a trainer that looks for them
         self._end_log = starter.serve_log(log)
+        self._ranks = starter.start_trainer()
         self._has_worked = self._is_over = False
         self._ended_pids: list[int] = []
         """Of lives that ended; what they published last may be on its way through the log until the next one starts."""
