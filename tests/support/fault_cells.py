@@ -48,6 +48,7 @@ PATIENT = (
     *("--restarts.silence_s", "60", "--generator.router.progress_deadline_s", "60", "--rollouts.agent_block_s", "30"),
 )
 STUCK = ("--restarts.stuck_s", "10")
+_ENDS_S = 10.0
 _UNTOLD = 1
 """Steps of which an orchestrator that is killed may not have told, though a checkpoint contains them."""
 
@@ -272,7 +273,7 @@ def _see_it_struck(cell: Cell, run: Command, striker: Striker) -> None:
 
 
 def _check_end(cell: Cell, run: Command, status: int, printed: str, outcome: Outcome) -> None:
-    if run.folder.is_dir() and _is_locked(run.folder):
+    if run.folder.is_dir() and _stays_locked(run.folder):
         outcome.leaks.append(f"{run.folder} is locked")
     match cell.end:
         case End.ORPHANED:
@@ -372,6 +373,16 @@ def _end_processes(fault: Fault) -> list[psutil.Process]:
             process.send_signal(signal.SIGKILL)
     psutil.wait_procs(left, timeout=PATIENCE_S)
     return left
+
+
+def _stays_locked(folder: Path) -> bool:
+    """Beyond the moment in which a process ends."""
+    deadline_s = time.monotonic() + _ENDS_S
+    while _is_locked(folder):
+        if time.monotonic() > deadline_s:
+            return True
+        time.sleep(NOTICED_S)
+    return False
 
 
 def _is_locked(folder: Path) -> bool:

@@ -12,6 +12,7 @@ from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.protocol import (
     Agent,
+    Endpoint,
     Environment,
     EnvironmentFactory,
     EnvironmentSpec,
@@ -29,6 +30,7 @@ from tailrace.records import Json, Message, Reply, Reward, Task, ToolCall, ToolS
 __all__ = [
     "Agent",
     "AgentResult",
+    "Endpoint",
     "Environment",
     "EnvironmentFactory",
     "EnvironmentSettings",

@@ -10,6 +10,7 @@ An environment is written in one of two ways, and everything else of `Environmen
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -19,6 +20,34 @@ from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.results import AgentResult
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
+
+
+class Endpoint(Protocol):
+    """Where a rollout's policy answers over HTTP, in the forms that `docs/gateway.md` lists."""
+
+    @property
+    def key(self) -> str:
+        """The rollout, for the gateway: what clients send as their API key. A secret, and nothing but letters, digits,
+        `-` and `_`."""
+
+    @property
+    def root_url(self) -> str:
+        """`http://127.0.0.1:41234`: the base URL of Anthropic's clients, which add `/v1/messages` to it."""
+
+    @property
+    def openai_url(self) -> str:
+        """`http://127.0.0.1:41234/v1`: the base URL of OpenAI's clients, which add `/chat/completions` to it."""
+
+    @property
+    def path_url(self) -> str:
+        """In place of `root_url`, for clients that cannot set a key: the key is in its path."""
+
+    @property
+    def reported(self) -> AgentResult | None:
+        """What was last sent to `POST {path_url}/reward`."""
+
+    async def ended(self) -> None:
+        """Wait for `POST {path_url}/end`, or for a reward: then the agent asks for no turn any more."""
 
 
 class Policy(Protocol):
@@ -61,6 +90,13 @@ class Policy(Protocol):
 
         `values` are [num_tokens of `reply.completion`] or [num_tokens, k]: whole numbers become int32, others float32.
         Tokens that nothing is set for are 0. Raises `ValueError` for values of another length or kind.
+        """
+
+    def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
+        """Let programs that speak HTTP ask this policy: each request is a `chat`, recorded as this rollout's tokens.
+
+        On leaving, requests that still run are cancelled, and later ones are refused. Raises `SettingsError` where the
+        rollout is played without a gateway.
         """
 
 

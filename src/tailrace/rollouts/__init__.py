@@ -6,6 +6,7 @@ never tokenized again, an exception never becomes a reward, and nothing here kno
 """
 
 from tailrace.rollouts.chat import ChatRenderer, ChatTokenizer, ParsedReply
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorBudget
 from tailrace.rollouts.gathering import gather_groups, stream_groups
@@ -17,6 +18,7 @@ from tailrace.rollouts.workers import WorkerPool
 __all__ = [
     "ChatRenderer",
     "ChatTokenizer",
+    "Endpoints",
     "ErrorBudget",
     "LoadedEnvironment",
     "ParsedReply",

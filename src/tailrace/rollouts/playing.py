@@ -17,6 +17,7 @@ from tailrace.rollouts.agents import LocalEnvironment, play_environment
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.deadline import rollout_deadline
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.scoring import RewardFunctions
@@ -39,11 +40,12 @@ class RolloutPlayer:
         max_steps: int = 0,
         records_experts: bool = False,
         takes_demonstrations: bool = True,
+        endpoints: Endpoints | None = None,
     ) -> None:
         """Synchronous code that is not trusted runs in the `workers`. The rest is as `Rollouter` takes it."""
         self._settings, self._renderer, self._generate = settings, renderer, generate
         self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
-        self._takes_demonstrations = takes_demonstrations
+        self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints
         self._workers = workers
         self.functions = RewardFunctions(workers, max_steps=max_steps)
 
@@ -59,6 +61,7 @@ class RolloutPlayer:
             system_prompt=self._settings.system_prompt,
             records_experts=self._records_experts,
             takes_demonstrations=None if is_evaluation else self._takes_demonstrations,
+            endpoints=self._endpoints,
         )
 
     async def play(self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment) -> AgentResult:

@@ -10,13 +10,16 @@ Sampled tokens are never tokenized again: a branch that is forked copies them as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import NoReturn
 
 import msgspec
 import numpy as np
 
+from tailrace.environments import Endpoint
 from tailrace.errors import BudgetExceeded, RolloutError, SettingsError
 from tailrace.records import (
     CROSS_ENTROPY_WEIGHTS,
@@ -26,7 +29,6 @@ from tailrace.records import (
     Generate,
     GenerationRequest,
     Int32Array,
-    Json,
     Message,
     Reply,
     RequestId,
@@ -38,9 +40,12 @@ from tailrace.records import (
     session_of,
 )
 from tailrace.records.columns import RESERVED, as_column
-from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
+from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match, longest_prefix
 from tailrace.rollouts.chat.rendering import Renderer
-from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings
+from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, listener_for
+from tailrace.rollouts.chat.text_deltas import TextDeltas
+from tailrace.rollouts.chat.text_parts import as_text
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.tracing.phases import phase
 
 _LENGTH, _LOST = FinishReason.LENGTH, (FinishReason.ERROR, FinishReason.ABORTED)
@@ -64,6 +69,7 @@ class RolloutPolicy:
         system_prompt: str | None = None,
         records_experts: bool = False,
         takes_demonstrations: bool | None = True,
+        endpoints: Endpoints | None = None,
     ) -> None:
         """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn.
 
@@ -75,7 +81,7 @@ class RolloutPolicy:
         self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
         self._max_model_tokens = max_model_tokens
         self._system_prompt, self._records_experts = system_prompt, records_experts
-        self._takes_demonstrations = takes_demonstrations
+        self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints
         self._conversations: list[BranchConversation] = []
         self._closed = False
         self._turns: set[asyncio.Task[object]] = set()
@@ -88,6 +94,28 @@ class RolloutPolicy:
         """Of the rollout that it belongs to."""
         return self._rollout.rollout_id
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of its rollout."""
+        return self._rollout.sampling
+
+    @property
+    def max_model_tokens(self) -> int | None:
+        """Of prompt and completion of one turn, at most."""
+        return self._max_model_tokens
+
+    def prompt_of(self, messages: list[Message], tools: list[ToolSpec] | None = None) -> Int32Array:
+        """The tokens of a conversation that nobody has begun: [num_tokens]. Raises as `chat` does; samples nothing."""
+        return self._renderer.render(self._with_system_prompt(as_text(messages)), tools)
+
+    def prompt_token_ids(self, reply: Reply) -> Int32Array:
+        """What a reply was sampled after: [num_tokens]."""
+        return self._rollout.branches[reply.branch].token_ids[: reply.start_token]
+
+    def token_texts(self, token_ids: Int32Array) -> list[str]:
+        """The text of each token alone."""
+        return [self._renderer.text([token_id]) for token_id in token_ids.tolist()]
+
     async def chat(
         self,
         messages: list[Message],
@@ -96,8 +124,13 @@ class RolloutPolicy:
         max_tokens: int | None = None,
         temperature: float | None = None,
         stop: Sequence[str] = (),
+        seed: int | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Reply:
         """One turn: sample the next message of `messages`.
+
+        `on_text` hears the reply's text while it is sampled, as far as it is sure: tools make that nothing. A `seed` is
+        this turn's own; rollouts of a group differ all the same.
 
         Raises:
             BudgetExceeded: No turn or token is left for it.
@@ -105,19 +138,52 @@ class RolloutPolicy:
             EnvironmentFailed: The model's chat template refuses the conversation.
             CancelledError: The rollout was cancelled, or has ended: nothing more is sampled for it.
         """
-        task = asyncio.current_task()
-        assert task is not None  # coroutines run in tasks
-        if self._closed or task.cancelling():
-            await self._refuse()
+        task = await self._own_task()
         messages = self._with_system_prompt(as_text(messages))
-        listener = self._listener(stop)
-        if self._rollout.turns >= self._max_turns:
-            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
+        listener = listener_for(stop, self._renderer.text)
+        self._require_turn()
         with phase("render"):
             conversation, context = self._locate(messages, tools, self._branch_temperature(temperature))
             limit = self._completion_limit(conversation, len(context), max_tokens)
             self._begin_turn(conversation, context, messages)
-        completion = await self._sample(conversation, limit, task, listener)
+            request = self._request(conversation, limit, seed)
+            hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
+        completion = await self._sample(conversation, request, task, listener, hears)
+        with phase("parse"):
+            return self._record(conversation, completion, listener)
+
+    async def continue_tokens(
+        self,
+        token_ids: Int32Array,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: tuple[int, ...] | None = None,
+        seed: int | None = None,
+    ) -> Reply:
+        """One turn by tokens: sample what follows `token_ids` [num_tokens], on the branch that they begin with.
+
+        `stop_token_ids` are the model's own unless given. Raises as `chat` does, and `ValueError` where the run has a
+        system prompt of its own, which tokens cannot be given.
+        """
+        task = await self._own_task()
+        if self._system_prompt is not None:
+            raise ValueError("rollouts.system_prompt cannot be put into a prompt of tokens: leave it out")
+        listener = listener_for(stop, self._renderer.text)
+        self._require_turn()
+        with phase("render"):
+            temperature = self._branch_temperature(temperature)
+            conversation, shared = self._locate_tokens(token_ids, temperature)
+            context = token_ids[shared:]
+            limit = self._completion_limit(conversation, len(context), max_tokens)
+            said: Message = {"role": "user", "content": self._renderer.text(context.tolist())}
+            self._begin_turn(conversation, context, [*conversation.messages, said])
+            request = self._request(conversation, limit, seed)
+            if stop_token_ids is not None:
+                sampling = msgspec.structs.replace(request.sampling, stop_token_ids=stop_token_ids)
+                request = replace(request, sampling=sampling)
+        completion = await self._sample(conversation, request, task, listener, None)
         with phase("parse"):
             return self._record(conversation, completion, listener)
 
@@ -156,6 +222,15 @@ class RolloutPolicy:
             )
         self._rollout.branches[reply.branch].set_column(name, column, start=reply.start_token)
 
+    def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
+        """An HTTP address for this policy: see `Policy.endpoint`."""
+        if self._endpoints is None:
+            raise SettingsError(
+                f"environment {self._rollout.task.environment!r} asks for its policy's HTTP address, and nothing gives "
+                "one here: pass `endpoints` (tailrace.gateway.Gateway) to the rollouter"
+            )
+        return self._endpoints.open(self)
+
     def keep(self, messages: Sequence[Message]) -> None:
         """Add what follows the last reply to the conversation kept for people; the policy never answers it."""
         self._rollout.messages = [*self._rollout.messages, *messages]
@@ -170,6 +245,14 @@ class RolloutPolicy:
         if self._turns:
             for task in self._turns - {asyncio.current_task()}:
                 task.cancel()
+
+    async def _own_task(self) -> asyncio.Task[object]:
+        """The task of a turn that begins. Raises `CancelledError` where none may begin any more."""
+        task = asyncio.current_task()
+        assert task is not None  # coroutines run in tasks
+        if self._closed or task.cancelling():
+            await self._refuse()
+        return task
 
     async def _refuse(self) -> NoReturn:
         """Raise `CancelledError`, after a pause, so that an agent that ignores it does not block the event loop."""
@@ -193,6 +276,17 @@ class RolloutPolicy:
         if self._conversations and any(message["role"] == "assistant" for message in messages):
             self._count("rewritten_turns", 1)
         return self._open(tools, temperature), self._renderer.render(messages, tools)
+
+    def _locate_tokens(self, token_ids: Int32Array, temperature: float | None) -> tuple[BranchConversation, int]:
+        """The branch to extend, and how many of the tokens it has already."""
+        match = longest_prefix(self._conversations, token_ids)
+        if match is None:
+            return self._open(None, temperature), 0
+        if match.is_tip and match.conversation.branch.temperature == temperature:
+            return match.conversation, match.turn.end_token
+        conversation = self._open(None, temperature)
+        conversation.branch.extend_context(token_ids[: match.turn.end_token])
+        return conversation, match.turn.end_token
 
     def _bridge(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> Int32Array | None:
         seen, turn = match.conversation, match.turn
@@ -226,13 +320,14 @@ class RolloutPolicy:
         own = self._rollout.sampling.temperature
         return None if own in (0, asked) else asked
 
-    def _listener(self, stop: Sequence[str]) -> StopStrings | None:
-        if not stop:
+    def _text_deltas(
+        self, on_text: Callable[[str], None], request: GenerationRequest, stop: Sequence[str]
+    ) -> TextDeltas | None:
+        """Who reads along; None where a reply's tokens are not its text."""
+        if not self._renderer.replies_in_plain_text(request.prompt_token_ids):
             return None
-        strings = [stop] if isinstance(stop, str) else list(stop)
-        if not all(strings):
-            raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
-        return StopStrings(strings, self._renderer.text)
+        strings, ends = [stop] if isinstance(stop, str) else stop, request.sampling.stop_token_ids
+        return TextDeltas(on_text, decode=self._renderer.text, stop_token_ids=ends, stop=strings)
 
     # ---- what it may cost
 
@@ -257,6 +352,10 @@ class RolloutPolicy:
             raise ValueError(f"chat(max_tokens={asked}) asks for no token; it must be 1 or above")
         return min(limits)
 
+    def _require_turn(self) -> None:
+        if self._rollout.turns >= self._max_turns:
+            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
+
     def _exhausted(self, why: str) -> BudgetExceeded:
         return BudgetExceeded(f"task {self._rollout.task.task_id}: no budget for another turn: {why}")
 
@@ -278,19 +377,20 @@ class RolloutPolicy:
     async def _sample(
         self,
         conversation: BranchConversation,
-        limit: int,
+        request: GenerationRequest,
         task: asyncio.Task[object],
         listener: StopStrings | None,
+        hears: TextDeltas | None,
     ) -> Completion:
         clock = task.get_loop()
-        turn = self._rollout.turns
+        turn, limit = self._rollout.turns, request.sampling.max_tokens
         conversation.is_waiting = True
         self._reserved_tokens += limit
         started_s = clock.time()
         self._turns.add(task)
         try:
             with phase("generate", about={"turn": turn}):
-                completion = await self._completed(self._request(conversation, limit, turn), listener)
+                completion = await self._completed(request, listener, hears)
         finally:
             conversation.is_waiting = False
             self._turns.discard(task)
@@ -302,41 +402,46 @@ class RolloutPolicy:
             )
         return completion
 
-    async def _completed(self, request: GenerationRequest, listener: StopStrings | None) -> Completion:
+    async def _completed(
+        self, request: GenerationRequest, listener: StopStrings | None, hears: TextDeltas | None
+    ) -> Completion:
         """What is sampled, up to the first of the strings that `listener` looks for.
 
         An engine hands out the experts of a request that ended, and not of one that is aborted: where they are recorded
         it is sampled to its end, and then cut.
         """
         if listener is None:
-            return await self._generate(request)
+            return await self._generate(request, hears)
         if self._records_experts:
-            completion = await self._generate(request)
+            completion = await self._generate(request, hears)
             kept = listener.cut(completion)
             end = len(request.prompt_token_ids) + kept.num_tokens
             return replace(kept, routed_experts=chunks_before(end, completion.routed_experts))
         try:
-            return listener.cut(await self._generate(request, listener))
+            return listener.cut(await self._generate(request, listener if hears is None else hears.before(listener)))
         except StopStringFound:
             return listener.completion
 
-    def _request(self, conversation: BranchConversation, limit: int, turn: int) -> GenerationRequest:
-        rollout = self._rollout
+    def _request(self, conversation: BranchConversation, limit: int, seed: int | None) -> GenerationRequest:
+        rollout, turn = self._rollout, self._rollout.turns
         session_id = session_of(rollout.rollout_id, conversation.index)
         return GenerationRequest(
             request_id=RequestId(f"{session_id}/{turn}"),
             session_id=session_id,
             group_id=rollout.group_id,
             prompt_token_ids=conversation.branch.token_ids,
-            sampling=self._sampling(limit, turn, conversation.branch.temperature),
+            sampling=self._sampling(limit, turn, conversation.branch.temperature, seed),
             owner=rollout.rollout_id,
         )
 
-    def _sampling(self, limit: int, turn: int, temperature: float | None) -> SamplingParams:
+    def _sampling(self, limit: int, turn: int, temperature: float | None, asked: int | None) -> SamplingParams:
         """The rollout's sampling for one turn: a seed of its own, so that turns do not share one random stream."""
         sampling = self._rollout.sampling
         seed = None
-        if sampling.seed is not None:
+        if asked is not None:
+            entropy = [abs(asked), turn, zlib.crc32(self._rollout.rollout_id.encode())]
+            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        elif sampling.seed is not None:
             seed = int(np.random.SeedSequence([sampling.seed, turn]).generate_state(1)[0])
         return msgspec.structs.replace(
             sampling,
@@ -381,25 +486,3 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
-
-
-def as_text(messages: list[Message]) -> list[Message]:
-    """Messages whose content is a list of text parts, with their text; the list as it is where there are none.
-
-    Raises `ValueError` for a part that is no text.
-
-    >>> as_text([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
-    [{'role': 'user', 'content': 'Hello'}]
-    """
-    if all(not isinstance(message.get("content"), list) for message in messages):
-        return messages
-    return [{**message, "content": _joined(message["content"])} for message in messages]
-
-
-def _joined(content: Json) -> str:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"content with a part of type {kind!r}: the policy reads text only")
-    return "".join(part["text"] for part in parts)

@@ -1,0 +1,349 @@
+"""What a request meets: its session, its dialect, its turn; and what it is answered.
+
+An answer is whole, or events that begin once there is something to say (or a connection to keep), so that what is
+refused before that is refused with a status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import override
+
+from tailrace.config.gateway import GatewaySettings
+from tailrace.gateway.asking import chat, continue_tokens
+from tailrace.gateway.dialects.chat_completions import ChatCompletions
+from tailrace.gateway.dialects.protocol import (
+    Answer,
+    ChatRequest,
+    CountsTokens,
+    Dialect,
+    Events,
+    Failure,
+    RequestInvalid,
+)
+from tailrace.gateway.dialects.token_generation import TokenGeneration, TokenRequest
+from tailrace.gateway.http import (
+    Headers,
+    begin_events,
+    headers_of,
+    keys_of,
+    read_json,
+    repeatable,
+    send_bytes,
+    send_events,
+    send_failure,
+    send_json,
+    watching,
+)
+from tailrace.gateway.reports import read_report
+from tailrace.gateway.routes import TOKEN_COUNTS, TURNS
+from tailrace.gateway.sessions import Session, Sessions
+from tailrace.gateway.tally import Tally
+from tailrace.gateway.turns import Ask, Turn
+from tailrace.records import Json
+from tailrace.tracing.phases import phase
+
+RequestT = TypeVar("RequestT")
+
+_PLAIN = ChatCompletions()
+"""Says errors of routes that belong to no dialect."""
+
+
+class Hall:
+    """What all routes share."""
+
+    def __init__(self, sessions: Sessions, settings: GatewaySettings, tally: Tally, model: str = "policy") -> None:
+        """`model` is what `/v1/models` calls the policy."""
+        self.sessions, self.settings, self.tally, self.model = sessions, settings, tally, model
+        self._max_bytes = int(settings.max_body_mb * 1e6)
+
+    def session(self, scope: Scope, headers: Headers) -> Session:
+        """Whose request it is. Raises `RequestInvalid`."""
+        return self.sessions.find(scope["path_params"].get("key"), keys_of(headers))
+
+    async def body(self, scope: Scope, receive: Receive, headers: Headers) -> tuple[dict[str, Json], bytes]:
+        """Its body, and a digest. Raises as `read_json` does."""
+        return await read_json(
+            scope, receive, headers, max_bytes=self._max_bytes, timeout_s=self.settings.client_timeout_s
+        )
+
+
+class _SaysErrors(Protocol):
+    def error(self, failure: Failure) -> dict[str, Json]: ...
+
+
+class _Exchange:
+    """A route: what is wrong with a request is answered in its dialect."""
+
+    def __init__(self, hall: Hall, name: str, dialect: _SaysErrors) -> None:
+        self._hall, self._name, self._says = hall, name, dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+        try:
+            with phase("gateway"):
+                status = await self._handle(scope, receive, send)
+        except RequestInvalid as error:
+            status = error.failure.status
+            await send_failure(send, error.failure, self._says.error(error.failure))
+        except ConnectionResetError:
+            pass  # the client has gone before it had sent all
+        finally:
+            self._hall.tally.answered(self._name, status)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Answer it; the status, 0 where the client has gone. Raises `RequestInvalid` while nothing was sent yet."""
+        raise NotImplementedError
+
+
+class _Turns(_Exchange, Generic[RequestT]):
+    """Turns of a policy."""
+
+    @override
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
+        headers = headers_of(scope)
+        session = self._hall.session(scope, headers)
+        body, digest = await self._hall.body(scope, receive, headers)
+        asks = repeatable(headers, digest)
+        turn, request = session.turns.retried(asks), self._read(body)
+        if turn is None:
+            turn = session.turns.begin(session, self._ask(session, request), asks)
+            self._hall.tally.began(turn)
+        else:
+            self._hall.tally.joined()
+        with _waiting(turn, receive) as client:
+            return await self._answer(client, request, send)
+
+    def _read(self, body: Mapping[str, Json]) -> RequestT:
+        raise NotImplementedError
+
+    def _ask(self, session: Session, request: RequestT) -> Ask:
+        raise NotImplementedError
+
+    def _whole(self, request: RequestT, answer: Answer) -> dict[str, Json]:
+        raise NotImplementedError
+
+    async def _answer(self, client: _Client, request: RequestT, send: Send) -> int:
+        answer = await client.answer()
+        if answer is None:
+            return 0
+        await send_json(send, self._whole(request, answer))
+        return 200
+
+
+class _ChatTurns(_Turns[ChatRequest]):
+    """Conversations, in one dialect."""
+
+    def __init__(self, hall: Hall, dialect: Dialect) -> None:
+        super().__init__(hall, dialect.name, dialect)
+        self._dialect = dialect
+
+    @override
+    def _read(self, body: Mapping[str, Json]) -> ChatRequest:
+        return self._dialect.read(body)
+
+    @override
+    def _ask(self, session: Session, request: ChatRequest) -> Ask:
+        return chat(session, request)
+
+    @override
+    def _whole(self, request: ChatRequest, answer: Answer) -> dict[str, Json]:
+        return self._dialect.whole(request, answer)
+
+    @override
+    async def _answer(self, client: _Client, request: ChatRequest, send: Send) -> int:
+        if not request.streams:
+            return await super()._answer(client, request, send)
+        turn, keep_alive_s = client.turn, self._hall.settings.keep_alive_s
+        if not turn.text:
+            await turn.changed(keep_alive_s)
+        if isinstance(turn.outcome, Failure):
+            raise RequestInvalid.of(turn.outcome)
+        await begin_events(send)
+        async for part in _parts(client, self._dialect.events(request, turn.answer_id, turn.created_s), keep_alive_s):
+            await send_events(send, part)
+        if client.has_gone():
+            return 0
+        await send_events(send, b"", more=False)
+        return 200
+
+
+class _TokenTurns(_Turns[TokenRequest]):
+    """Tokens in, tokens out."""
+
+    def __init__(self, hall: Hall, dialect: TokenGeneration) -> None:
+        super().__init__(hall, dialect.name, dialect)
+        self._dialect = dialect
+
+    @override
+    def _read(self, body: Mapping[str, Json]) -> TokenRequest:
+        return self._dialect.read(body)
+
+    @override
+    def _ask(self, session: Session, request: TokenRequest) -> Ask:
+        return continue_tokens(session, request)
+
+    @override
+    def _whole(self, request: TokenRequest, answer: Answer) -> dict[str, Json]:
+        return self._dialect.whole(request, answer)
+
+
+class _Client:
+    """Whoever waits for a turn."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn, self._has_gone = turn, False
+
+    def has_gone(self) -> bool:
+        """Whether its connection is closed."""
+        return self._has_gone
+
+    def go(self) -> None:
+        """Its connection is closed."""
+        self._has_gone = True
+        self.turn.wake()
+
+    async def answer(self) -> Answer | None:
+        """Wait for it; None where the client has gone before. Raises `RequestInvalid` where there is none."""
+        while self.turn.outcome is None:
+            await self.turn.changed()
+            if self.has_gone():
+                return None
+        if isinstance(self.turn.outcome, Failure):
+            raise RequestInvalid.of(self.turn.outcome)
+        return self.turn.outcome
+
+
+async def _parts(client: _Client, events: Events, keep_alive_s: float) -> AsyncIterator[bytes]:
+    """The events of a turn as there is something to say, until it has ended or the client has gone."""
+    turn, position = client.turn, 0
+    pending = b"".join(events.begin())
+    while not client.has_gone():
+        if position < len(turn.text):
+            text = "".join(turn.text[position:])
+            position = len(turn.text)
+            pending += b"".join(events.text(text))
+        if turn.outcome is not None:
+            end = events.end(turn.outcome) if isinstance(turn.outcome, Answer) else events.fail(turn.outcome)
+            yield pending + b"".join(end)
+            return
+        if pending:
+            yield pending
+            pending = b""
+        elif not await turn.changed(keep_alive_s):
+            pending = events.keep_alive()
+
+
+@contextmanager
+def _waiting(turn: Turn, receive: Receive) -> Iterator[_Client]:
+    """Wait for a turn inside, for as long as the client is there."""
+    client = _Client(turn)
+    turn.join()
+    try:
+        with watching(receive, client.go):
+            yield client
+    finally:
+        turn.leave()
+
+
+class _Counts(_Exchange):
+    """How many tokens a prompt has."""
+
+    def __init__(self, hall: Hall, name: str, dialect: CountsTokens) -> None:
+        super().__init__(hall, name, dialect)
+        self._dialect = dialect
+
+    @override
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
+        headers = headers_of(scope)
+        session = self._hall.session(scope, headers)
+        body, _ = await self._hall.body(scope, receive, headers)
+        count = session.count_tokens(self._dialect.read_prompt(body))
+        await send_json(send, self._dialect.counted(count))
+        return 200
+
+
+class _Report(_Exchange):
+    """An agent says what it earned, or that it has ended."""
+
+    def __init__(self, hall: Hall, *, has_reward: bool) -> None:
+        super().__init__(hall, "reward" if has_reward else "end", _PLAIN)
+        self._has_reward = has_reward
+
+    @override
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
+        headers = headers_of(scope)
+        session = self._hall.session(scope, headers)
+        if self._has_reward:
+            body, _ = await self._hall.body(scope, receive, headers)
+            session.report(read_report(body))
+        else:
+            session.end()
+        await send_json(send, {"status": "ended"})
+        return 200
+
+
+class _Models(_Exchange):
+    """The one model that there is."""
+
+    def __init__(self, hall: Hall) -> None:
+        super().__init__(hall, "models", _PLAIN)
+
+    @override
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
+        session, name = self._hall.session(scope, headers_of(scope)), self._hall.model
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "tailrace"}
+        await send_json(send, {"object": "list", "data": [{**model, "max_model_len": session.max_model_tokens}]})
+        return 200
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """404 and 405."""
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.url.path} here; docs/gateway.md lists the routes"
+    failure = Failure(status=error.status_code, message=message)
+    return JSONResponse(_PLAIN.error(failure), status_code=error.status_code, headers=error.headers)
+
+
+def application(hall: Hall) -> ASGIApp:
+    """Every route, as a server runs them."""
+
+    async def health(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"status": "ok"})
+
+    async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+        text = hall.tally.prometheus(open_rollouts=len(hall.sessions))
+        await send_bytes(send, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
+
+    posts: list[tuple[str, ASGIApp]] = [(path, _ChatTurns(hall, dialect)) for path, dialect in TURNS]
+    posts.append(("/inference/v1/generate", _TokenTurns(hall, TokenGeneration())))
+    posts += [(path, _Counts(hall, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
+    reports: list[tuple[str, ASGIApp]] = [
+        ("/reward", _Report(hall, has_reward=True)),
+        ("/end", _Report(hall, has_reward=False)),
+    ]
+    by_path = [(f"/rollouts/{{key}}{path}", app) for path, app in [*posts, *reports]]
+    routes: list[BaseRoute] = [Route(path, app, methods=["POST"]) for path, app in [*posts, *by_path]]
+    models = _Models(hall)
+    routes += [Route(path, models, methods=["GET"]) for path in ("/v1/models", "/rollouts/{key}/v1/models")]
+    routes += [Route("/health", _Page(health), methods=["GET"]), Route("/metrics", _Page(metrics), methods=["GET"])]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
+
+
+class _Page:
+    """A function of ASGI, for Starlette, which takes plain functions for another kind of thing."""
+
+    def __init__(self, show: ASGIApp) -> None:
+        self._show = show
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._show(scope, receive, send)

@@ -1,0 +1,352 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`.
+
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+from typing_extensions import override
+
+from tailrace.gateway.dialects.fields import (
+    arguments_of,
+    function_of,
+    number,
+    of_type,
+    optional,
+    require_known,
+    require_messages,
+    shown,
+    stop_strings,
+    text_of,
+)
+from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Dialect, Events, Failure, RequestInvalid
+from tailrace.records import FinishReason, Json, Message, ToolCall, ToolSpec
+
+_READ = frozenset(
+    {
+        *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
+        *("top_k", "seed", "stop", "stream", "stream_options", "logprobs", "return_token_ids"),
+    }
+)
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prompt_cache_options"),
+    }
+)
+_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "min_p": (0,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "moderation": (),
+}
+_UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
+_UNGUIDED = "no engine here guides decoding"
+_REASONS = {
+    "n": "a request is one turn; ask again for another one",
+    "frequency_penalty": _UNMODIFIED,
+    "presence_penalty": _UNMODIFIED,
+    "repetition_penalty": _UNMODIFIED,
+    "logit_bias": _UNMODIFIED,
+    "min_p": _UNMODIFIED,
+    "top_logprobs": "engines tell the log-probability of the sampled token alone",
+    "parallel_tool_calls": f"{_UNGUIDED}: a reply may have several calls",
+    "response_format": f"{_UNGUIDED}: ask for the form in the prompt, and reward it",
+    "modalities": "the policy writes text only",
+    "audio": "the policy writes text only",
+    "functions": "offer them as tools",
+    "function_call": "offer functions as tools",
+    "prediction": "replies are sampled, never predicted",
+    "web_search_options": "offer a tool of your own",
+    "reasoning_effort": "how long the policy thinks is what it learns; set max_tokens",
+    "verbosity": "how much the policy says is what it learns; set max_tokens",
+    "moderation": "nothing here moderates",
+}
+_EMPTY: tuple[Json, ...] = (None, [], "", {})
+
+
+class ChatCompletions(Dialect):
+    """Reads and writes chat completions; also what vLLM adds to them for training (`return_token_ids`)."""
+
+    name = "chat"
+
+    @override
+    def read(self, body: Mapping[str, Json]) -> ChatRequest:
+        require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
+        messages = [
+            _message(one, f"messages[{place}]")
+            for place, one in enumerate(of_type(body.get("messages"), list, "messages"))
+        ]
+        require_messages(messages, "messages")
+        streams = optional(body, "stream", bool) or False
+        wants_logprobs = optional(body, "logprobs", bool) or False
+        if streams and wants_logprobs:
+            raise RequestInvalid("logprobs with stream is not supported: leave one of them out", parameter="logprobs")
+        asked = [optional(body, name, int) for name in ("max_completion_tokens", "max_tokens")]
+        return ChatRequest(
+            model=of_type(body.get("model", ""), str, "model"),
+            messages=messages,
+            tools=_tools(body),
+            max_tokens=min((one for one in asked if one is not None), default=None),
+            temperature=number(body, "temperature"),
+            top_p=number(body, "top_p"),
+            top_k=optional(body, "top_k", int),
+            seed=optional(body, "seed", int),
+            stop=stop_strings(body.get("stop"), "stop"),
+            streams=streams,
+            streams_usage=_streams_usage(body),
+            wants_logprobs=wants_logprobs,
+            wants_token_ids=optional(body, "return_token_ids", bool) or False,
+        )
+
+    @override
+    def whole(self, request: ChatRequest, answer: Answer) -> dict[str, Json]:
+        reply = answer.reply
+        message: dict[str, Json] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reasoning := reply.message.get("reasoning_content"):
+            message["reasoning_content"] = reasoning
+        if reply.tool_calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = [_call(call) for call in reply.tool_calls]
+        choice: dict[str, Json] = {
+            "index": 0,
+            "message": message,
+            "finish_reason": _finish_reason(answer),
+            "logprobs": _logprobs(answer) if request.wants_logprobs else None,
+        }
+        whole: dict[str, Json] = {
+            **_head("chat.completion", request, answer.answer_id, answer.created_s),
+            "choices": [choice],
+            "usage": _usage(answer),
+        }
+        if request.wants_token_ids:
+            choice["token_ids"] = reply.completion.token_ids.tolist()
+            whole["prompt_token_ids"] = list(answer.prompt_token_ids)
+        return whole
+
+    @override
+    def events(self, request: ChatRequest, answer_id: str, created_s: int) -> Events:
+        return _Chunks(request, answer_id, created_s)
+
+    @override
+    def error(self, failure: Failure) -> dict[str, Json]:
+        kind = _ERRORS.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
+        code = "insufficient_quota" if failure.status == 429 else None
+        return {"error": {"message": failure.message, "type": kind, "param": failure.parameter, "code": code}}
+
+
+_ERRORS = {401: "authentication_error", 410: "rollout_ended", 429: "insufficient_quota"}
+
+
+class _Chunks(Events):
+    """One answer as `chat.completion.chunk` events."""
+
+    def __init__(self, request: ChatRequest, answer_id: str, created_s: int) -> None:
+        self._request = request
+        head = _head("chat.completion.chunk", request, answer_id, created_s)
+        self._usage = {"usage": None} if request.streams_usage else {}
+        self._head = b"data: " + msgspec.json.encode({**head, **self._usage})[:-1]
+        self._sent_text = ""
+        self._sent_reasoning = ""
+
+    @override
+    def begin(self) -> Iterable[bytes]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    @override
+    def text(self, delta: str) -> Iterable[bytes]:
+        self._sent_text += delta
+        yield self._chunk({"content": delta})
+
+    @override
+    def reasoning(self, delta: str) -> Iterable[bytes]:
+        self._sent_reasoning += delta
+        yield self._chunk({"reasoning_content": delta})
+
+    @override
+    def end(self, answer: Answer) -> Iterable[bytes]:
+        reply = answer.reply
+        if rest := rest_of(reply.message.get("reasoning_content") or "", self._sent_reasoning):
+            yield from self.reasoning(rest)
+        if rest := rest_of(reply.content, self._sent_text):
+            yield from self.text(rest)
+        for place, call in enumerate(reply.tool_calls):
+            yield self._chunk({"tool_calls": [{"index": place, **_call(call)}]})
+        more: dict[str, Json] = {}
+        if self._request.wants_token_ids:
+            more["token_ids"] = reply.completion.token_ids.tolist()
+            more["prompt_token_ids"] = list(answer.prompt_token_ids)
+        yield self._chunk({}, finish_reason=_finish_reason(answer), **more)
+        if self._request.streams_usage:
+            head = self._head[: -len(b',"usage":null')]
+            yield head + b',"choices":[],"usage":' + msgspec.json.encode(_usage(answer)) + b"}\n\n"
+        yield b"data: [DONE]\n\n"
+
+    @override
+    def fail(self, failure: Failure) -> Iterable[bytes]:
+        yield b"data: " + msgspec.json.encode(ChatCompletions().error(failure)) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    @override
+    def keep_alive(self) -> bytes:
+        return b": nothing sampled yet\n\n"
+
+    def _chunk(self, delta: Mapping[str, Json], *, finish_reason: str | None = None, **more: Json) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **more}
+        return self._head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"
+
+
+def rest_of(text: str, sent: str) -> str:
+    """What of a text is still to be sent; of one that turned out otherwise than it was streamed, nothing.
+
+    >>> rest_of("Hello", "He"), rest_of("Hello", " He")
+    ('llo', '')
+    """
+    return text[len(sent) :] if text.startswith(sent) else ""
+
+
+def _message(message: Json, name: str) -> Message:
+    given = of_type(message, dict, name)
+    role = given.get("role")
+    match role:
+        case "system" | "developer":
+            return {"role": "system", "content": _content(given, name, ())}
+        case "user":
+            return {"role": "user", "content": _content(given, name, ("name",))}
+        case "assistant":
+            return _assistant(given, name)
+        case "tool":
+            call_id = of_type(given.get("tool_call_id"), str, f"{name}.tool_call_id")
+            content = _content(given, name, ("tool_call_id", "name"))
+            return {"role": "tool", "content": content, "tool_call_id": call_id}
+    raise RequestInvalid(
+        f"{name}.role is {shown(role)}; it must be system, developer, user, assistant or tool", parameter=f"{name}.role"
+    )
+
+
+def _content(message: Mapping[str, Json], name: str, more: tuple[str, ...]) -> str:
+    _require_known(message, ("role", "content", "name", *more), name)
+    return text_of(message.get("content"), f"{name}.content")
+
+
+def _assistant(given: Mapping[str, Json], name: str) -> Message:
+    _require_known(given, ("role", "content", "name", "tool_calls", "reasoning_content", "reasoning"), name)
+    content = given.get("content")
+    message: Message = {
+        "role": "assistant",
+        "content": "" if content is None else text_of(content, f"{name}.content"),
+    }
+    if reasoning := given.get("reasoning_content") or given.get("reasoning"):
+        message["reasoning_content"] = of_type(reasoning, str, f"{name}.reasoning_content")
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [
+            _read_call(call, f"{name}.tool_calls[{place}]")
+            for place, call in enumerate(of_type(calls, list, f"{name}.tool_calls"))
+        ]
+    return message
+
+
+def _require_known(message: Mapping[str, Json], known: tuple[str, ...], name: str) -> None:
+    for field, value in message.items():
+        if field not in known and value not in _EMPTY:
+            raise RequestInvalid(f"{name}.{field} is not supported: leave it out", parameter=f"{name}.{field}")
+
+
+def _read_call(call: Json, name: str) -> ToolCall:
+    given = of_type(call, dict, name)
+    if given.get("type", "function") != "function":
+        raise RequestInvalid(f"{name} is no call of a function: the policy calls functions only", parameter=name)
+    function = of_type(given.get("function"), dict, f"{name}.function")
+    return {
+        "id": of_type(given.get("id", ""), str, f"{name}.id"),
+        "type": "function",
+        "function": {
+            "name": of_type(function.get("name"), str, f"{name}.function.name"),
+            "arguments": arguments_of(function.get("arguments"), f"{name}.function.arguments"),
+        },
+    }
+
+
+def _tools(body: Mapping[str, Json]) -> list[ToolSpec] | None:
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise RequestInvalid(
+            f"tool_choice = {shown(choice)} is not supported: {_UNGUIDED}, so no call can be forced; it may be auto or "
+            "none",
+            parameter="tool_choice",
+        )
+    tools = []
+    for place, tool in enumerate(optional(body, "tools", list) or []):
+        name = f"tools[{place}]"
+        if of_type(tool, dict, name).get("type") != "function":
+            raise RequestInvalid(
+                f"{name} is of type {shown(tool.get('type'))}: the policy calls functions only", parameter=name
+            )
+        tools.append(function_of(of_type(tool.get("function"), dict, f"{name}.function"), f"{name}.function"))
+    return tools if tools and choice != "none" else None
+
+
+def _streams_usage(body: Mapping[str, Json]) -> bool:
+    options = optional(body, "stream_options", dict) or {}
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise RequestInvalid(f"stream_options.{name} is not supported", parameter=f"stream_options.{name}")
+    return bool(options.get("include_usage"))
+
+
+def _head(kind: str, request: ChatRequest, answer_id: str, created_s: int) -> dict[str, Json]:
+    return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": created_s, "model": request.model}
+
+
+def _call(call: ToolCall) -> dict[str, Json]:
+    """As clients expect it: arguments are JSON."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return {
+        "id": call.get("id", ""),
+        "type": "function",
+        "function": {"name": call["function"]["name"], "arguments": text},
+    }
+
+
+def _finish_reason(answer: Answer) -> str:
+    if answer.reply.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if answer.reply.tool_calls else "stop"
+
+
+def _logprobs(answer: Answer) -> dict[str, Json]:
+    logprobs = answer.reply.completion.logprobs.tolist()
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(answer.token_texts, logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _usage(answer: Answer) -> dict[str, Json]:
+    completion = answer.reply.completion.num_tokens
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": answer.prompt_tokens + completion,
+    }

@@ -1,0 +1,143 @@
+"""Fields of requests, read or refused by name: what every dialect needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from tailrace.gateway.dialects.protocol import RequestInvalid
+from tailrace.records import Json, Message, ToolSpec
+
+ValueT = TypeVar("ValueT")
+
+NO_PARAMETERS: dict[str, Json] = {"type": "object", "properties": {}}
+
+
+def require_known(
+    body: Mapping[str, Json],
+    *,
+    read: Collection[str],
+    neutral: Mapping[str, Sequence[Json]],
+    without_effect: Collection[str],
+    reasons: Mapping[str, str],
+) -> None:
+    """Refuse, by name, fields that are none of these.
+
+    `read` are understood. `neutral` ones may have a value that changes nothing (or be null), for others the `reasons`
+    say why they cannot be had. Those `without_effect` concern somebody else (accounting, caches).
+
+    >>> require_known({"n": 1}, read=(), neutral={"n": (1,)}, without_effect=(), reasons={})
+    >>> require_known({"n": 2}, read=(), neutral={"n": (1,)}, without_effect=(), reasons={"n": "ask twice"})
+    Traceback (most recent call last):
+        ...
+    tailrace.gateway.dialects.protocol.RequestInvalid: n = 2 is not supported: ask twice
+    """
+    for name, value in body.items():
+        if name in read or name in without_effect or value is None:
+            continue
+        if name not in neutral:
+            raise RequestInvalid(f"unknown field {name!r}: leave it out", parameter=name)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
+            why = reasons.get(name, "leave it out")
+            raise RequestInvalid(f"{name} = {shown(value)} is not supported: {why}", parameter=name)
+
+
+def shown(value: Json) -> str:
+    """A value in a message, not at length.
+
+    >>> shown({"type": "json_schema"})
+    '{"type":"json_schema"}'
+    """
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def of_type(value: Json, kind: type[ValueT], name: str) -> ValueT:
+    """The value as what it must be. Raises `RequestInvalid` where it is something else (a bool is no number)."""
+    if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
+        return value
+    raise RequestInvalid(f"{name} must be {_KINDS[kind]}, not {shown(value)}", parameter=name)
+
+
+def optional(body: Mapping[str, Json], name: str, kind: type[ValueT]) -> ValueT | None:
+    """A field that may be missing or null."""
+    value = body.get(name)
+    return None if value is None else of_type(value, kind, name)
+
+
+def number(body: Mapping[str, Json], name: str) -> float | None:
+    """A field that may be missing or null, and otherwise is a number."""
+    value = body.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return None if value is None else of_type(value, float, name)
+
+
+def stop_strings(value: Json, name: str) -> tuple[str, ...]:
+    """One string, or a list of them. Raises `RequestInvalid` for an empty one."""
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else of_type(value, list, name)
+    for one in strings:
+        if not of_type(one, str, name):
+            raise RequestInvalid(f"{name} has an empty string, which ends every reply before it begins", parameter=name)
+    return tuple(strings)
+
+
+def text_of(content: Json, name: str, *, kinds: Collection[str] = ("text",)) -> str:
+    """The text of a message's content: a string, or a list of text parts. Raises `RequestInvalid` for other parts."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for place, part in enumerate(of_type(content, list, name)):
+        kind = of_type(part, dict, f"{name}[{place}]").get("type")
+        if kind not in kinds:
+            raise RequestInvalid(
+                f"{name}[{place}] is of type {shown(kind)}: the policy reads text only", parameter=f"{name}[{place}]"
+            )
+        parts.append(of_type(part.get("text"), str, f"{name}[{place}].text"))
+    return "".join(parts)
+
+
+def arguments_of(arguments: Json, name: str) -> dict[str, Json] | str:
+    """A tool call's arguments, handed back: an object, or its JSON. What is no JSON object stays text."""
+    if isinstance(arguments, dict):
+        return arguments
+    text = of_type(arguments, str, name)
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def function_of(tool: Mapping[str, Json], name: str, *, parameters: str = "parameters") -> ToolSpec:
+    """A function that the policy may call."""
+    schema = tool.get(parameters)
+    return {
+        "name": of_type(tool.get("name"), str, f"{name}.name"),
+        "description": of_type(tool.get("description") or "", str, f"{name}.description"),
+        "parameters": NO_PARAMETERS if schema is None else of_type(schema, dict, f"{name}.{parameters}"),
+    }
+
+
+def require_messages(messages: Sequence[Message], name: str) -> None:
+    """Raise `RequestInvalid` for a conversation that nobody can go on with."""
+    if not messages:
+        raise RequestInvalid(f"{name} is empty: give one message at least", parameter=name)
+    if messages[-1]["role"] == "assistant":
+        raise RequestInvalid(
+            f"{name} ends with an assistant's message: replies cannot be begun for the policy", parameter=name
+        )
+
+
+_KINDS: dict[type, str] = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
