@@ -66,6 +66,7 @@ def run_under_fire(parent: Path, *, seed: int, wall_s: float, overrides: Sequenc
         process.kill()
     leaks = [str(path) for path in run.leftovers()]
     summary = read_summary(run.folder)
+    assert summary is not None, log.read_text()
     return Chaos(kills, status, summary, time.monotonic() - began_s, leaks, log.read_text())
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from tailrace.errors import TailraceError
+from tailrace.errors import DataError, TailraceError
 from tailrace.records import RunStatus
-from tailrace.reporting.summary import read_summary
+from tailrace.reporting.summary import RunSummary, read_summary
 from tests.run.runs import PATIENCE_S, Command, command, records
 from tests.support.fault_resources import DAMAGES, Within
 from tests.support.faults import FAULT, NOTICED_S, Fault, Striker
@@ -205,7 +205,6 @@ def _of_resources() -> Iterator[Cell]:
     untold = "the summary could not be written"
     yield from (
         Cell("disk", "full", "startup", End.REFUSED, "cannot write", times=0, within=Within.FULL_DISK),
-        Cell("disk", "fill_disk_of_events", "step", End.FAILS, "cannot append to the event log"),
         Cell("disk", "fill_disk", "step", End.UNWRITTEN, "cannot append to the event log"),
         Cell("disk", "fill_disk_of_role", "save", End.FAILS, "File too large"),
         Cell("disk", "fill_disk", "shutdown", End.UNWRITTEN, untold, place="trainer end"),
@@ -298,23 +297,29 @@ def _check_end(cell: Cell, run: Command, status: int, printed: str, outcome: Out
 
 def _check_nothing_told(run: Command, printed: str, says: str, outcome: Outcome) -> None:
     """What cannot be written is printed; no summary says that all went well."""
-    if (run.folder / "summary.json").exists() and read_summary(run.folder).status is RunStatus.FINISHED:
+    if (summary := read_summary(run.folder)) is not None and summary.status is RunStatus.FINISHED:
         outcome.wrong.append("there is a summary that says finished")
     if not re.search(says, printed):
         outcome.wrong.append(f"printed nothing of {says!r}: {printed}")
 
 
 def _check_failed(cell: Cell, run: Command, status: int, printed: str, outcome: Outcome) -> None:
-    summary = read_summary(run.folder)
+    summary = _summary(run.folder)
     if (status, summary.status) != (1, RunStatus.FAILED) or not re.search(cell.says, summary.reason, re.DOTALL):
         outcome.wrong.append(f"ended with status {status}, {summary.status}: {summary.reason}\n{printed}")
     if "damaged bytes" in summary.reason:
         outcome.wrong.append(f"the trainer was given damaged bytes: {summary.reason}")
 
 
+def _summary(folder: Path) -> RunSummary:
+    if (summary := read_summary(folder)) is None:
+        raise DataError(f"{folder} has no summary")
+    return summary
+
+
 def _check_finished(cell: Cell, run: Command, status: int, printed: str, outcome: Outcome) -> None:
     """Every step is told once, and no attempt at a rollout failed but those that a worker held."""
-    summary = read_summary(run.folder)
+    summary = _summary(run.folder)
     if (status, summary.status, summary.steps) != (0, RunStatus.FINISHED, STEPS):
         outcome.wrong.append(f"ended with status {status}, {summary.status}: {summary.reason}\n{printed}")
     told = [line["step"] for line in records(run.folder / "metrics.jsonl")]
@@ -328,7 +333,7 @@ def _check_finished(cell: Cell, run: Command, status: int, printed: str, outcome
 
 def _check_folder(folder: Path, outcome: Outcome) -> None:
     """The newest checkpoint loads, the ledger balances."""
-    summary = read_summary(folder)
+    summary = _summary(folder)
     if not summary.ledger.balances:
         outcome.wrong.append(f"the ledger does not balance: {summary.ledger.invariant_line()}")
     newest = max((folder / "checkpoints").glob("step_*"), default=None)

@@ -48,11 +48,6 @@ class Ground:
 # --- while it runs ----------------------------------------------------------------------------------------------------
 
 
-def fill_disk_of_events(ground: Ground) -> None:
-    """No file of the orchestrator grows beyond the event log as it is."""
-    _limit_files(ground.orchestrator, (ground.folder / "events.jsonl").stat().st_size)
-
-
 def fill_disk(ground: Ground) -> None:
     """Nobody writes anything."""
     for pid in (ground.orchestrator, ground.role):
@@ -130,7 +125,7 @@ DAMAGES: Mapping[str, Callable[[Ground], None]] = MappingProxyType(
     {
         damage.__name__: damage
         for damage in (
-            *(fill_disk_of_events, fill_disk, fill_disk_of_role, forbid_checkpoints, forbid_run_folder),
+            *(fill_disk, fill_disk_of_role, forbid_checkpoints, forbid_run_folder),
             *(fill_shared_memory, delete_sockets, truncate_segments, overwrite_segments),
             *(truncate_segments_and_kill, overwrite_segments_and_kill),
         )
