@@ -6,6 +6,7 @@ from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
 
 import msgspec
 
+from tailrace.records.arrays import Int32Array, as_token_ids
 from tailrace.records.completion import Completion, FinishReason
 
 Json: TypeAlias = Any
@@ -79,6 +80,8 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     """Which of the rollout's `branches` it is on."""
     start_token: int = 0
     """Place of its first token there."""
+    prompt_token_ids: Int32Array = msgspec.field(default_factory=lambda: as_token_ids([]))
+    """What it was sampled after, [start_token]: a view of the branch."""
 
     @property
     def content(self) -> str:

@@ -476,6 +476,7 @@ class RolloutPolicy:
             malformed_tool_calls=parsed.malformed_tool_calls,
             branch=conversation.index,
             start_token=len(prompt),
+            prompt_token_ids=prompt,
         )
 
     def _count(self, name: str, amount: float) -> None:

@@ -29,6 +29,7 @@ from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
     Call,
+    EndEarly,
     Hello,
     Load,
     Open,
@@ -100,6 +101,11 @@ class WorkerPool:
                 f"process, but {missing}; make it async, or say `trusted = true` if it always returns soon"
             )
 
+    def kill(self) -> None:
+        """End every worker at once, without waiting."""
+        for worker in self._workers:
+            worker.kill()
+
     async def close(self) -> None:
         """End every worker; those that do not end by themselves are killed."""
         async with asyncio.TaskGroup() as closing:
@@ -132,6 +138,10 @@ class WorkerEnvironment(EnvironmentHost):
         value = await self._call(Step(self._instance, reply))
         self._replies.append(reply.copy())
         return Observation(**value)
+
+    @override
+    async def end_early(self) -> Observation:
+        return Observation(**await self._call(EndEarly(self._instance)))
 
     @override
     async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
@@ -220,7 +230,7 @@ class _Worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await process.wait()
-            self._kill()
+            self.kill()
             await process.wait()
 
     async def _start(self) -> Process:
@@ -252,7 +262,8 @@ class _Worker:
                 self._send(call, what)
                 answer = answer_decoder.decode(await self._read())
         except TimeoutError:
-            self._kill()
+            self.kill()
+            await process.wait()
             raise RolloutTimeout(
                 f"{what} did not return within {limit_s:g} s (rollouts.worker_timeout_s); its worker process was killed"
             ) from None
@@ -260,11 +271,11 @@ class _Worker:
             await self._finish_cancelled_call(process)
             raise
         except (asyncio.IncompleteReadError, ConnectionError):
-            self._kill()
+            self.kill()
             status = await process.wait()
             raise EnvironmentFailed(f"{what} ended its worker process (status {status})") from None
         except CorruptData as error:  # code of users wrote into our pipe, or nests without end
-            self._kill()
+            self.kill()
             raise EnvironmentFailed(f"{what} answered with what cannot be read: {error}") from error
         if answer.failure is not None:
             raise EnvironmentFailed(f"{what} raised {answer.failure}")
@@ -292,13 +303,13 @@ class _Worker:
             async with asyncio.timeout(CANCELLED_CALL_S):
                 await self._read()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            self._kill()
+            self.kill()
             await process.wait()
         except asyncio.CancelledError:
-            self._kill()
+            self.kill()
             raise
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """End the process group at once; a reader of its pipe sees the end."""
         if self._process is not None:
             with suppress(ProcessLookupError):
@@ -309,6 +320,7 @@ class _Worker:
 _NAMES: dict[type, str] = {
     Open: "reset of the environment",
     Step: "step of the environment",
+    EndEarly: "end_early of the environment",
     ReadAttributes: "reading attributes of the environment",
     Score: "the reward function",
     ScoreNamed: "the reward functions",
