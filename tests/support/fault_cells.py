@@ -98,8 +98,8 @@ class Cell:
     """Whether the victim is started again; None where it may be."""
     place: str = ""
     times: int = 1
-    asked_to_end: int = 0
-    """How often the orchestrator then gets SIGTERM."""
+    is_asked_to_end: bool = False
+    """Whether the orchestrator then gets SIGTERM, and again where that changes nothing."""
     settings: tuple[str, ...] = ()
     within: Within = Within.ANYTHING
 
@@ -113,7 +113,7 @@ class Cell:
     @property
     def overrides(self) -> tuple[str, ...]:
         """Settings of the run."""
-        haste = PATIENT if self.blow == "paused" else STUCK if self.blow == "hangs" else ()
+        haste = PATIENT if self.blow == "paused" else STUCK if self.blow == "hangs" and self.replaces else ()
         return (*LIGHT, *HASTY, *_SETTINGS.get(self.victim, ()), *haste, *self.settings)
 
     def fault(self, folder: Path) -> Fault:
@@ -169,7 +169,7 @@ def _by_itself() -> Iterator[Cell]:
     for victim in ("generator", "trainer", "trainer-1"):
         yield Cell(victim, "hangs", "shutdown")
     yield Cell("trainer", "hangs", "save", replaces=True)
-    yield Cell("orchestrator", "hangs", "step", End.ORPHANED, asked_to_end=2)
+    yield Cell("orchestrator", "hangs", "step", End.ORPHANED, is_asked_to_end=True)
     for victim, moment, says in (
         ("generator", "startup", "the generator left early, with status 1; .*MemoryError"),
         *(("trainer", moment, "MemoryError") for moment in MOMENTS[:-1]),
@@ -197,7 +197,9 @@ def _again_and_again() -> Iterator[Cell]:
         yield Cell(victim, "killed", "step", End.FAILS, lost, replaces=True, times=4)
     late = "the trainer did not answer a request to stop within 3 s"
     grace = ("--shutdown.grace_s", "3")
-    yield Cell("trainer", "hangs", "last save", End.FAILS, late, place="trainer save", asked_to_end=1, settings=grace)
+    yield Cell(
+        "trainer", "hangs", "last save", End.FAILS, late, place="trainer save", is_asked_to_end=True, settings=grace
+    )
 
 
 def _of_resources() -> Iterator[Cell]:
@@ -261,10 +263,12 @@ def run_cell(cell: Cell, parent: Path) -> Outcome:
 def _see_it_struck(cell: Cell, run: Command, striker: Striker) -> None:
     """Wait for the last blow, and do what has to follow it."""
     run.wait_until(lambda: len(striker.struck_s) == cell.times or run.process.poll() is not None)
-    for _ in range(cell.asked_to_end):
-        time.sleep(NOTICED_S)  # the one before was noticed
+    if cell.is_asked_to_end:
         striker.struck_s.append(time.monotonic())
         run.process.terminate()
+        while cell.end is End.ORPHANED and run.process.poll() is None:  # which hears the second one
+            time.sleep(NOTICED_S)
+            run.process.terminate()
     if (cell.victim, cell.blow) == ("orchestrator", "stopped"):  # the others wait for it, until somebody ends it
         time.sleep(NOTICED_S)
         striker.struck_s.append(time.monotonic())
