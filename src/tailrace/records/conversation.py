@@ -79,6 +79,8 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     """Which of the rollout's `branches` it is on."""
     start_token: int = 0
     """Place of its first token there."""
+    stop_string: str | None = None
+    """The one of the turn's own strings that ended it, where one did."""
 
     @property
     def content(self) -> str:

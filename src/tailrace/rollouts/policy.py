@@ -384,6 +384,7 @@ class RolloutPolicy:
             malformed_tool_calls=parsed.malformed_tool_calls,
             branch=conversation.index,
             start_token=len(prompt),
+            stop_string=None if listener is None else listener.found,
         )
 
     def _count(self, name: str, amount: float) -> None:
