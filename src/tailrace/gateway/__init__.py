@@ -2,5 +2,10 @@
 
     key ─► session (one rollout) ─► dialect.read ─► ChatRequest ─► policy.chat ─► Reply ─► dialect.whole | events
 
-The gateway is one more driver of a rollout's branches: what is recorded is what was sampled.
+The gateway is one more driver of a rollout's branches: what is recorded is what was sampled. It runs on the event loop
+of whoever plays the rollouts, and knows neither engines nor schedules. What can be asked of it: `docs/gateway.md`.
 """
+
+from tailrace.gateway.gateway import Gateway
+
+__all__ = ["Gateway"]

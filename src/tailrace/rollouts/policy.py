@@ -10,7 +10,8 @@ Sampled tokens are never tokenized again: a branch that is forked copies them as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import NoReturn
@@ -30,6 +31,7 @@ from tailrace.records import (
     Int32Array,
     Json,
     Message,
+    OnChunk,
     Reply,
     RequestId,
     Rollout,
@@ -43,6 +45,7 @@ from tailrace.records.columns import RESERVED, as_column
 from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings
+from tailrace.rollouts.chat.text_deltas import TextDeltas
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.tracing.phases import phase
 
@@ -92,6 +95,28 @@ class RolloutPolicy:
         """Of the rollout that it belongs to."""
         return self._rollout.rollout_id
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of its rollout."""
+        return self._rollout.sampling
+
+    @property
+    def max_model_tokens(self) -> int | None:
+        """Of prompt and completion of one turn, at most."""
+        return self._max_model_tokens
+
+    def prompt_of(self, messages: list[Message], tools: list[ToolSpec] | None = None) -> Int32Array:
+        """The tokens of a conversation that nobody has begun: [num_tokens]. Raises as `chat` does; samples nothing."""
+        return self._renderer.render(self._with_system_prompt(as_text(messages)), tools)
+
+    def prompt_token_ids(self, reply: Reply) -> Int32Array:
+        """What a reply was sampled after: [num_tokens]."""
+        return self._rollout.branches[reply.branch].token_ids[: reply.start_token]
+
+    def token_texts(self, token_ids: Int32Array) -> list[str]:
+        """The text of each token alone."""
+        return [self._renderer.text([token_id]) for token_id in token_ids.tolist()]
+
     async def chat(
         self,
         messages: list[Message],
@@ -100,8 +125,13 @@ class RolloutPolicy:
         max_tokens: int | None = None,
         temperature: float | None = None,
         stop: Sequence[str] = (),
+        seed: int | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Reply:
         """One turn: sample the next message of `messages`.
+
+        `on_text` hears the reply's text while it is sampled, as far as it is sure: tools make that nothing. A `seed` is
+        this turn's own; rollouts of a group differ all the same.
 
         Raises:
             BudgetExceeded: No turn or token is left for it.
@@ -121,7 +151,9 @@ class RolloutPolicy:
             conversation, context = self._locate(messages, tools, self._branch_temperature(temperature))
             limit = self._completion_limit(conversation, len(context), max_tokens)
             self._begin_turn(conversation, context, messages)
-        completion = await self._sample(conversation, limit, task, listener)
+            request = self._request(conversation, limit, seed)
+            hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
+        completion = await self._sample(conversation, request, task, listener, hears)
         with phase("parse"):
             return self._record(conversation, completion, listener)
 
@@ -247,6 +279,15 @@ class RolloutPolicy:
             raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
         return StopStrings(strings, self._renderer.text)
 
+    def _text_deltas(
+        self, on_text: Callable[[str], None], request: GenerationRequest, stop: Sequence[str]
+    ) -> TextDeltas | None:
+        """Who reads along; None where a reply's tokens are not its text."""
+        if not self._renderer.replies_in_plain_text(request.prompt_token_ids):
+            return None
+        strings, ends = [stop] if isinstance(stop, str) else stop, request.sampling.stop_token_ids
+        return TextDeltas(on_text, decode=self._renderer.text, stop_token_ids=ends, stop=strings)
+
     # ---- what it may cost
 
     def _completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int:
@@ -291,19 +332,20 @@ class RolloutPolicy:
     async def _sample(
         self,
         conversation: BranchConversation,
-        limit: int,
+        request: GenerationRequest,
         task: asyncio.Task[object],
         listener: StopStrings | None,
+        hears: TextDeltas | None,
     ) -> Completion:
         clock = task.get_loop()
-        turn = self._rollout.turns
+        turn, limit = self._rollout.turns, request.sampling.max_tokens
         conversation.is_waiting = True
         self._reserved_tokens += limit
         started_s = clock.time()
         self._turns.add(task)
         try:
             with phase("generate", about={"turn": turn}):
-                completion = await self._completed(self._request(conversation, limit, turn), listener)
+                completion = await self._completed(request, listener, hears)
         finally:
             conversation.is_waiting = False
             self._turns.discard(task)
@@ -315,41 +357,46 @@ class RolloutPolicy:
             )
         return completion
 
-    async def _completed(self, request: GenerationRequest, listener: StopStrings | None) -> Completion:
+    async def _completed(
+        self, request: GenerationRequest, listener: StopStrings | None, hears: TextDeltas | None
+    ) -> Completion:
         """What is sampled, up to the first of the strings that `listener` looks for.
 
         An engine hands out the experts of a request that ended, and not of one that is aborted: where they are recorded
         it is sampled to its end, and then cut.
         """
         if listener is None:
-            return await self._generate(request)
+            return await self._generate(request, hears)
         if self._records_experts:
-            completion = await self._generate(request)
+            completion = await self._generate(request, hears)
             kept = listener.cut(completion)
             end = len(request.prompt_token_ids) + kept.num_tokens
             return replace(kept, routed_experts=chunks_before(end, completion.routed_experts))
         try:
-            return listener.cut(await self._generate(request, listener))
+            return listener.cut(await self._generate(request, listener if hears is None else _both(hears, listener)))
         except StopStringFound:
             return listener.completion
 
-    def _request(self, conversation: BranchConversation, limit: int, turn: int) -> GenerationRequest:
-        rollout = self._rollout
+    def _request(self, conversation: BranchConversation, limit: int, seed: int | None) -> GenerationRequest:
+        rollout, turn = self._rollout, self._rollout.turns
         session_id = session_of(rollout.rollout_id, conversation.index)
         return GenerationRequest(
             request_id=RequestId(f"{session_id}/{turn}"),
             session_id=session_id,
             group_id=rollout.group_id,
             prompt_token_ids=conversation.branch.token_ids,
-            sampling=self._sampling(limit, turn, conversation.branch.temperature),
+            sampling=self._sampling(limit, turn, conversation.branch.temperature, seed),
             owner=rollout.rollout_id,
         )
 
-    def _sampling(self, limit: int, turn: int, temperature: float | None) -> SamplingParams:
+    def _sampling(self, limit: int, turn: int, temperature: float | None, asked: int | None) -> SamplingParams:
         """The rollout's sampling for one turn: a seed of its own, so that turns do not share one random stream."""
         sampling = self._rollout.sampling
         seed = None
-        if sampling.seed is not None:
+        if asked is not None:
+            entropy = [abs(asked), turn, zlib.crc32(self._rollout.rollout_id.encode())]
+            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        elif sampling.seed is not None:
             seed = int(np.random.SeedSequence([sampling.seed, turn]).generate_state(1)[0])
         return msgspec.structs.replace(
             sampling,
@@ -395,6 +442,14 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
+
+
+def _both(first: OnChunk, second: OnChunk) -> OnChunk:
+    def hear(chunk: Completion) -> None:
+        first(chunk)
+        second(chunk)
+
+    return hear
 
 
 def as_text(messages: list[Message]) -> list[Message]:

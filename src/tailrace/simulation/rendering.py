@@ -52,5 +52,9 @@ class ModelledRenderer(Renderer):
         return ""
 
     @override
+    def replies_in_plain_text(self, prompt_token_ids: Int32Array) -> bool:
+        return False
+
+    @override
     def drifts(self, completion: Completion) -> bool:
         return False

@@ -42,7 +42,7 @@ def require_known(
         place = f"{within}.{name}" if within else name
         if name not in neutral:
             raise RequestInvalid(f"unknown field {place!r}: leave it out", parameter=place)
-        if not any((value == one and type(value) is not bool) or value is one for one in neutral[name]):
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
             why = reasons.get(name, "leave it out")
             raise RequestInvalid(f"{place} = {shown(value)} is not supported: {why}", parameter=place)
 

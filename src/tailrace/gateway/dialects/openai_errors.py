@@ -5,20 +5,20 @@ from __future__ import annotations
 from tailrace.gateway.dialects.protocol import Failure
 from tailrace.records import Json
 
-_CODES = {401: "invalid_api_key", 404: "not_found", 410: "gone", 429: "rate_limit_exceeded"}
+_KINDS = {401: "authentication_error", 410: "rollout_ended", 429: "insufficient_quota"}
 
 
 def openai_error(failure: Failure) -> dict[str, Json]:
-    """The body of an error response.
+    """The body of an error response, and the event of an error in a stream of chat completions.
 
-    >>> openai_error(Failure(status=400, message="'n' is not supported", parameter="n"))["error"]["param"]
+    >>> openai_error(Failure(status=400, message="n = 2 is not supported", parameter="n"))["error"]["param"]
     'n'
     """
-    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
-    code = error_code(failure)
+    kind = error_kind(failure)
+    code = kind if failure.status == 429 else None
     return {"error": {"message": failure.message, "type": kind, "param": failure.parameter, "code": code}}
 
 
-def error_code(failure: Failure) -> str | None:
+def error_kind(failure: Failure) -> str:
     """What a program may tell an error by."""
-    return _CODES.get(failure.status, "server_error" if failure.status >= 500 else None)
+    return _KINDS.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")

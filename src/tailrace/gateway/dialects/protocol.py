@@ -73,6 +73,11 @@ class RequestInvalid(Exception):
         super().__init__(message)
         self.failure = Failure(status=status, message=message, parameter=parameter)
 
+    @classmethod
+    def of(cls, failure: Failure) -> RequestInvalid:
+        """To raise a failure."""
+        return cls(failure.message, parameter=failure.parameter, status=failure.status)
+
 
 class Events(Protocol):
     """The server-sent events of one answer, as bytes that are ready to be sent. Called in order."""

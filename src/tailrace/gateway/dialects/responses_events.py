@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from typing_extensions import override
 
-from tailrace.gateway.dialects.openai_errors import error_code
+from tailrace.gateway.dialects.openai_errors import error_kind
 from tailrace.gateway.dialects.protocol import Answer, Events, Failure
 from tailrace.gateway.dialects.responses_output import (
     begun_response,
@@ -87,7 +87,7 @@ class ResponsesEvents(Events):
     def fail(self, failure: Failure) -> Iterator[bytes]:
         failed = begun_response(self._request, self._answer_id, self._created_s)
         failed["status"] = "failed"
-        failed["error"] = {"code": error_code(failure) or "invalid_prompt", "message": failure.message}
+        failed["error"] = {"code": error_kind(failure), "message": failure.message}
         yield self._event("response.failed", response=failed)
 
     @override

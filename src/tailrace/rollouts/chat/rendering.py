@@ -76,6 +76,9 @@ class Renderer(Protocol):
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of sampled tokens."""
 
+    def replies_in_plain_text(self, prompt_token_ids: Int32Array) -> bool:
+        """Whether what a reply to this prompt says begins with the text of its tokens, up to the first of `MARKERS`."""
+
 
 class RendererSource(msgspec.Struct, frozen=True):
     """What a `ChatRenderer` is made of, here or in another process."""
@@ -203,6 +206,10 @@ class ChatRenderer(Renderer):
     @override
     def text(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids)
+
+    @override
+    def replies_in_plain_text(self, prompt_token_ids: Int32Array) -> bool:
+        return self._family is None and not self._opens_reasoning(prompt_token_ids)
 
     def _read(self, completion: Completion) -> tuple[list[int], str]:
         """Its tokens without the one that ended it, and their text. Read twice in a row, decoded once."""

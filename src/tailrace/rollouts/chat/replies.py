@@ -16,6 +16,8 @@ from tailrace.records import Json, Message, ToolCall
 
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
+MARKERS = (_THINK, _CALL)
+"""Where a reply stops to be plain text."""
 
 
 class ParsedReply(msgspec.Struct, frozen=True):

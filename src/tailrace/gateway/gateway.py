@@ -1,0 +1,106 @@
+"""The gateway of one process: its server, and the endpoints of the rollouts that are played there."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from typing_extensions import override
+
+from tailrace.config.gateway import GatewaySettings
+from tailrace.environments import Endpoint
+from tailrace.errors import SettingsError
+from tailrace.gateway.application import Hall, application
+from tailrace.gateway.server import HttpServer
+from tailrace.gateway.sessions import Sessions
+from tailrace.gateway.tally import Tally
+from tailrace.rollouts import Endpoints, RolloutPolicy
+
+CLOSE_S = 5.0
+"""Seconds in which requests that still run may end when the gateway is closed."""
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+
+
+class Gateway(Endpoints):
+    """HTTP endpoints for rollouts' policies, served on the running event loop. Close it, or use it as a context.
+
+    It listens from when the first endpoint is opened, or from `start` on.
+    """
+
+    def __init__(self, settings: GatewaySettings | None = None) -> None:
+        self.settings = settings or GatewaySettings()
+        self.tally = Tally()
+        self.sessions = Sessions(self.settings)
+        self._server: HttpServer | None = None
+        self._starting = asyncio.Lock()
+        self._root_url = ""
+
+    async def __aenter__(self) -> Gateway:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def root_url(self) -> str:
+        """Where it listens; empty until it does."""
+        return self._root_url
+
+    async def start(self) -> None:
+        """Listen, where it does not yet. Raises `SettingsError` where the address cannot be had."""
+        async with self._starting:
+            if self._server is None:
+                self._server = await self._listen()
+
+    async def close(self) -> None:
+        """No more requests."""
+        for session in self.sessions:
+            self.sessions.close(session)
+        if self._server is not None:
+            await self._server.close()
+
+    @override
+    @asynccontextmanager
+    async def open(self, policy: RolloutPolicy) -> AsyncIterator[Endpoint]:
+        await self.start()
+        session = self.sessions.open(policy, self._root_url)
+        self.tally.sessions += 1
+        try:
+            yield session
+        finally:
+            self.sessions.close(session)
+            await session.turns.ended()
+        if session.engine_failure is not None:
+            raise session.engine_failure
+
+    async def _listen(self) -> HttpServer:
+        settings = self.settings
+        _raise_file_limit()
+        listener = _listener(settings)
+        host = _ANYWHERE.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
+        self._root_url = f"http://{host}:{listener.getsockname()[1]}"
+        hall = Hall(self.sessions, settings, self.tally)
+        server = HttpServer(application(hall), listener, client_timeout_s=settings.client_timeout_s, close_s=CLOSE_S)
+        await server.start()
+        return server
+
+
+def _listener(settings: GatewaySettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=4096)
+    except OSError as error:
+        raise SettingsError(
+            f"gateway.host = {settings.host!r}, gateway.port = {settings.port}: cannot listen there "
+            f"({error.strerror or error}); choose another address, or port 0 for a free one"
+        ) from error
+
+
+def _raise_file_limit() -> None:
+    """Every client is an open file, and systems' first limit is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,147 @@
+"""uvicorn on the running event loop: no signals, no logging of its own, and clients that stop are cut off.
+
+Beyond what uvicorn does itself, a connection is closed where the head of a request does not arrive in time (it may have
+been opened and never used), and where what was sent is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from asyncio import TimerHandle
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from typing_extensions import override
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_IDLE_S = 75
+"""Seconds for which a connection is kept between two requests; longer than clients keep theirs."""
+_BACKLOG = 4096
+_TICK_S = 1.0
+
+
+def connection_class(client_timeout_s: float) -> type[HttpToolsProtocol]:
+    """Connections to clients that have so long to send a request's head, or to read on."""
+
+    class Connection(HttpToolsProtocol):
+        """One client's."""
+
+        _timer: TimerHandle | None = None
+
+        @override
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._abort_later()
+
+        @override
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._keep()
+            super().connection_lost(exc)
+
+        @override
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._abort_later()
+
+        @override
+        def on_headers_complete(self) -> None:
+            self._keep()
+            super().on_headers_complete()
+
+        @override
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._abort_later()
+
+        @override
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._keep()
+
+        @override
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._abort_later()
+
+        def _abort_later(self) -> None:
+            self._keep()
+            self._timer = self.loop.call_later(client_timeout_s, self.transport.abort)
+
+        def _keep(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Connection
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that it runs in, and ends when it is told to."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+        self._closing = asyncio.Event()
+
+    @override
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @override
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._closing.wait()
+
+    def close(self) -> None:
+        """Take no more connections, and end those that there are."""
+        self.should_exit = True
+        self._closing.set()
+
+
+class HttpServer:
+    """One application at one address."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, client_timeout_s: float, close_s: float) -> None:
+        config = uvicorn.Config(
+            app,
+            http=connection_class(client_timeout_s),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=max(1, round(close_s)),
+        )
+        self._server, self._listener = _Server(config), listener
+        self._serving: asyncio.Task[Any] | None = None
+
+    async def start(self) -> None:
+        """Wait until it takes connections."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="gateway")
+        up = asyncio.create_task(self._server.is_up.wait())
+        await asyncio.wait([self._serving, up], return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if self._serving.done():
+            self._serving.result()
+
+    async def close(self) -> None:
+        """Requests that still run are cancelled after a while."""
+        if self._serving is not None:
+            self._server.close()
+            await self._serving

@@ -1,0 +1,261 @@
+"""One turn that a client asks for: sampled once, however often it is asked for again.
+
+    request ─► Turn (a task) ─► policy.chat ─► text*, then an Answer or a Failure
+    retry ────┘ joins it, running or done
+
+A turn that nobody waits for any more is cancelled: at once, or after a moment where its client is one that retries.
+What had been sampled of it is not recorded then; the rollout's turn is spent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed, RequestRefused, RolloutError
+from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Failure, RequestInvalid
+from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
+from tailrace.records import Completion, FinishReason, Reply
+
+if TYPE_CHECKING:
+    from tailrace.gateway.sessions import Session
+
+RETRY_S = 3.0
+"""Seconds in which a client that retries asks again, after its connection broke."""
+_REMEMBERED = 8
+"""Turns of a rollout whose answers are kept for a retry."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Repeatable(msgspec.Struct, frozen=True):
+    """What tells a retry from a new request."""
+
+    body: bytes
+    """Digest of path and body."""
+    idempotency_key: str | None = None
+    attempt: int | None = None
+    """From 0 on, where the client counts them."""
+
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether its client would say that it asks again."""
+        return self.idempotency_key is not None or self.attempt is not None
+
+
+class Turn:
+    """An answer that is being sampled, or was."""
+
+    def __init__(self, session: Session, request: ChatRequest, repeatable: Repeatable) -> None:
+        self.answer_id, self.created_s = uuid.uuid4().hex, int(time.time())
+        self.text: list[str] = []
+        """Of the reply, as far as it is known."""
+        self.outcome: Answer | Failure | None = None
+        self.repeatable, self.attempt = repeatable, repeatable.attempt or 0
+        self._session, self._request = session, request
+        self._clients = 0
+        self._waiters: list[asyncio.Future[None]] = []
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run(), name=f"turn {self.answer_id}", context=session.context.copy())
+        self._task.add_done_callback(self._ended)
+
+    @property
+    def is_worth_joining(self) -> bool:
+        """Whether a retry gets from it what it would get from a new turn."""
+        return not isinstance(self.outcome, Failure)
+
+    def join(self) -> None:
+        """One more client waits for it."""
+        self._clients += 1
+
+    def leave(self) -> None:
+        """A client does not wait for it any more."""
+        self._clients -= 1
+        if self._clients or self._task.done():
+            return
+        if self.repeatable.may_be_retried:
+            self._task.get_loop().call_later(RETRY_S, self._cancel_if_alone)
+        else:
+            self._task.cancel()
+
+    def cancel(self) -> None:
+        """Nothing more is sampled for it."""
+        self._task.cancel()
+
+    async def changed(self, timeout_s: float | None = None) -> None:
+        """Wait until there is more text, or the outcome, or a call of `wake`; not for longer than `timeout_s`."""
+        if self.outcome is not None:
+            return
+        loop = self._task.get_loop()
+        waiter = loop.create_future()
+        self._waiters.append(waiter)
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _resolve, waiter)
+        try:
+            await waiter
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def wake(self) -> None:
+        """Let everyone who waits look again."""
+        for waiter in self._waiters:
+            _resolve(waiter)
+        self._waiters.clear()
+
+    def on_end(self, call: Callable[[Turn], None]) -> None:
+        """Call it once there is an outcome."""
+        self._task.add_done_callback(lambda _: call(self))
+
+    def _cancel_if_alone(self) -> None:
+        if not self._clients:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        session = self._session
+        try:
+            self.outcome = await self._answer(session)
+        except BudgetExceeded as error:
+            self.outcome = self._stopped(session, error)
+        except RequestInvalid as error:
+            self.outcome = error.failure
+        except (RequestRefused, EnvironmentFailed, ValueError) as error:
+            self.outcome = Failure(status=400, message=str(error))
+        except EngineFailed as error:
+            session.engine_failure = error
+            self.outcome = Failure(status=503, message=str(error))
+        except RolloutError as error:
+            self.outcome = Failure(status=503, message=str(error))
+        except Exception:
+            _logger.exception("a turn of the gateway failed")
+            self.outcome = Failure(status=500, message="Tailrace failed at this request; its log says how")
+
+    async def _answer(self, session: Session) -> Answer:
+        request, policy = self._request, session.policy
+        asked = session.conversations.whole(request)
+        messages = without_call_ids(asked)
+        if session.system_messages is not None:
+            messages = session.system_messages.restored(messages)
+        own = not session.keeps_sampling
+        if own and request.top_p not in (None, policy.sampling.top_p):
+            raise RequestInvalid(
+                f"top_p = {request.top_p:g} is not supported: tokens are trained on under the distribution that they "
+                f"were sampled from, which has rollouts.top_p = {policy.sampling.top_p:g}; leave it out, or set "
+                "gateway.sampling = 'run'",
+                parameter="top_p",
+            )
+        reply = await policy.chat(
+            messages,
+            tools=request.tools,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature if own else None,
+            stop=request.stop,
+            seed=request.seed if own else None,
+            on_text=self._hear if request.streams else None,
+        )
+        token_ids, answered = reply.completion.token_ids, with_call_ids(reply, self.answer_id)
+        session.conversations.keep(self.answer_id, request, asked, answered.message)
+        return Answer(
+            reply=answered,
+            answer_id=self.answer_id,
+            created_s=self.created_s,
+            prompt_tokens=reply.start_token,
+            token_texts=tuple(policy.token_texts(token_ids)) if request.wants_logprobs else (),
+            prompt_token_ids=tuple(policy.prompt_token_ids(reply).tolist()) if request.wants_token_ids else (),
+        )
+
+    def _stopped(self, session: Session, error: BudgetExceeded) -> Answer | Failure:
+        """No budget: a reply that ends for its length at once; whoever asks on is told why."""
+        if session.has_no_budget:
+            return Failure(status=429, message=str(error))
+        session.has_no_budget = True
+        return Answer(reply=_NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
+
+    def _hear(self, text: str) -> None:
+        self.text.append(text)
+        self.wake()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self.outcome is None:  # cancelled
+            self.outcome = Failure(status=410, message="this request was cancelled: its rollout has ended")
+        self.wake()
+
+
+class Turns:
+    """Those of one rollout: what runs, and what a retry may still ask for."""
+
+    def __init__(self) -> None:
+        self.running: set[Turn] = set()
+        self._remembered: deque[Turn] = deque(maxlen=_REMEMBERED)
+
+    def begin(self, session: Session, request: ChatRequest, repeatable: Repeatable) -> Turn:
+        """A turn of its own."""
+        turn = Turn(session, request, repeatable)
+        self.running.add(turn)
+        turn.on_end(self.running.discard)
+        if repeatable.may_be_retried:
+            self._remembered.append(turn)
+        return turn
+
+    def retried(self, repeatable: Repeatable) -> Turn | None:
+        """The turn that a request asks for again; None: it is a new one.
+
+        Raises `RequestInvalid` where its idempotency key is that of another request.
+        """
+        if repeatable.idempotency_key is not None:
+            for turn in self._remembered:
+                if turn.repeatable.idempotency_key == repeatable.idempotency_key:
+                    if turn.repeatable.body != repeatable.body:
+                        raise RequestInvalid("this Idempotency-Key was sent with another request", status=422)
+                    return turn if turn.is_worth_joining else None
+            return None
+        if not repeatable.attempt:
+            return None
+        for turn in self._worth_joining(repeatable.body):
+            if turn.attempt < repeatable.attempt:
+                turn.attempt = repeatable.attempt
+                return turn
+        return None
+
+    def cancel(self) -> None:
+        """Nothing more is sampled."""
+        for turn in list(self.running):
+            turn.cancel()
+
+    async def ended(self) -> None:
+        """Wait for those that were cancelled: a moment, since what runs in them is none of a user's."""
+        while self.running:
+            await next(iter(self.running)).changed()
+            await asyncio.sleep(0)
+
+    def _worth_joining(self, body: bytes) -> Iterable[Turn]:
+        for turn in self._remembered:
+            same = turn.repeatable.idempotency_key is None and turn.repeatable.body == body
+            if same and turn.is_worth_joining:
+                yield turn
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+_NOTHING = Reply(
+    message={"role": "assistant", "content": ""},
+    finish_reason=FinishReason.LENGTH,
+    completion=Completion(
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        policy_versions=np.empty(0, np.int32),
+        finish_reason=FinishReason.LENGTH,
+    ),
+)
