@@ -127,9 +127,9 @@ class _TurnRoute(_Post):
             turn.leave()
 
     async def _whole(self, client: _Client, request: ChatRequest, send: Send) -> int:
-        while client.turn.outcome is None and not client.is_gone:
+        while client.turn.outcome is None and not client.has_gone():
             await client.turn.changed()
-        if client.is_gone:
+        if client.has_gone():
             return 0
         answer = _required(client.turn)
         await send_json(send, self._dialect.whole(request, answer))
@@ -144,7 +144,7 @@ class _TurnRoute(_Post):
         await begin_events(send)
         pending = b"".join(events.begin())
         position = 0
-        while not client.is_gone:
+        while not client.has_gone():
             if position < len(turn.text):
                 pending += b"".join(events.text("".join(turn.text[position:])))
                 position = len(turn.text)
@@ -154,7 +154,7 @@ class _TurnRoute(_Post):
                 return 200
             elif not pending:
                 await turn.changed(keep_alive_s)
-                if position == len(turn.text) and turn.outcome is None and not client.is_gone:
+                if position == len(turn.text) and turn.outcome is None and not client.has_gone():
                     pending = events.keep_alive()
                 continue
             if turn.outcome is None:
@@ -167,11 +167,15 @@ class _Client:
     """Whoever waits for a turn."""
 
     def __init__(self, turn: Turn) -> None:
-        self.turn, self.is_gone = turn, False
+        self.turn, self._has_gone = turn, False
+
+    def has_gone(self) -> bool:
+        """Whether its connection is closed."""
+        return self._has_gone
 
     def go(self) -> None:
         """Its connection is closed."""
-        self.is_gone = True
+        self._has_gone = True
         self.turn.wake()
 
 
@@ -230,7 +234,10 @@ def application(hall: Hall, more: Mapping[str, ASGIApp] | None = None) -> ASGIAp
     """Every route, as a server runs them. `more` are those without a rollout, by their paths."""
     posts: list[tuple[str, ASGIApp]] = [(path, _TurnRoute(hall, dialect)) for path, dialect in TURNS]
     posts += [(path, _CountRoute(hall, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
-    reports = [("/reward", _ReportRoute(hall, has_reward=True)), ("/end", _ReportRoute(hall, has_reward=False))]
+    reports: list[tuple[str, ASGIApp]] = [
+        ("/reward", _ReportRoute(hall, has_reward=True)),
+        ("/end", _ReportRoute(hall, has_reward=False)),
+    ]
     by_path = [(f"/rollouts/{{key}}{path}", app) for path, app in [*posts, *reports]]
     routes: list[BaseRoute] = [Route(path, app, methods=["POST"]) for path, app in [*posts, *by_path]]
     routes += [Route(path, app, methods=["GET"]) for path, app in (more or {}).items()]

@@ -58,7 +58,7 @@ async def read_json(
             raw = await _read(receive, max_bytes)
     except TimeoutError:
         raise RequestInvalid(f"the body did not arrive within {timeout_s:g} s", status=408) from None
-    with guarded("the body is no JSON", _invalid):
+    with guarded("the body is no JSON", RequestInvalid):
         body = msgspec.json.decode(raw)
     if not isinstance(body, dict):
         raise RequestInvalid("the body must be a JSON object")
@@ -158,7 +158,3 @@ async def _read(receive: Receive, max_bytes: int) -> bytes | bytearray:
     if size > max_bytes:
         raise RequestInvalid(f"the body has more than {max_bytes:,} bytes (gateway.max_body_mb); send less", status=413)
     return body
-
-
-def _invalid(message: str) -> RequestInvalid:
-    return RequestInvalid(message)

@@ -84,7 +84,7 @@ _REASONS = {
     "verbosity": "how much the policy says is what it learns; set max_tokens",
     "moderation": "nothing here moderates",
 }
-_EMPTY = (None, [], "", {})
+_EMPTY: tuple[Json, ...] = (None, [], "", {})
 
 
 class ChatCompletions(Dialect):

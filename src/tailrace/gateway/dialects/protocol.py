@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from tailrace.errors import TailraceError
 from tailrace.records import Json, Message, Reply, ToolSpec
 
 
@@ -66,7 +67,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The field of the request that it is about."""
 
 
-class RequestInvalid(Exception):
+class RequestInvalid(TailraceError):
     """A request that cannot be read, or asks for what is not supported; `failure` says it by name."""
 
     def __init__(self, message: str, *, parameter: str | None = None, status: int = 400) -> None:

@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tailrace.environments import EnvironmentSpec, Policy
+from tailrace.errors import EngineFailed
+from tailrace.gateway import Gateway
+from tailrace.records import FinishReason, GroupId, RolloutId, SamplingParams, Task
+from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.loaded import loaded
+from tests.support.scripted_generate import Sampled, ScriptedGenerate
+from tests.support.served_policies import Served, served, user
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        "strict": True,
+    },
+}
+CALLS = (
+    '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+)
+
+
+def client_of(talk: Served, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=talk.endpoint.openai_url, api_key=talk.endpoint.key, **options)
+
+
+async def post(talk: Served, body: Any, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=30) as client:
+        return await client.post(talk.endpoint.root_url + path, json=body, headers={**talk.headers, **headers})
+
+
+def asks(content: str = "who?", **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [user(content)], **more}
+
+
+async def test_what_openais_client_is_told_is_what_was_sampled_and_recorded(renderer: ChatRenderer) -> None:
+    async with served(renderer, [" Ada\n", "Bob"]) as talk, client_of(talk) as client:
+        messages: list[Any] = [user("who?")]
+        first = await client.chat.completions.create(model="any", messages=messages, logprobs=True)
+        messages += [first.choices[0].message, user("and?")]
+        second = await client.chat.completions.create(model="any", messages=messages)
+    choice, branch = first.choices[0], talk.rollout.branches[0]
+    start, end = branch.completion_spans[0]
+    assert choice.message.content == " Ada\n"
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(branch.logprobs[start:end].tolist())
+    assert "".join(one.token for one in choice.logprobs.content).startswith(" Ada\n")
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (start, end - start)
+    assert second.choices[0].message.content == "Bob"
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics.get("rewritten_turns", 0) == 0
+    talk.assert_recorded_as_sampled()
+
+
+async def test_parallel_tool_calls_go_out_and_their_results_come_back_on_one_branch(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    async with served(renderer_of("hermes"), [CALLS, CALLS, "7"]) as talk, client_of(talk) as client:
+        messages: list[Any] = [user("1 + 2, 3 + 4?")]
+        seen: list[str] = []
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+            choice = reply.choices[0]
+            assert choice.finish_reason == "tool_calls"
+            calls: Any = choice.message.tool_calls
+            assert [json.loads(call.function.arguments) for call in calls] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+            messages.append(choice.message.model_dump(exclude_none=True))
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "5"} for call in calls]
+            seen += [call.id for call in calls]
+        last = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+    assert len(set(seen)) == 4
+    assert last.choices[0].message.content == "7"
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["realigned_turns"] == 0
+    talk.assert_recorded_as_sampled()
+
+
+async def test_tokens_are_streamed_as_they_are_sampled(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada and Bob"], stepwise=True) as talk, client_of(talk) as client:
+        stream = await _started(talk, client)
+        heard = ""
+        for _ in range(100):
+            chunk = await anext(stream)
+            heard += chunk.choices[0].delta.content or ""
+            if chunk.choices[0].delta.content:
+                break
+            talk.generate.allow(1)
+        assert 0 < len(heard) < len("Ada and Bob")
+        assert not talk.generate.completions
+        talk.generate.allow(64)
+        chunks = [chunk async for chunk in stream]
+    heard += "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert heard == "Ada and Bob"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == talk.generate.completions[0].num_tokens
+    talk.assert_recorded_as_sampled()
+
+
+async def _started(talk: Served, client: openai.AsyncOpenAI, **more: Any) -> Any:
+    """A stream whose first token was sampled."""
+    talk.generate.allow(1)
+    options: Any = {"include_usage": True}
+    return await client.chat.completions.create(**asks(**more), stream=True, stream_options=options)
+
+
+async def test_a_stream_with_tools_or_reasoning_says_in_the_end_what_the_reply_says(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    replies = [f"<think>hm</think>So: {CALLS}", "<think>hm</think>Three"]
+    async with served(renderer_of("hermes"), replies) as talk, client_of(talk) as client:
+        async with client.chat.completions.stream(**asks(tools=[ADD])) as stream:
+            whole = await stream.get_final_completion()
+        choice: Any = whole.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "So:"
+        assert choice.message.reasoning_content == "hm"
+        assert [json.loads(call.function.arguments)["a"] for call in choice.message.tool_calls] == [1, 3]
+        plain = [chunk async for chunk in await client.chat.completions.create(**asks("b"), stream=True)]
+    deltas: list[Any] = [chunk.choices[0].delta for chunk in plain]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
+    assert "".join(delta.content or "" for delta in deltas) == "Three"
+
+
+async def test_a_stream_is_kept_alive_while_nothing_is_sampled(renderer: ChatRenderer) -> None:
+    async with (
+        served(renderer, stepwise=True, settings={"keep_alive_s": 0.05}) as talk,
+        httpx.AsyncClient(timeout=30, base_url=talk.endpoint.openai_url, headers=talk.headers) as client,
+        client.stream("POST", "/chat/completions", json=asks(stream=True)) as response,
+    ):
+        lines = response.aiter_lines()
+        while not (await anext(lines)).startswith(": nothing sampled yet"):
+            pass
+        talk.generate.allow(64)
+        assert [line async for line in lines][-2] == "data: [DONE]"
+
+
+async def test_a_stream_ends_before_a_stop_string(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada and Bob and Cleo"]) as talk, client_of(talk) as client:
+        stream = await client.chat.completions.create(**asks(stop=["Bob a", "nd Cl"]), stream=True)
+        heard = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert heard == talk.rollout.messages[-1]["content"] == "Ada and "
+
+
+async def test_a_client_that_leaves_cancels_its_request_and_the_rollout_goes_on(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada", "Bob"], stepwise=True) as talk:
+        for streams in (False, True):
+            talk.generate.allow(1)
+            begun, cancelled = talk.generate.begun, talk.generate.cancelled
+            asking = asyncio.create_task(post(talk, asks(stream=streams)))
+            await talk.generate.until(begun=begun + 1)
+            asking.cancel()
+            await talk.generate.until(cancelled=cancelled + 1)
+        talk.generate.allow(64)
+        answer = (await post(talk, asks())).json()
+    assert answer["choices"][0]["message"]["content"] == "Bob"
+    assert talk.rollout.turns == 3
+    talk.assert_recorded_as_sampled()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"idempotency-key": "k"}, {"idempotency-key": "k"}),
+        ({"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}),
+    ],
+)
+async def test_a_retry_gets_the_first_answer_and_samples_nothing(
+    renderer: ChatRenderer, first: dict[str, str], again: dict[str, str], streams: bool, is_over: bool
+) -> None:
+    async with served(renderer, ["Ada", "Bob"], stepwise=True) as talk:
+        asking = asyncio.create_task(post(talk, asks(stream=streams), **first))
+        await talk.generate.until(begun=1)
+        if is_over:
+            talk.generate.allow(64)
+            await asking
+        else:
+            asking.cancel()
+        retried = asyncio.create_task(post(talk, asks(stream=streams), **again))
+        talk.generate.allow(64)
+        answer = (await retried).text
+    assert '"content":"A' in answer
+    assert talk.generate.begun == talk.rollout.turns == 1
+    talk.assert_recorded_as_sampled()
+
+
+async def test_the_same_request_twice_is_two_turns_unless_it_is_a_retry(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada", "Bob"]) as talk, client_of(talk) as client:
+        said = [(await client.chat.completions.create(**asks())).choices[0].message.content for _ in range(2)]
+        clash = await post(talk, asks(), **{"idempotency-key": "k"})
+        other = await post(talk, asks("b"), **{"idempotency-key": "k"})
+    assert said == ["Ada", "Bob"]
+    assert (clash.status_code, other.status_code) == (200, 422)
+
+
+async def test_without_budget_a_reply_ends_for_its_length_and_whoever_asks_on_is_refused(
+    renderer: ChatRenderer,
+) -> None:
+    async with served(renderer, max_turns=1) as talk, client_of(talk) as client:
+        replies = [await client.chat.completions.create(**asks()) for _ in range(2)]
+        assert [reply.choices[0].finish_reason for reply in replies] == ["stop", "length"]
+        assert replies[1].choices[0].message.content == ""
+        with pytest.raises(openai.RateLimitError, match=r"all of its 1 turns are used \(rollouts.max_turns\)"):
+            await client.chat.completions.create(**asks())
+    assert talk.gateway.tally.requests == {("chat", 200): 2, ("chat", 429): 1}
+
+
+async def test_a_completion_that_is_cut_ends_for_its_length(renderer: ChatRenderer) -> None:
+    cut = Sampled(renderer.tokenizer.encode("Ada and Bob"), FinishReason.LENGTH)
+    async with served(renderer, [cut]) as talk, client_of(talk) as client:
+        reply = await client.chat.completions.create(**asks(max_tokens=3))
+    assert reply.choices[0].finish_reason == "length"
+    assert talk.generate.scripted.calls[0].sampling.max_tokens == 3
+
+
+async def test_system_messages_that_change_every_turn_may_keep_the_branch(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada", "Bob"], settings={"system_messages": "first"}) as talk:
+        messages: list[Any] = [{"role": "developer", "content": "It is 9:00."}, user("who?")]
+        reply = (await post(talk, {"model": "m", "messages": messages})).json()["choices"][0]["message"]
+        messages = [{"role": "system", "content": "It is 9:01."}, user("who?"), reply, user("and?")]
+        assert (await post(talk, {"model": "m", "messages": messages})).status_code == 200
+    assert len(talk.rollout.branches) == 1
+    assert "9:01" not in talk.prompt(1)
+
+
+async def test_the_key_may_be_in_the_path(renderer: ChatRenderer) -> None:
+    async with served(renderer) as talk, httpx.AsyncClient() as client:
+        answer = await client.post(f"{talk.endpoint.path_url}/v1/chat/completions", json=asks())
+    assert answer.json()["choices"][0]["message"]["content"] == "Ada"
+
+
+async def test_a_seed_and_a_temperature_are_the_requests_own_or_the_runs(renderer: ChatRenderer) -> None:
+    for whose, temperature in (("client", 0.5), ("run", 1.0)):
+        async with served(renderer, settings={"sampling": whose}) as talk:
+            await post(talk, asks(temperature=0.5, seed=7, top_p=1.0 if whose == "client" else 0.1))
+        sampling = talk.generate.scripted.calls[0].sampling
+        assert sampling.temperature == temperature
+        assert (sampling.seed is None) == (whose == "run")
+
+
+@pytest.mark.parametrize(
+    ("more", "parameter"),
+    [
+        ({"n": 2}, "n"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "b"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_by_name(
+    renderer: ChatRenderer, more: dict[str, Any], parameter: str
+) -> None:
+    async with served(renderer) as talk:
+        for streams in (False, True):
+            answer = await post(talk, asks(stream=streams) | more)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert talk.rollout.turns == 0
+
+
+@pytest.mark.parametrize("temperature", [0, -1])
+async def test_a_temperature_that_cannot_be_trained_on_is_refused(renderer: ChatRenderer, temperature: float) -> None:
+    async with served(renderer) as talk:
+        answer = await post(talk, asks(temperature=temperature))
+    assert answer.status_code == 400
+    assert "temperature above 0" in answer.json()["error"]["message"]
+
+
+async def test_keys_open_their_own_rollout_and_no_other(renderer: ChatRenderer) -> None:
+    async with served(renderer) as talk:
+        async with talk.policy.endpoint() as other:
+            foreign = await post(talk, asks(), f"/rollouts/{other.key}/v1/chat/completions")
+        ended = await post(talk, asks(), authorization=f"Bearer {other.key}")
+        forged = await post(talk, asks(), authorization=f"Bearer {talk.endpoint.key[:-1]}x")
+        missing = await post(talk, asks(), authorization="")
+        by_path = await post(talk, asks(), f"/rollouts/{other.key}/v1/chat/completions", authorization="")
+        of_anthropic = await post(talk, asks(), authorization="", **{"x-api-key": talk.endpoint.key})
+        elsewhere = await post(talk, asks(), "/v1/elsewhere")
+    answers = [foreign, ended, forged, missing, by_path, of_anthropic, elsewhere]
+    assert [answer.status_code for answer in answers] == [401, 410, 401, 401, 410, 200, 404]
+    assert all("error" in answer.json() for answer in answers if answer.status_code != 200)
+    assert talk.rollout.turns == 1
+
+
+async def test_requests_of_a_rollout_that_ends_are_told_so(renderer: ChatRenderer) -> None:
+    async with served(renderer, stepwise=True) as talk:
+        asking = asyncio.create_task(post(talk, asks()))
+        await talk.generate.until(begun=1)
+        talk.policy.close()
+        assert (await asking).status_code == 410
+    assert talk.generate.cancelled == 1
+
+
+async def test_an_agent_reports_its_reward(renderer: ChatRenderer) -> None:
+    async with served(renderer) as talk:
+        wrong = await post(talk, {"reward": "much"}, f"/rollouts/{talk.endpoint.key}/reward")
+        assert talk.endpoint.reported is None
+        right = await post(talk, {"reward": 1, "metrics": {"steps": 2}}, f"/rollouts/{talk.endpoint.key}/reward")
+        await talk.endpoint.ended()
+    assert (wrong.status_code, right.status_code) == (400, 200)
+    assert talk.endpoint.reported is not None
+    assert (talk.endpoint.reported.reward, talk.endpoint.reported.metrics) == (1.0, {"steps": 2.0})
+
+
+async def test_an_agent_of_a_rollouter_speaks_http(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        async with (
+            policy.endpoint() as endpoint,
+            openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key) as client,
+        ):
+            reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "who?"}])
+        return float(reply.choices[0].message.content == "Ada")
+
+    spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{}])
+    for replies, fails in ((["Ada"], None), ([EngineFailed("the engine is gone")], EngineFailed)):
+        generate = ScriptedGenerate(renderer.tokenizer, replies)
+        async with (
+            Gateway() as gateway,
+            Rollouter(
+                RolloutSettings(), loaded(spec), renderer=renderer, generate=generate, endpoints=gateway
+            ) as rollouter,
+        ):
+            running = rollouter.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
+            if fails is None:
+                rollout = await running
+                assert rollout.reward is not None
+                assert rollout.reward.value == 1.0
+                continue
+            with pytest.raises(fails):
+                await running
+
+
+async def test_vllms_token_ids_are_told_to_whoever_asks(renderer: ChatRenderer) -> None:
+    async with served(renderer, sampling=SamplingParams(max_tokens=8)) as talk:
+        answer = (await post(talk, asks(return_token_ids=True))).json()
+    (branch,) = talk.rollout.branches
+    assert answer["prompt_token_ids"] + answer["choices"][0]["token_ids"] == branch.token_ids.tolist()
