@@ -15,6 +15,11 @@ _KINDS = {
     503: "overloaded_error",
 }
 
+THREAD = "thread"
+"""Field by which Anthropic's runner of tools asks the server to keep the conversation."""
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+"""Told so, it goes on without."""
+
 
 def anthropic_error(failure: Failure) -> dict[str, Json]:
     """The body of an error response, and the event of an error in a stream.
@@ -23,4 +28,7 @@ def anthropic_error(failure: Failure) -> dict[str, Json]:
     {'type': 'not_found_error', 'message': 'this rollout has ended'}
     """
     kind = _KINDS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message}}
+    error: dict[str, Json] = {"type": kind, "message": failure.message}
+    if failure.parameter == THREAD:
+        error["details"] = _NO_THREADS
+    return {"type": "error", "error": error}

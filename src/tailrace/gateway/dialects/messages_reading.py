@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
+from tailrace.gateway.dialects.anthropic_errors import THREAD
 from tailrace.gateway.dialects.fields import (
     function_of,
     number,
@@ -39,6 +40,7 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "mcp_servers": ([],),
     "speed": ("standard",),
+    THREAD: (),
     "top_k": (),
 }
 _REASONS = {
@@ -46,6 +48,7 @@ _REASONS = {
     "context_management": _UNSHORTENED,
     "mcp_servers": "no tool is called here: clients call theirs",
     "speed": "there is one speed",
+    THREAD: "send the whole conversation",
     "top_k": "tokens are trained on under the distribution that they were sampled from, so none may be left out",
 }
 _OUTPUT_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"format": ()}
