@@ -44,6 +44,7 @@ Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
 Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+HttpAddress: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")]
 KeyFile: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 Plan: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
 Sweep: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUES")]
@@ -183,13 +184,20 @@ class Serve:
     """Where to listen. One that other machines can reach needs --key."""
     key: KeyFile = None
     """Key file, which clients must have as well; it is written where there is none."""
+    http: HttpAddress = None
+    """Answer HTTP clients there too (127.0.0.1:8000), as docs/gateway.md says. Any --gateway.* setting can follow."""
+    http_key: KeyFile = None
+    """File with the key that HTTP clients send; it is written where there is none. Unset: a new key is printed."""
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config.serving import load_serve_settings
         from tailrace.run.serving import serve
 
-        return _run(serve(load_serve_settings(self.model, overrides), self.address, self.key, _print))
+        settings = load_serve_settings(self.model, overrides, self.http)
+        if self.http_key and settings.gateway is None:
+            raise SettingsError("--http-key is about HTTP: say where to listen (--http)")
+        return _run(serve(settings, self.address, self.key, _print, http_key=self.http_key))
 
 
 @dataclass(frozen=True)

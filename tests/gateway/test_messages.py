@@ -187,6 +187,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**ADD, "strict": True}]}, "tools[0].strict"),
     ({"tools": [{**ADD, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"top_k": 5}, "top_k"),
+    ({"top_k": -1}, "top_k"),
     ({"thread": {"type": "create"}}, "thread"),
     ({"thinking": {"type": "between_tools"}}, "thinking"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),

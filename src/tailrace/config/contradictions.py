@@ -55,6 +55,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _weights,
         _teacher,
         _agent_workers,
+        _gateway,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
@@ -341,6 +342,16 @@ def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:
             f"placement = 'inline' keeps all in one process, but rollouts.agent_workers is {workers}: leave it out, or "
             "write placement = 'local'",
             *("rollouts.agent_workers", "placement"),
+        )
+
+
+def _gateway(settings: RunSettings) -> Iterator[Contradiction]:
+    port, workers = settings.gateway.port, settings.rollouts.agent_workers
+    if port and workers:
+        yield Contradiction(
+            f"gateway.port is {port}, but with rollouts.agent_workers = {workers} agents may run in processes that have "
+            "a gateway each: leave gateway.port out, or write rollouts.agent_workers = 0",
+            *("gateway.port", "rollouts.agent_workers"),
         )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tailrace.config.gateway import GatewaySettings
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.problems import validated
-from tailrace.config.sources import Places, SettingsFile
+from tailrace.config.sources import Key, Places, SettingsFile
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 
@@ -22,10 +24,19 @@ class ServeSettings(BaseModel):
 
     model: ModelSettings
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
+    gateway: GatewaySettings | None = None
+    """None: no HTTP."""
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Prompt and completion together, at most."""
+        return min(self.model.max_model_tokens or self.generator.max_cache_tokens, self.generator.max_cache_tokens)
 
 
-def load_serve_settings(model: str, overrides: Sequence[str]) -> ServeSettings:
-    """Of `model`, with the command line's `--model.*` and `--generator.*`. Raises `SettingsError`.
+def load_serve_settings(model: str, overrides: Sequence[str], http: str | None = None) -> ServeSettings:
+    """Of `model`, with the command line's `--model.*`, `--generator.*` and `--gateway.*`. Raises `SettingsError`.
+
+    `http` is where the gateway listens, `HOST:PORT`; without it there is none.
 
     >>> load_serve_settings("bundled:quickstart", ["--generator.slots", "8"]).generator.slots
     8
@@ -33,5 +44,20 @@ def load_serve_settings(model: str, overrides: Sequence[str]) -> ServeSettings:
     given = parse_overrides(overrides)
     if misplaced := [key for key in given if key[0] == "generator" and key[1:2] and key[1] in _OF_RUNS]:
         raise SettingsError(f"--{'.'.join(misplaced[0])} is a setting of runs: `tailrace serve` starts one generator")
-    table = apply_overrides({"model": {"name": model}}, given)
+    table = apply_overrides({"model": {"name": model}, **_gateway(http, given)}, given)
     return validated(ServeSettings, table, Places(SettingsFile("command line", table), set(given)))
+
+
+def _gateway(http: str | None, given: Iterable[Key]) -> dict[str, Any]:
+    """The section that an address stands for. Raises `SettingsError`."""
+    chosen = [key for key in given if key[0] == "gateway"]
+    if http is None:
+        if chosen:
+            raise SettingsError(f"--{'.'.join(map(str, chosen[0]))} is about HTTP: say where to listen (--http)")
+        return {}
+    host, _, port = http.rpartition(":")
+    if not host or not port.isdigit():
+        raise SettingsError(f"--http {http} is no address: write HOST:PORT, such as 127.0.0.1:8000")
+    if twice := [key for key in chosen if key[1:] in (("host",), ("port",))]:
+        raise SettingsError(f"--{'.'.join(map(str, twice[0]))} says again where to listen: --http does")
+    return {"gateway": {"host": host.strip("[]"), "port": int(port)}}

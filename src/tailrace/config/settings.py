@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.config.contradictions import Contradictions, find_contradictions
+from tailrace.config.gateway import GatewaySettings
 from tailrace.config.restarts import RestartSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.environments import EnvironmentSettings
@@ -53,6 +54,7 @@ class RunSettings(BaseModel):
     rollouts: RolloutSettings = Field(default_factory=RolloutSettings)
     scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)

@@ -6,8 +6,9 @@ refused before that is refused with a status.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,8 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
+from tailrace.gateway.asking import chat, continue_tokens
 from tailrace.gateway.dialects.chat_completions import ChatCompletions
 from tailrace.gateway.dialects.protocol import (
     Answer,
@@ -27,6 +30,7 @@ from tailrace.gateway.dialects.protocol import (
     Failure,
     RequestInvalid,
 )
+from tailrace.gateway.dialects.token_generation import TokenGeneration, TokenRequest
 from tailrace.gateway.http import (
     Headers,
     begin_events,
@@ -34,6 +38,7 @@ from tailrace.gateway.http import (
     keys_of,
     read_json,
     repeatable,
+    send_bytes,
     send_events,
     send_failure,
     send_json,
@@ -43,8 +48,11 @@ from tailrace.gateway.reports import read_report
 from tailrace.gateway.routes import TOKEN_COUNTS, TURNS
 from tailrace.gateway.sessions import Session, Sessions
 from tailrace.gateway.tally import Tally
-from tailrace.gateway.turns import Turn
+from tailrace.gateway.turns import Ask, Turn
 from tailrace.records import Json
+from tailrace.tracing.phases import phase
+
+RequestT = TypeVar("RequestT")
 
 _PLAIN = ChatCompletions()
 """Says errors of routes that belong to no dialect."""
@@ -53,8 +61,9 @@ _PLAIN = ChatCompletions()
 class Hall:
     """What all routes share."""
 
-    def __init__(self, sessions: Sessions, settings: GatewaySettings, tally: Tally) -> None:
-        self.sessions, self.settings, self.tally = sessions, settings, tally
+    def __init__(self, sessions: Sessions, settings: GatewaySettings, tally: Tally, model: str = "policy") -> None:
+        """`model` is what `/v1/models` calls the policy."""
+        self.sessions, self.settings, self.tally, self.model = sessions, settings, tally, model
         self._max_bytes = int(settings.max_body_mb * 1e6)
 
     def session(self, scope: Scope, headers: Headers) -> Session:
@@ -72,95 +81,120 @@ class _SaysErrors(Protocol):
     def error(self, failure: Failure) -> dict[str, Json]: ...
 
 
-class _Post:
-    """A route that takes JSON: what is wrong with a request is answered in its dialect."""
+class _Exchange:
+    """A route: what is wrong with a request is answered in its dialect."""
 
     def __init__(self, hall: Hall, name: str, dialect: _SaysErrors) -> None:
         self._hall, self._name, self._says = hall, name, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 200
+        status = 0
         try:
-            status = await self._handle(scope, receive, send)
+            with phase("gateway"):
+                status = await self._handle(scope, receive, send)
         except RequestInvalid as error:
             status = error.failure.status
             await send_failure(send, error.failure, self._says.error(error.failure))
         except ConnectionResetError:
-            status = 0  # the client has gone before it had sent all
+            pass  # the client has gone before it had sent all
         finally:
             self._hall.tally.answered(self._name, status)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Answer it; the status. Raises `RequestInvalid` while nothing was sent yet."""
+        """Answer it; the status, 0 where the client has gone. Raises `RequestInvalid` while nothing was sent yet."""
         raise NotImplementedError
 
 
-class _TurnRoute(_Post):
-    """One turn of the policy."""
+class _Turns(_Exchange, Generic[RequestT]):
+    """Turns of a policy."""
 
-    def __init__(self, hall: Hall, dialect: Dialect) -> None:
-        super().__init__(hall, dialect.name, dialect)
-        self._dialect = dialect
-
+    @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = headers_of(scope)
         session = self._hall.session(scope, headers)
         body, digest = await self._hall.body(scope, receive, headers)
         asks = repeatable(headers, digest)
-        turn = session.turns.retried(asks)
-        request = self._dialect.read(body)
+        turn, request = session.turns.retried(asks), self._read(body)
         if turn is None:
-            turn = session.turns.begin(session, request, asks)
+            turn = session.turns.begin(session, self._ask(session, request), asks)
             self._hall.tally.began(turn)
         else:
             self._hall.tally.joined()
-        turn.join()
-        client = _Client(turn)
-        try:
-            with watching(receive, client.go):
-                if request.streams:
-                    return await self._stream(
-                        client, self._dialect.events(request, turn.answer_id, turn.created_s), send
-                    )
-                return await self._whole(client, request, send)
-        finally:
-            turn.leave()
+        with _waiting(turn, receive) as client:
+            return await self._answer(client, request, send)
 
-    async def _whole(self, client: _Client, request: ChatRequest, send: Send) -> int:
-        while client.turn.outcome is None and not client.has_gone():
-            await client.turn.changed()
-        if client.has_gone():
+    def _read(self, body: Mapping[str, Json]) -> RequestT:
+        raise NotImplementedError
+
+    def _ask(self, session: Session, request: RequestT) -> Ask:
+        raise NotImplementedError
+
+    def _whole(self, request: RequestT, answer: Answer) -> dict[str, Json]:
+        raise NotImplementedError
+
+    async def _answer(self, client: _Client, request: RequestT, send: Send) -> int:
+        answer = await client.answer()
+        if answer is None:
             return 0
-        answer = _required(client.turn)
-        await send_json(send, self._dialect.whole(request, answer))
+        await send_json(send, self._whole(request, answer))
         return 200
 
-    async def _stream(self, client: _Client, events: Events, send: Send) -> int:
+
+class _ChatTurns(_Turns[ChatRequest]):
+    """Conversations, in one dialect."""
+
+    def __init__(self, hall: Hall, dialect: Dialect) -> None:
+        super().__init__(hall, dialect.name, dialect)
+        self._dialect = dialect
+
+    @override
+    def _read(self, body: Mapping[str, Json]) -> ChatRequest:
+        return self._dialect.read(body)
+
+    @override
+    def _ask(self, session: Session, request: ChatRequest) -> Ask:
+        return chat(session, request)
+
+    @override
+    def _whole(self, request: ChatRequest, answer: Answer) -> dict[str, Json]:
+        return self._dialect.whole(request, answer)
+
+    @override
+    async def _answer(self, client: _Client, request: ChatRequest, send: Send) -> int:
+        if not request.streams:
+            return await super()._answer(client, request, send)
         turn, keep_alive_s = client.turn, self._hall.settings.keep_alive_s
         if not turn.text:
             await turn.changed(keep_alive_s)
         if isinstance(turn.outcome, Failure):
             raise RequestInvalid.of(turn.outcome)
         await begin_events(send)
-        pending = b"".join(events.begin())
-        position = 0
-        while not client.has_gone():
-            if position < len(turn.text):
-                pending += b"".join(events.text("".join(turn.text[position:])))
-                position = len(turn.text)
-            elif turn.outcome is not None:
-                end = events.end(turn.outcome) if isinstance(turn.outcome, Answer) else events.fail(turn.outcome)
-                await send_events(send, pending + b"".join(end), more=False)
-                return 200
-            elif not pending:
-                await turn.changed(keep_alive_s)
-                if position == len(turn.text) and turn.outcome is None and not client.has_gone():
-                    pending = events.keep_alive()
-                continue
-            if turn.outcome is None:
-                await send_events(send, pending)
-                pending = b""
-        return 0
+        async for part in _parts(client, self._dialect.events(request, turn.answer_id, turn.created_s), keep_alive_s):
+            await send_events(send, part)
+        if client.has_gone():
+            return 0
+        await send_events(send, b"", more=False)
+        return 200
+
+
+class _TokenTurns(_Turns[TokenRequest]):
+    """Tokens in, tokens out."""
+
+    def __init__(self, hall: Hall, dialect: TokenGeneration) -> None:
+        super().__init__(hall, dialect.name, dialect)
+        self._dialect = dialect
+
+    @override
+    def _read(self, body: Mapping[str, Json]) -> TokenRequest:
+        return self._dialect.read(body)
+
+    @override
+    def _ask(self, session: Session, request: TokenRequest) -> Ask:
+        return continue_tokens(session, request)
+
+    @override
+    def _whole(self, request: TokenRequest, answer: Answer) -> dict[str, Json]:
+        return self._dialect.whole(request, answer)
 
 
 class _Client:
@@ -178,14 +212,57 @@ class _Client:
         self._has_gone = True
         self.turn.wake()
 
+    async def answer(self) -> Answer | None:
+        """Wait for it; None where the client has gone before. Raises `RequestInvalid` where there is none."""
+        while self.turn.outcome is None:
+            await self.turn.changed()
+            if self.has_gone():
+                return None
+        if isinstance(self.turn.outcome, Failure):
+            raise RequestInvalid.of(self.turn.outcome)
+        return self.turn.outcome
 
-class _CountRoute(_Post):
+
+async def _parts(client: _Client, events: Events, keep_alive_s: float) -> AsyncIterator[bytes]:
+    """The events of a turn as there is something to say, until it has ended or the client has gone."""
+    turn, position = client.turn, 0
+    pending = b"".join(events.begin())
+    while not client.has_gone():
+        if position < len(turn.text):
+            text = "".join(turn.text[position:])
+            position = len(turn.text)
+            pending += b"".join(events.text(text))
+        if turn.outcome is not None:
+            end = events.end(turn.outcome) if isinstance(turn.outcome, Answer) else events.fail(turn.outcome)
+            yield pending + b"".join(end)
+            return
+        if pending:
+            yield pending
+            pending = b""
+        elif not await turn.changed(keep_alive_s):
+            pending = events.keep_alive()
+
+
+@contextmanager
+def _waiting(turn: Turn, receive: Receive) -> Iterator[_Client]:
+    """Wait for a turn inside, for as long as the client is there."""
+    client = _Client(turn)
+    turn.join()
+    try:
+        with watching(receive, client.go):
+            yield client
+    finally:
+        turn.leave()
+
+
+class _Counts(_Exchange):
     """How many tokens a prompt has."""
 
     def __init__(self, hall: Hall, name: str, dialect: CountsTokens) -> None:
         super().__init__(hall, name, dialect)
         self._dialect = dialect
 
+    @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = headers_of(scope)
         session = self._hall.session(scope, headers)
@@ -195,13 +272,14 @@ class _CountRoute(_Post):
         return 200
 
 
-class _ReportRoute(_Post):
+class _Report(_Exchange):
     """An agent says what it earned, or that it has ended."""
 
     def __init__(self, hall: Hall, *, has_reward: bool) -> None:
         super().__init__(hall, "reward" if has_reward else "end", _PLAIN)
         self._has_reward = has_reward
 
+    @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = headers_of(scope)
         session = self._hall.session(scope, headers)
@@ -214,12 +292,18 @@ class _ReportRoute(_Post):
         return 200
 
 
-def _required(turn: Turn) -> Answer:
-    """Its answer. Raises `RequestInvalid` where it failed."""
-    if isinstance(turn.outcome, Answer):
-        return turn.outcome
-    assert turn.outcome is not None  # it has ended
-    raise RequestInvalid.of(turn.outcome)
+class _Models(_Exchange):
+    """The one model that there is."""
+
+    def __init__(self, hall: Hall) -> None:
+        super().__init__(hall, "models", _PLAIN)
+
+    @override
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
+        session, name = self._hall.session(scope, headers_of(scope)), self._hall.model
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "tailrace"}
+        await send_json(send, {"object": "list", "data": [{**model, "max_model_len": session.max_model_tokens}]})
+        return 200
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
@@ -230,15 +314,36 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return JSONResponse(_PLAIN.error(failure), status_code=error.status_code, headers=error.headers)
 
 
-def application(hall: Hall, more: Mapping[str, ASGIApp] | None = None) -> ASGIApp:
-    """Every route, as a server runs them. `more` are those without a rollout, by their paths."""
-    posts: list[tuple[str, ASGIApp]] = [(path, _TurnRoute(hall, dialect)) for path, dialect in TURNS]
-    posts += [(path, _CountRoute(hall, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
+def application(hall: Hall) -> ASGIApp:
+    """Every route, as a server runs them."""
+
+    async def health(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"status": "ok"})
+
+    async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+        text = hall.tally.prometheus(open_rollouts=len(hall.sessions))
+        await send_bytes(send, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
+
+    posts: list[tuple[str, ASGIApp]] = [(path, _ChatTurns(hall, dialect)) for path, dialect in TURNS]
+    posts.append(("/inference/v1/generate", _TokenTurns(hall, TokenGeneration())))
+    posts += [(path, _Counts(hall, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
     reports: list[tuple[str, ASGIApp]] = [
-        ("/reward", _ReportRoute(hall, has_reward=True)),
-        ("/end", _ReportRoute(hall, has_reward=False)),
+        ("/reward", _Report(hall, has_reward=True)),
+        ("/end", _Report(hall, has_reward=False)),
     ]
     by_path = [(f"/rollouts/{{key}}{path}", app) for path, app in [*posts, *reports]]
     routes: list[BaseRoute] = [Route(path, app, methods=["POST"]) for path, app in [*posts, *by_path]]
-    routes += [Route(path, app, methods=["GET"]) for path, app in (more or {}).items()]
+    models = _Models(hall)
+    routes += [Route(path, models, methods=["GET"]) for path in ("/v1/models", "/rollouts/{key}/v1/models")]
+    routes += [Route("/health", _Page(health), methods=["GET"]), Route("/metrics", _Page(metrics), methods=["GET"])]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
+
+
+class _Page:
+    """A function of ASGI, for Starlette, which takes plain functions for another kind of thing."""
+
+    def __init__(self, show: ASGIApp) -> None:
+        self._show = show
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._show(scope, receive, send)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
+import msgspec
 from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import Endpoint
 from tailrace.errors import SettingsError
-from tailrace.gateway.application import Hall, application
-from tailrace.gateway.server import HttpServer
+from tailrace.gateway.fixed import FixedPolicy
 from tailrace.gateway.sessions import Sessions
 from tailrace.gateway.tally import Tally
+from tailrace.records import Json, SamplingParams
 from tailrace.rollouts import Endpoints, RolloutPolicy
+from tailrace.rollouts.endpoints import EndpointsEntry
+
+if TYPE_CHECKING:
+    from tailrace.gateway.server import HttpServer
 
 CLOSE_S = 5.0
 """Seconds in which requests that still run may end when the gateway is closed."""
@@ -30,13 +37,16 @@ class Gateway(Endpoints):
     It listens from when the first endpoint is opened, or from `start` on.
     """
 
-    def __init__(self, settings: GatewaySettings | None = None) -> None:
-        self.settings = settings or GatewaySettings()
+    def __init__(self, settings: GatewaySettings | None = None, *, model: str = "policy") -> None:
+        """`model` is what `/v1/models` calls the policy."""
+        self.settings, self._model = settings or GatewaySettings(), model
         self.tally = Tally()
         self.sessions = Sessions(self.settings)
         self._server: HttpServer | None = None
         self._starting = asyncio.Lock()
         self._root_url = ""
+        self._context = contextvars.copy_context()
+        """Requests are handled in it: what they take is no rollout's."""
 
     async def __aenter__(self) -> Gateway:
         return self
@@ -49,14 +59,25 @@ class Gateway(Endpoints):
         """Where it listens; empty until it does."""
         return self._root_url
 
+    @property
+    @override
+    def entry(self) -> EndpointsEntry:
+        made_of = _MadeOf(self.settings.model_dump(mode="json"), self._model)
+        return EndpointsEntry(f"{__name__}:make_gateway", msgspec.json.encode(made_of).decode())
+
+    @override
     async def start(self) -> None:
-        """Listen, where it does not yet. Raises `SettingsError` where the address cannot be had."""
+        if self.settings.port:
+            await self.listen()
+
+    async def listen(self) -> None:
+        """Take requests, where it does not yet. Raises `SettingsError` where the address cannot be had."""
         async with self._starting:
             if self._server is None:
-                self._server = await self._listen()
+                self._server = await self._listening()
 
+    @override
     async def close(self) -> None:
-        """No more requests."""
         for session in self.sessions:
             self.sessions.close(session)
         if self._server is not None:
@@ -65,27 +86,52 @@ class Gateway(Endpoints):
     @override
     @asynccontextmanager
     async def open(self, policy: RolloutPolicy) -> AsyncIterator[Endpoint]:
-        await self.start()
+        await self.listen()
         session = self.sessions.open(policy, self._root_url)
         self.tally.sessions += 1
         try:
             yield session
+        except Exception as error:
+            raise session.engine_failure or error from error.__cause__
         finally:
             self.sessions.close(session)
             await session.turns.ended()
         if session.engine_failure is not None:
             raise session.engine_failure
 
-    async def _listen(self) -> HttpServer:
+    async def serve(self, key: str, new_policy: Callable[[SamplingParams], RolloutPolicy]) -> None:
+        """Answer whoever has the `key`, each request by a policy of its own, until it is closed."""
+        await self.listen()
+        self.sessions.add(FixedPolicy(key, self._root_url, self.settings, new_policy))
+
+    async def _listening(self) -> HttpServer:
         settings = self.settings
+        try:
+            from tailrace.gateway.application import Hall, application
+            from tailrace.gateway.server import HttpServer
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"HTTP for agents needs the package {error.name!r}: pip install 'tailrace[gateway]'"
+            ) from error
         _raise_file_limit()
         listener = _listener(settings)
         host = _ANYWHERE.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
         self._root_url = f"http://{host}:{listener.getsockname()[1]}"
-        hall = Hall(self.sessions, settings, self.tally)
+        hall = Hall(self.sessions, settings, self.tally, self._model)
         server = HttpServer(application(hall), listener, client_timeout_s=settings.client_timeout_s, close_s=CLOSE_S)
-        await server.start()
+        await asyncio.create_task(server.start(), context=self._context)
         return server
+
+
+class _MadeOf(msgspec.Struct, frozen=True):
+    settings: dict[str, Json]
+    model: str
+
+
+def make_gateway(made_of: str) -> Gateway:
+    """A gateway of an agent worker, as `Gateway.entry` says."""
+    given = msgspec.json.decode(made_of, type=_MadeOf)
+    return Gateway(GatewaySettings.model_validate(given.settings), model=given.model)
 
 
 def _listener(settings: GatewaySettings) -> socket.socket:

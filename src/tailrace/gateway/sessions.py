@@ -19,11 +19,13 @@ from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import AgentResult, Endpoint
-from tailrace.errors import EngineFailed, EnvironmentFailed
+from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed
 from tailrace.gateway.conversations import Conversations
-from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
+from tailrace.gateway.dialects.protocol import ChatRequest, Failure, RequestInvalid
+from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.system_messages import FirstSystemMessages
 from tailrace.gateway.turns import Turns
+from tailrace.records import SamplingParams
 from tailrace.rollouts import RolloutPolicy
 
 _SIGNATURE = 32
@@ -34,14 +36,14 @@ class Session(Endpoint):
     """One rollout, as its clients see it."""
 
     def __init__(self, key: str, root_url: str, policy: RolloutPolicy, settings: GatewaySettings) -> None:
-        self._key, self._root_url, self.policy = key, root_url, policy
+        self._key, self._root_url, self._policy = key, root_url, policy
         self.keeps_sampling = settings.sampling == "run"
         self.system_messages = FirstSystemMessages() if settings.system_messages == "first" else None
         self.turns = Turns()
         self.conversations = Conversations()
         self.context = contextvars.copy_context()
         """Of whoever plays the rollout: what its turns take is counted there."""
-        self.has_no_budget = False
+        self._has_no_budget = False
         """A client was told already that nothing is left."""
         self.engine_failure: EngineFailed | None = None
         self._reported: AgentResult | None = None
@@ -76,10 +78,35 @@ class Session(Endpoint):
     async def ended(self) -> None:
         await self._ended.wait()
 
+    @property
+    def sampling(self) -> SamplingParams | None:
+        """Of all that is sampled for it; None: every request has its own."""
+        return self._policy.sampling
+
+    def refusal(self, error: BudgetExceeded) -> Failure | None:
+        """What a client is told where no budget is left; None: its reply ends at once, for its length.
+
+        Whoever asks on is told why.
+        """
+        if not self._has_no_budget:
+            self._has_no_budget = True
+            return None
+        return Failure(status=429, message=str(error))
+
+    @property
+    def max_model_tokens(self) -> int | None:
+        """Of prompt and completion, at most."""
+        return self._policy.max_model_tokens
+
+    def policy_for(self, request: ChatRequest | TokenRequest) -> RolloutPolicy:
+        """Who answers a request."""
+        del request
+        return self._policy
+
     def count_tokens(self, request: ChatRequest) -> int:
         """Of a prompt. Raises `RequestInvalid` where the model's template refuses it."""
         try:
-            return len(self.policy.prompt_of(request.messages, request.tools))
+            return len(self._policy.prompt_of(request.messages, request.tools))
         except (EnvironmentFailed, ValueError) as error:
             raise RequestInvalid(str(error)) from error
 
@@ -120,6 +147,10 @@ class Sessions:
         session = self._open[key] = Session(key, root_url, policy, self._settings)
         return session
 
+    def add(self, session: Session) -> None:
+        """A session with a key that somebody chose."""
+        self._open[session.key] = session
+
     def close(self, session: Session) -> None:
         """Its key is that of a rollout that has ended."""
         self._open.pop(session.key, None)
@@ -131,7 +162,7 @@ class Sessions:
         Raises `RequestInvalid`: 401 for no key, one that was never given, and another rollout's beside that in the
         path; 410 for one of a rollout that has ended.
         """
-        key = path_key or next((one for one in keys if self._is_ours(one)), None)
+        key = path_key or next((one for one in keys if one in self._open or self._is_ours(one)), None)
         if key is None:
             raise RequestInvalid(
                 "no key was sent: send the rollout's, as `Authorization: Bearer KEY` or `x-api-key: KEY`"

@@ -37,6 +37,28 @@ class Tally:
         """A request waits for what another one asked for."""
         self.retries += 1
 
+    def prometheus(self, *, open_rollouts: int) -> str:
+        """In Prometheus' text format."""
+        lines = [
+            "# HELP tailrace_gateway_requests_total Requests by route and status; status 0: the client had gone.",
+            "# TYPE tailrace_gateway_requests_total counter",
+        ]
+        for (route, status), count in sorted(self.requests.items()):
+            lines.append(f'tailrace_gateway_requests_total{{route="{route}",status="{status}"}} {count}')
+        figures = (
+            ("rollouts_total", "counter", "Rollouts that were given an endpoint.", self.sessions),
+            ("rollouts_open", "gauge", "Rollouts that have an endpoint now.", open_rollouts),
+            ("turns_total", "counter", "Requests that were sampled.", self.turns),
+            ("turns_running", "gauge", "Requests that are being sampled.", self.running_turns),
+            ("retries_total", "counter", "Requests that joined a turn that was there already.", self.retries),
+            ("prompt_tokens_total", "counter", "Tokens of the prompts that were answered.", self.prompt_tokens),
+            ("completion_tokens_total", "counter", "Tokens that were sampled for answers.", self.completion_tokens),
+        )
+        for name, kind, what, value in figures:
+            full = f"tailrace_gateway_{name}"
+            lines += [f"# HELP {full} {what}", f"# TYPE {full} {kind}", f"{full} {value}"]
+        return "\n".join(lines) + "\n"
+
     def _ended(self, turn: Turn) -> None:
         self.running_turns -= 1
         if isinstance(turn.outcome, Answer):

@@ -1,6 +1,6 @@
 """One turn that a client asks for: sampled once, however often it is asked for again.
 
-    request ─► Turn (a task) ─► policy.chat ─► text*, then an Answer or a Failure
+    request ─► Turn (a task) ─► the policy ─► text*, then an Answer or a Failure
     retry ────┘ joins it, running or done
 
 A turn that nobody waits for any more is cancelled: at once, or after a moment where its client is one that retries.
@@ -14,15 +14,14 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import numpy as np
 
 from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed, RequestRefused, RolloutError
-from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Failure, RequestInvalid
-from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
+from tailrace.gateway.dialects.protocol import Answer, Failure, RequestInvalid
 from tailrace.records import Completion, FinishReason, Reply
 
 if TYPE_CHECKING:
@@ -54,15 +53,15 @@ class Repeatable(msgspec.Struct, frozen=True):
 class Turn:
     """An answer that is being sampled, or was."""
 
-    def __init__(self, session: Session, request: ChatRequest, repeatable: Repeatable) -> None:
+    def __init__(self, session: Session, ask: Ask, repeatable: Repeatable) -> None:
         self.answer_id, self.created_s = uuid.uuid4().hex, int(time.time())
         self.text: list[str] = []
         """Of the reply, as far as it is known."""
         self.outcome: Answer | Failure | None = None
         self.repeatable, self.attempt = repeatable, repeatable.attempt or 0
-        self._session, self._request = session, request
+        self._session, self._ask = session, ask
         self._clients = 0
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[bool]] = []
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run(), name=f"turn {self.answer_id}", context=session.context.copy())
         self._task.add_done_callback(self._ended)
@@ -90,16 +89,16 @@ class Turn:
         """Nothing more is sampled for it."""
         self._task.cancel()
 
-    async def changed(self, timeout_s: float | None = None) -> None:
-        """Wait until there is more text, or the outcome, or a call of `wake`; not for longer than `timeout_s`."""
+    async def changed(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is more text, or the outcome, or a call of `wake`; False where `timeout_s` has passed."""
         if self.outcome is not None:
-            return
+            return True
         loop = self._task.get_loop()
-        waiter = loop.create_future()
+        waiter: asyncio.Future[bool] = loop.create_future()
         self._waiters.append(waiter)
-        timer = None if timeout_s is None else loop.call_later(timeout_s, _resolve, waiter)
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _resolve, waiter, False)
         try:
-            await waiter
+            return await waiter
         finally:
             if timer is not None:
                 timer.cancel()
@@ -109,7 +108,7 @@ class Turn:
     def wake(self) -> None:
         """Let everyone who waits look again."""
         for waiter in self._waiters:
-            _resolve(waiter)
+            _resolve(waiter, True)
         self._waiters.clear()
 
     def on_end(self, call: Callable[[Turn], None]) -> None:
@@ -123,7 +122,7 @@ class Turn:
     async def _run(self) -> None:
         session = self._session
         try:
-            self.outcome = await self._answer(session)
+            self.outcome = await self._ask(self)
         except BudgetExceeded as error:
             self.outcome = self._stopped(session, error)
         except RequestInvalid as error:
@@ -139,48 +138,13 @@ class Turn:
             _logger.exception("a turn of the gateway failed")
             self.outcome = Failure(status=500, message="Tailrace failed at this request; its log says how")
 
-    async def _answer(self, session: Session) -> Answer:
-        request, policy = self._request, session.policy
-        asked = session.conversations.whole(request)
-        messages = without_call_ids(asked)
-        if session.system_messages is not None:
-            messages = session.system_messages.restored(messages)
-        own = not session.keeps_sampling
-        if own and request.top_p not in (None, policy.sampling.top_p):
-            raise RequestInvalid(
-                f"top_p = {request.top_p:g} is not supported: tokens are trained on under the distribution that they "
-                f"were sampled from, which has rollouts.top_p = {policy.sampling.top_p:g}; leave it out, or set "
-                "gateway.sampling = 'run'",
-                parameter="top_p",
-            )
-        reply = await policy.chat(
-            messages,
-            tools=request.tools,
-            max_tokens=request.max_tokens,
-            temperature=request.temperature if own else None,
-            stop=request.stop,
-            seed=request.seed if own else None,
-            on_text=self._hear if request.streams else None,
-        )
-        token_ids, answered = reply.completion.token_ids, with_call_ids(reply, self.answer_id)
-        session.conversations.keep(self.answer_id, request, asked, answered.message)
-        return Answer(
-            reply=answered,
-            answer_id=self.answer_id,
-            created_s=self.created_s,
-            prompt_tokens=reply.start_token,
-            token_texts=tuple(policy.token_texts(token_ids)) if request.wants_logprobs else (),
-            prompt_token_ids=tuple(policy.prompt_token_ids(reply).tolist()) if request.wants_token_ids else (),
-        )
-
     def _stopped(self, session: Session, error: BudgetExceeded) -> Answer | Failure:
-        """No budget: a reply that ends for its length at once; whoever asks on is told why."""
-        if session.has_no_budget:
-            return Failure(status=429, message=str(error))
-        session.has_no_budget = True
-        return Answer(reply=_NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
+        """No budget: a reply that says nothing, or a refusal."""
+        refusal = session.refusal(error)
+        return refusal or Answer(reply=_NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
 
-    def _hear(self, text: str) -> None:
+    def hear(self, text: str) -> None:
+        """More of its reply's text."""
         self.text.append(text)
         self.wake()
 
@@ -190,6 +154,10 @@ class Turn:
         self.wake()
 
 
+Ask: TypeAlias = Callable[[Turn], Awaitable[Answer]]
+"""What a turn is: asks a policy, and lets the turn hear what is known already."""
+
+
 class Turns:
     """Those of one rollout: what runs, and what a retry may still ask for."""
 
@@ -197,9 +165,9 @@ class Turns:
         self.running: set[Turn] = set()
         self._remembered: deque[Turn] = deque(maxlen=_REMEMBERED)
 
-    def begin(self, session: Session, request: ChatRequest, repeatable: Repeatable) -> Turn:
+    def begin(self, session: Session, ask: Ask, repeatable: Repeatable) -> Turn:
         """A turn of its own."""
-        turn = Turn(session, request, repeatable)
+        turn = Turn(session, ask, repeatable)
         self.running.add(turn)
         turn.on_end(self.running.discard)
         if repeatable.may_be_retried:
@@ -244,9 +212,9 @@ class Turns:
                 yield turn
 
 
-def _resolve(waiter: asyncio.Future[None]) -> None:
+def _resolve(waiter: asyncio.Future[bool], has_changed: bool) -> None:
     if not waiter.done():
-        waiter.set_result(None)
+        waiter.set_result(has_changed)
 
 
 _NOTHING = Reply(

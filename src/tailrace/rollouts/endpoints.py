@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from tailrace.environments import Endpoint
 
 if TYPE_CHECKING:
     from tailrace.rollouts.policy import RolloutPolicy
+
+
+class EndpointsEntry(msgspec.Struct, frozen=True):
+    """What another process makes endpoints of, for the rollouts that it plays."""
+
+    factory: str
+    """`module:function`, which takes the settings."""
+    settings: str
+    """As JSON."""
+
+    def make(self) -> Endpoints:
+        """Endpoints of this process."""
+        module, _, name = self.factory.partition(":")
+        made: Endpoints = getattr(importlib.import_module(module), name)(self.settings)
+        return made
 
 
 class Endpoints(Protocol):
@@ -19,3 +37,13 @@ class Endpoints(Protocol):
 
         Raises `SettingsError` where the gateway cannot be started (its port is taken, a package is missing, ...).
         """
+
+    @property
+    def entry(self) -> EndpointsEntry:
+        """How agent workers make theirs."""
+
+    async def start(self) -> None:
+        """Called before the first rollout. Raises as `open` does."""
+
+    async def close(self) -> None:
+        """No rollout is played any more."""

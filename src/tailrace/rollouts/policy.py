@@ -29,9 +29,7 @@ from tailrace.records import (
     Generate,
     GenerationRequest,
     Int32Array,
-    Json,
     Message,
-    OnChunk,
     Reply,
     RequestId,
     Rollout,
@@ -42,10 +40,11 @@ from tailrace.records import (
     session_of,
 )
 from tailrace.records.columns import RESERVED, as_column
-from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match
+from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match, longest_prefix
 from tailrace.rollouts.chat.rendering import Renderer
-from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings
+from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, listener_for
 from tailrace.rollouts.chat.text_deltas import TextDeltas
+from tailrace.rollouts.chat.text_parts import as_text
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.tracing.phases import phase
 
@@ -139,14 +138,10 @@ class RolloutPolicy:
             EnvironmentFailed: The model's chat template refuses the conversation.
             CancelledError: The rollout was cancelled, or has ended: nothing more is sampled for it.
         """
-        task = asyncio.current_task()
-        assert task is not None  # coroutines run in tasks
-        if self._closed or task.cancelling():
-            await self._refuse()
+        task = await self._own_task()
         messages = self._with_system_prompt(as_text(messages))
-        listener = self._listener(stop)
-        if self._rollout.turns >= self._max_turns:
-            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
+        listener = listener_for(stop, self._renderer.text)
+        self._require_turn()
         with phase("render"):
             conversation, context = self._locate(messages, tools, self._branch_temperature(temperature))
             limit = self._completion_limit(conversation, len(context), max_tokens)
@@ -154,6 +149,41 @@ class RolloutPolicy:
             request = self._request(conversation, limit, seed)
             hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
         completion = await self._sample(conversation, request, task, listener, hears)
+        with phase("parse"):
+            return self._record(conversation, completion, listener)
+
+    async def continue_tokens(
+        self,
+        token_ids: Int32Array,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: tuple[int, ...] | None = None,
+        seed: int | None = None,
+    ) -> Reply:
+        """One turn by tokens: sample what follows `token_ids` [num_tokens], on the branch that they begin with.
+
+        `stop_token_ids` are the model's own unless given. Raises as `chat` does, and `ValueError` where the run has a
+        system prompt of its own, which tokens cannot be given.
+        """
+        task = await self._own_task()
+        if self._system_prompt is not None:
+            raise ValueError("rollouts.system_prompt cannot be put into a prompt of tokens: leave it out")
+        listener = listener_for(stop, self._renderer.text)
+        self._require_turn()
+        with phase("render"):
+            temperature = self._branch_temperature(temperature)
+            conversation, shared = self._locate_tokens(token_ids, temperature)
+            context = token_ids[shared:]
+            limit = self._completion_limit(conversation, len(context), max_tokens)
+            said: Message = {"role": "user", "content": self._renderer.text(context.tolist())}
+            self._begin_turn(conversation, context, [*conversation.messages, said])
+            request = self._request(conversation, limit, seed)
+            if stop_token_ids is not None:
+                sampling = msgspec.structs.replace(request.sampling, stop_token_ids=stop_token_ids)
+                request = replace(request, sampling=sampling)
+        completion = await self._sample(conversation, request, task, listener, None)
         with phase("parse"):
             return self._record(conversation, completion, listener)
 
@@ -216,6 +246,14 @@ class RolloutPolicy:
             for task in self._turns - {asyncio.current_task()}:
                 task.cancel()
 
+    async def _own_task(self) -> asyncio.Task[object]:
+        """The task of a turn that begins. Raises `CancelledError` where none may begin any more."""
+        task = asyncio.current_task()
+        assert task is not None  # coroutines run in tasks
+        if self._closed or task.cancelling():
+            await self._refuse()
+        return task
+
     async def _refuse(self) -> NoReturn:
         """Raise `CancelledError`, after a pause, so that an agent that ignores it does not block the event loop."""
         await asyncio.sleep(_REFUSAL_S)
@@ -238,6 +276,17 @@ class RolloutPolicy:
         if self._conversations and any(message["role"] == "assistant" for message in messages):
             self._count("rewritten_turns", 1)
         return self._open(tools, temperature), self._renderer.render(messages, tools)
+
+    def _locate_tokens(self, token_ids: Int32Array, temperature: float | None) -> tuple[BranchConversation, int]:
+        """The branch to extend, and how many of the tokens it has already."""
+        match = longest_prefix(self._conversations, token_ids)
+        if match is None:
+            return self._open(None, temperature), 0
+        if match.is_tip and match.conversation.branch.temperature == temperature:
+            return match.conversation, match.turn.end_token
+        conversation = self._open(None, temperature)
+        conversation.branch.extend_context(token_ids[: match.turn.end_token])
+        return conversation, match.turn.end_token
 
     def _bridge(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> Int32Array | None:
         seen, turn = match.conversation, match.turn
@@ -271,14 +320,6 @@ class RolloutPolicy:
         own = self._rollout.sampling.temperature
         return None if own in (0, asked) else asked
 
-    def _listener(self, stop: Sequence[str]) -> StopStrings | None:
-        if not stop:
-            return None
-        strings = [stop] if isinstance(stop, str) else list(stop)
-        if not all(strings):
-            raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
-        return StopStrings(strings, self._renderer.text)
-
     def _text_deltas(
         self, on_text: Callable[[str], None], request: GenerationRequest, stop: Sequence[str]
     ) -> TextDeltas | None:
@@ -310,6 +351,10 @@ class RolloutPolicy:
         if min(limits) < 1:
             raise ValueError(f"chat(max_tokens={asked}) asks for no token; it must be 1 or above")
         return min(limits)
+
+    def _require_turn(self) -> None:
+        if self._rollout.turns >= self._max_turns:
+            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
 
     def _exhausted(self, why: str) -> BudgetExceeded:
         return BudgetExceeded(f"task {self._rollout.task.task_id}: no budget for another turn: {why}")
@@ -373,7 +418,7 @@ class RolloutPolicy:
             end = len(request.prompt_token_ids) + kept.num_tokens
             return replace(kept, routed_experts=chunks_before(end, completion.routed_experts))
         try:
-            return listener.cut(await self._generate(request, listener if hears is None else _both(hears, listener)))
+            return listener.cut(await self._generate(request, listener if hears is None else hears.before(listener)))
         except StopStringFound:
             return listener.completion
 
@@ -442,33 +487,3 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
-
-
-def _both(first: OnChunk, second: OnChunk) -> OnChunk:
-    def hear(chunk: Completion) -> None:
-        first(chunk)
-        second(chunk)
-
-    return hear
-
-
-def as_text(messages: list[Message]) -> list[Message]:
-    """Messages whose content is a list of text parts, with their text; the list as it is where there are none.
-
-    Raises `ValueError` for a part that is no text.
-
-    >>> as_text([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
-    [{'role': 'user', 'content': 'Hello'}]
-    """
-    if all(not isinstance(message.get("content"), list) for message in messages):
-        return messages
-    return [{**message, "content": _joined(message["content"])} for message in messages]
-
-
-def _joined(content: Json) -> str:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"content with a part of type {kind!r}: the policy reads text only")
-    return "".join(part["text"] for part in parts)

@@ -62,7 +62,7 @@ class Rollouter:
         self._renderer = renderer
         self._generate = generate
         self._max_model_tokens, self._teacher = max_model_tokens, teacher
-        self._attempts = Attempts()
+        self._attempts, self._endpoints = Attempts(), endpoints
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
         self._player = RolloutPlayer(
@@ -89,6 +89,7 @@ class Rollouter:
                 max_steps=max_steps,
                 records_experts=records_experts,
                 takes_demonstrations=takes_demonstrations,
+                endpoints=None if endpoints is None else endpoints.entry,
             )
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
@@ -134,6 +135,8 @@ class Rollouter:
         names = [name for name, one in self._environments.items() if one.spec.needs_workers and not one.is_apart]
         for name in names:
             self._workers.require(name)
+        if self._endpoints is not None:
+            await self._endpoints.start()
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._workers.start(names))
             if self._agents is not None:
@@ -142,7 +145,7 @@ class Rollouter:
             await self._teacher.ready()
 
     async def close(self) -> None:
-        """End the worker processes and judges' connections. No rollout may be running."""
+        """End the worker processes, judges' connections and endpoints. No rollout may be running."""
         async with asyncio.TaskGroup() as closing:
             closing.create_task(self._workers.close())
             if self._agents is not None:
@@ -151,6 +154,8 @@ class Rollouter:
                 closing.create_task(judge.close())
             if self._teacher is not None:
                 closing.create_task(self._teacher.close())
+            if self._endpoints is not None:
+                closing.create_task(self._endpoints.close())
 
     @property
     def agent_workers(self) -> AgentWorkers | None:

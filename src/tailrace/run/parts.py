@@ -13,6 +13,7 @@ from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
 from tailrace.environments.registry import is_built_in
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
+from tailrace.gateway import Gateway
 from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
@@ -161,6 +162,7 @@ def make_rollouter(
         max_steps=settings.max_steps or 0,
         records_experts=settings.generator.return_routed_experts,
         takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
+        endpoints=Gateway(settings.gateway, model=settings.model.name),
         teacher=teacher,
         worker_log=None if paths is None else paths.logs / "workers.log",
         watch=WorkerWatch(

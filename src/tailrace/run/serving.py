@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import secrets
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from tailrace.config.serving import ServeSettings
+from tailrace.errors import SettingsError
+from tailrace.gateway import Gateway
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.keys import CurveKeys, read_keys, require_safe_address, write_keys
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
@@ -19,14 +25,36 @@ from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.resources import own_shared_memory, remove_leftovers
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
-from tailrace.models.loading import require_weights
+from tailrace.models.loading import require_weights, tokenizer_folder
+from tailrace.records import (
+    Completion,
+    GenerationRequest,
+    GroupId,
+    OnChunk,
+    Rollout,
+    RolloutId,
+    SamplingParams,
+    Task,
+    TaskId,
+)
+from tailrace.rollouts import ChatRenderer, RolloutPolicy
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 
-async def serve(settings: ServeSettings, address: str, key: Path | None, say: Callable[[str], None]) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns the exit status. `say` prints. Raises `SettingsError`, `ModelError`."""
+async def serve(
+    settings: ServeSettings,
+    address: str,
+    key: Path | None,
+    say: Callable[[str], None],
+    *,
+    http_key: Path | None = None,
+) -> int:
+    """Serve until Ctrl-C or SIGTERM; returns the exit status. `say` prints. Raises `SettingsError`, `ModelError`.
+
+    With a section `gateway` HTTP clients are answered too, that have the key in the file `http_key`.
+    """
     rank = torchrun_rank(settings.generator)
     if rank is not None:
         os.environ.update(own_device(settings.generator, rank))
@@ -62,7 +90,62 @@ async def serve(settings: ServeSettings, address: str, key: Path | None, say: Ca
         stack.callback(server.close)
         await generator.ready()
         say(f"{settings.model.name} is served at {server.address}; use it with --generator.connect {server.address}")
-        return await _until_signal(server)
+        async with _http(settings, server, http_key, say):
+            return await _until_signal(server)
+
+
+@contextlib.asynccontextmanager
+async def _http(
+    settings: ServeSettings, server: GeneratorServer, key_file: Path | None, say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Answers HTTP clients inside, where the settings ask for it: each request is a rollout that nobody trains on."""
+    if settings.gateway is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        files = await asyncio.to_thread(tokenizer_folder, settings.model.name, Path(folder))
+        renderer = await asyncio.to_thread(partial(ChatRenderer, files, name=settings.model.name))
+    numbers = itertools.count()
+
+    async def generate(request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        return await server.generator.generate(replace(request, owner=None), on_chunk)
+
+    def new_policy(sampling: SamplingParams) -> RolloutPolicy:
+        number = next(numbers)
+        task = Task(TaskId(f"http/{number}"), "http", number, {})
+        return RolloutPolicy(
+            Rollout(RolloutId(f"http#{number}"), GroupId(f"http#{number}"), task, sampling),
+            renderer=renderer,
+            generate=generate,
+            max_turns=1,
+            max_model_tokens=settings.max_model_tokens,
+        )
+
+    key = await asyncio.to_thread(_http_key, key_file, say)
+    async with Gateway(settings.gateway, model=settings.model.name) as gateway:
+        await gateway.serve(key, new_policy)
+        say(f"HTTP clients are answered at {gateway.root_url} (OpenAI's: {gateway.root_url}/v1)")
+        yield
+
+
+def _http_key(path: Path | None, say: Callable[[str], None]) -> str:
+    """That of the file; where there is none yet, a fresh one."""
+    if path is not None and path.exists():
+        key = path.read_text(encoding="utf-8").strip()
+        if not (key.isascii() and key.replace("-", "").replace("_", "").isalnum()):
+            raise SettingsError(f"--http-key: {path} holds no key: letters, digits, - and _, on one line")
+        return key
+    key = secrets.token_urlsafe(24)
+    if path is None:
+        say(f"their key is {key}")
+        return key
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(key + "\n")
+    except OSError as error:
+        raise SettingsError(f"--http-key: cannot write the key file {path}: {error.strerror}") from error
+    say(f"wrote a new key for HTTP clients to {path}")
+    return key
 
 
 async def _until_signal(server: GeneratorServer) -> int:

@@ -31,7 +31,7 @@ from tailrace.records import FinishReason, Json, Message, ToolCall, ToolSpec
 _READ = frozenset(
     {
         *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
-        *("seed", "stop", "stream", "stream_options", "logprobs", "return_token_ids"),
+        *("top_k", "seed", "stop", "stream", "stream_options", "logprobs", "return_token_ids"),
     }
 )
 _WITHOUT_EFFECT = frozenset(
@@ -47,7 +47,6 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
-    "top_k": (0, -1),
     "min_p": (0,),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
@@ -69,7 +68,6 @@ _REASONS = {
     "presence_penalty": _UNMODIFIED,
     "repetition_penalty": _UNMODIFIED,
     "logit_bias": _UNMODIFIED,
-    "top_k": _UNMODIFIED,
     "min_p": _UNMODIFIED,
     "top_logprobs": "engines tell the log-probability of the sampled token alone",
     "parallel_tool_calls": f"{_UNGUIDED}: a reply may have several calls",
@@ -112,6 +110,7 @@ class ChatCompletions(Dialect):
             max_tokens=min((one for one in asked if one is not None), default=None),
             temperature=number(body, "temperature"),
             top_p=number(body, "top_p"),
+            top_k=optional(body, "top_k", int),
             seed=optional(body, "seed", int),
             stop=stop_strings(body.get("stop"), "stop"),
             streams=streams,

@@ -29,6 +29,7 @@ from tailrace.records import Json, Message, ToolSpec
 _READ = frozenset(
     {
         *("model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p"),
+        "top_k",
         *("stop_sequences", "stream", "thinking", "output_config"),
     }
 )
@@ -41,7 +42,6 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "mcp_servers": ([],),
     "speed": ("standard",),
     THREAD: (),
-    "top_k": (),
 }
 _REASONS = {
     "container": "nothing here runs code",
@@ -49,7 +49,6 @@ _REASONS = {
     "mcp_servers": "no tool is called here: clients call theirs",
     "speed": "there is one speed",
     THREAD: "send the whole conversation",
-    "top_k": "tokens are trained on under the distribution that they were sampled from, so none may be left out",
 }
 _OUTPUT_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"format": ()}
 _OUTPUT_REASONS = {"format": f"{_UNGUIDED}: ask for the form in the prompt, and reward it"}
@@ -110,6 +109,7 @@ def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesR
         max_tokens=max_tokens,
         temperature=number(body, "temperature"),
         top_p=number(body, "top_p"),
+        top_k=whole_number(body, "top_k", least=0),
         stop=stop_strings(body.get("stop_sequences"), "stop_sequences"),
         streams=optional(body, "stream", bool) or False,
         shows_thinking=shows,

@@ -25,6 +25,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     streams: bool = False

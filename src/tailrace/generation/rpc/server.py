@@ -100,6 +100,11 @@ class GeneratorServer:
         self._renewing, self._uploading = asyncio.Lock(), asyncio.Lock()
 
     @property
+    def generator(self) -> Generator:
+        """The one that serves now."""
+        return self._generator
+
+    @property
     def address(self) -> str:
         """Where it listens; port 0 is resolved to the chosen one."""
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)

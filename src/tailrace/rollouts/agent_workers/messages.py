@@ -31,6 +31,7 @@ from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.groups import GroupChanges, GroupData
 from tailrace.rollouts.agent_workers.values import pack_values, require_shallow
 from tailrace.rollouts.chat.rendering import RendererSource
+from tailrace.rollouts.endpoints import EndpointsEntry
 from tailrace.transport.channels import decode_array
 
 
@@ -52,6 +53,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     max_steps: int
     records_experts: bool
     takes_demonstrations: bool
+    endpoints: EndpointsEntry | None
     lag_interval_s: float
     stall_s: float
     trace_folder: str

@@ -14,6 +14,7 @@ from tailrace.rollouts.agent_workers.messages import Hello
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
 from tailrace.rollouts.agent_workers.worker import AgentWorker, PlayedRollout
 from tailrace.rollouts.chat.rendering import RendererSource
+from tailrace.rollouts.endpoints import EndpointsEntry
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.output import OutputLog
 from tailrace.tracing.phase_totals import PhaseUsage
@@ -41,6 +42,7 @@ class AgentWorkers:
         max_steps: int = 0,
         records_experts: bool = False,
         takes_demonstrations: bool = True,
+        endpoints: EndpointsEntry | None = None,
     ) -> None:
         """`environments` are loaded again in every worker from these settings; the rest is as `Rollouter` takes it."""
         self._output = None if watch.log is None else OutputLog(watch.log)
@@ -54,6 +56,7 @@ class AgentWorkers:
             max_steps=max_steps,
             records_experts=records_experts,
             takes_demonstrations=takes_demonstrations,
+            endpoints=endpoints,
             lag_interval_s=watch.lag_interval_s,
             stall_s=watch.stall_s,
             trace_folder="" if watch.trace_folder is None else str(watch.trace_folder),

@@ -51,6 +51,7 @@ from tailrace.rollouts.agent_workers.messages import (
 )
 from tailrace.rollouts.chat import ChatRenderer
 from tailrace.rollouts.deadline import Attempts
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
@@ -91,6 +92,7 @@ class AgentWorkerProcess:
         self._running: dict[str, asyncio.Task[None]] = {}
         """Rollouts and scores, by their keys."""
         self._environments: dict[str, LoadedEnvironment] = {}
+        self._endpoints: Endpoints | None = None
 
     async def run(self) -> None:
         """Until the orchestrator closes."""
@@ -122,6 +124,8 @@ class AgentWorkerProcess:
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
             await workers.close()
+            if self._endpoints is not None:
+                await self._endpoints.close()
             faulthandler.cancel_dump_traceback_later()
 
     # ---- what it is started with
@@ -130,6 +134,7 @@ class AgentWorkerProcess:
         self, hello: Hello, settings: RolloutSettings, loadable: dict[str, EnvironmentSettings], workers: WorkerPool
     ) -> None:
         """Environments and renderer: users' modules are imported here."""
+        self._endpoints = None if hello.endpoints is None else hello.endpoints.make()
         for name, chosen in loadable.items():
             spec = load_environment(chosen, with_tasks=False)
             self._environments[name] = LoadedEnvironment.of(spec, settings, chosen)
@@ -143,6 +148,7 @@ class AgentWorkerProcess:
             max_steps=hello.max_steps,
             records_experts=hello.records_experts,
             takes_demonstrations=hello.takes_demonstrations,
+            endpoints=self._endpoints,
         )
 
     @contextlib.contextmanager

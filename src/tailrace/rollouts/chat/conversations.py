@@ -12,7 +12,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tailrace.records import Branch, Json, Message, ToolSpec
+import numpy as np
+
+from tailrace.records import Branch, Int32Array, Json, Message, ToolSpec
 
 _REPLACEMENT = "\ufffd"
 
@@ -72,6 +74,20 @@ def longest_match(
             if turn.num_messages <= same and turn.num_messages < len(messages):
                 match = Match(conversation, turn, turn.drifted or turn.num_messages - 1 in realigned_at)
                 if best is None or _rank(match) > _rank(best):
+                    best = match
+                break
+    return best
+
+
+def longest_prefix(conversations: Sequence[BranchConversation], token_ids: Int32Array) -> Match | None:
+    """The latest reply, of all branches, up to which `token_ids` [num_tokens] are the same tokens."""
+    best: Match | None = None
+    for conversation in conversations:
+        for turn in reversed(conversation.turns):
+            end = turn.end_token
+            if end <= len(token_ids) and np.array_equal(conversation.branch.token_ids[:end], token_ids[:end]):
+                match = Match(conversation, turn, realigned=False)
+                if best is None or (end, match.is_tip) > (best.turn.end_token, best.is_tip):
                     best = match
                 break
     return best

@@ -58,3 +58,13 @@ class StopStrings:
     def _holds(self, token_ids: Sequence[int]) -> bool:
         text = self._decode(token_ids)
         return any(string in text for string in self._strings)
+
+
+def listener_for(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopStrings | None:
+    """Who listens for one string, or several; None where there is none. Raises `ValueError` for an empty one."""
+    if not stop:
+        return None
+    strings = [stop] if isinstance(stop, str) else list(stop)
+    if not all(strings):
+        raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
+    return StopStrings(strings, decode)

@@ -1,0 +1,91 @@
+"""What a request asks of a policy: a chat's next message, or what follows some tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.gateway.dialects.protocol import Answer, ChatRequest, RequestInvalid
+from tailrace.gateway.dialects.token_generation import TokenRequest
+from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
+from tailrace.gateway.turns import Ask, Turn
+from tailrace.records import Reply, SamplingParams
+from tailrace.rollouts import RolloutPolicy
+
+if TYPE_CHECKING:
+    from tailrace.gateway.sessions import Session
+
+
+def chat(session: Session, request: ChatRequest) -> Ask:
+    """One turn of a conversation. Raises `RequestInvalid` where it cannot be sampled as it asks."""
+    policy, own = session.policy_for(request), _own_sampling(session, request)
+    asked = session.conversations.whole(request)
+    messages = without_call_ids(asked)
+    if session.system_messages is not None:
+        messages = session.system_messages.restored(messages)
+
+    async def ask(turn: Turn) -> Answer:
+        reply = await policy.chat(
+            messages,
+            tools=request.tools,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature if own else None,
+            stop=request.stop,
+            seed=request.seed if own else None,
+            on_text=turn.hear if request.streams else None,
+        )
+        answered = with_call_ids(reply, turn.answer_id)
+        session.conversations.keep(turn.answer_id, request, asked, answered.message)
+        return _answer(turn, policy, answered, request)
+
+    return ask
+
+
+def continue_tokens(session: Session, request: TokenRequest) -> Ask:
+    """One turn by tokens. Raises `RequestInvalid` where it cannot be sampled as it asks."""
+    policy, own = session.policy_for(request), _own_sampling(session, request)
+
+    async def ask(turn: Turn) -> Answer:
+        reply = await policy.continue_tokens(
+            request.token_ids,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature if own else None,
+            stop=request.stop,
+            stop_token_ids=request.stop_token_ids,
+            seed=request.seed if own else None,
+        )
+        return _answer(turn, policy, reply, request)
+
+    return ask
+
+
+def _answer(turn: Turn, policy: RolloutPolicy, reply: Reply, request: ChatRequest | TokenRequest) -> Answer:
+    wants_texts = isinstance(request, ChatRequest) and request.wants_logprobs
+    wants_ids = isinstance(request, ChatRequest) and request.wants_token_ids
+    return Answer(
+        reply=reply,
+        answer_id=turn.answer_id,
+        created_s=turn.created_s,
+        prompt_tokens=reply.start_token,
+        token_texts=tuple(policy.token_texts(reply.completion.token_ids)) if wants_texts else (),
+        prompt_token_ids=tuple(policy.prompt_token_ids(reply).tolist()) if wants_ids else (),
+    )
+
+
+def _own_sampling(session: Session, request: ChatRequest | TokenRequest) -> bool:
+    """Whether the request's sampling holds. Raises `RequestInvalid` where it would, and cannot."""
+    if session.keeps_sampling:
+        return False
+    run = session.sampling
+    if run is not None:
+        _require_same("top_p", request.top_p, run, run.top_p)
+        _require_same("top_k", request.top_k, run, run.top_k)
+    return True
+
+
+def _require_same(name: str, asked: float | None, run: SamplingParams, own: float) -> None:
+    if asked is not None and asked != own:
+        raise RequestInvalid(
+            f"{name} = {asked:g} is not supported: all tokens of a rollout are sampled with the run's own, {own:g}; "
+            "leave it out, or set gateway.sampling = 'run'",
+            parameter=name,
+        )

@@ -1,0 +1,190 @@
+"""vLLM's tokens in, tokens out: `POST /inference/v1/generate`.
+
+    {"token_ids": [...], "sampling_params": {...}} ─► {"choices": [{"token_ids", "logprobs", "weight_versions"}]}
+
+As of vLLM 0.32; each log-probability names its token both ways that its clients read (`token_id` and `token`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from tailrace.gateway.dialects.fields import number, of_type, optional, require_known, stop_strings
+from tailrace.gateway.dialects.protocol import Answer, Failure, RequestInvalid
+from tailrace.records import Completion, FinishReason, Int32Array, Json
+
+_READ = frozenset({"request_id", "token_ids", "sampling_params", "model"})
+_WITHOUT_EFFECT = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
+_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "priority": (0,),
+    "output_mode": ("tokens",),
+    "return_token_ids": (False,),
+    "features": (),
+    "content_parts": ([],),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+}
+_REASONS = {
+    "stream": "tokens come whole, with their log-probabilities; chat completions are streamed",
+    "priority": "the run's scheduler orders requests",
+    "output_mode": "tokens come as ids alone",
+    "features": "the policy reads text only",
+    "content_parts": "the policy reads text only",
+}
+_SAMPLING_READ = frozenset({"max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"})
+_SAMPLING_WITHOUT_EFFECT = frozenset(
+    {
+        *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind"),
+        *("include_stop_str_in_output", "return_token_ids"),
+    }
+)
+_UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
+_SAMPLING_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (0, 1),
+    "prompt_logprobs": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "ignore_eos": (False,),
+    "bad_words": ([],),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "guided_decoding": (),
+    "truncate_prompt_tokens": (),
+    "extra_args": ({},),
+}
+_SAMPLING_REASONS = {
+    "n": "a request is one turn; ask again for another one",
+    "logprobs": "engines tell the log-probability of the sampled token alone",
+    "structured_outputs": "no engine here guides decoding",
+    **dict.fromkeys(
+        ("min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+        _UNMODIFIED,
+    ),
+}
+
+
+class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to follow these tokens."""
+
+    request_id: str | None
+    token_ids: Int32Array  # [num_tokens]
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...] | None
+    """None: the model's own."""
+
+
+class TokenGeneration:
+    """Reads and writes vLLM's form."""
+
+    name = "generate"
+
+    def read(self, body: Mapping[str, Json]) -> TokenRequest:
+        """A request's body. Raises `RequestInvalid`, naming every field that is not supported."""
+        require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
+        sampling = of_type(body.get("sampling_params") or {}, dict, "sampling_params")
+        require_known(
+            sampling,
+            read=_SAMPLING_READ,
+            neutral=_SAMPLING_NEUTRAL,
+            without_effect=_SAMPLING_WITHOUT_EFFECT,
+            reasons=_SAMPLING_REASONS,
+        )
+        ends = sampling.get("stop_token_ids")
+        top_k = optional(sampling, "top_k", int)
+        return TokenRequest(
+            request_id=optional(body, "request_id", str),
+            token_ids=_token_ids(body.get("token_ids"), "token_ids"),
+            max_tokens=optional(sampling, "max_tokens", int),
+            temperature=number(sampling, "temperature"),
+            top_p=number(sampling, "top_p"),
+            top_k=0 if top_k == -1 else top_k,
+            seed=optional(sampling, "seed", int),
+            stop=stop_strings(sampling.get("stop"), "stop"),
+            stop_token_ids=tuple(_token_ids(ends, "stop_token_ids").tolist()) if ends else None,
+        )
+
+    def whole(self, request: TokenRequest, answer: Answer) -> dict[str, Json]:
+        """The body of an answer."""
+        completion = answer.reply.completion
+        choice: dict[str, Json] = {
+            "index": 0,
+            "token_ids": completion.token_ids.tolist(),
+            "logprobs": {"content": _logprobs(completion)},
+            "finish_reason": "length" if completion.finish_reason is FinishReason.LENGTH else "stop",
+            "routed_experts": None,
+            "sampling_mask": _sampling_mask(completion),
+            "weight_versions": _weight_versions(completion),
+        }
+        return {
+            "request_id": request.request_id or answer.answer_id,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": completion.num_tokens,
+                "total_tokens": answer.prompt_tokens + completion.num_tokens,
+            },
+        }
+
+    def error(self, failure: Failure) -> dict[str, Json]:
+        """The body of an error response, as vLLM writes it."""
+        return {
+            "error": {
+                "message": failure.message,
+                "type": "BadRequestError" if failure.status < 500 else "InternalServerError",
+                "param": failure.parameter,
+                "code": failure.status,
+            }
+        }
+
+
+def _token_ids(value: Json, name: str) -> Int32Array:
+    try:
+        token_ids = msgspec.convert(value, list[int])
+    except msgspec.ValidationError:
+        raise RequestInvalid(f"{name} must be a list of token ids", parameter=name) from None
+    if not token_ids or min(token_ids) < 0 or max(token_ids) >= 2**31:
+        raise RequestInvalid(f"{name} must be ids from 0 on, one at least", parameter=name)
+    return np.array(token_ids, np.int32)
+
+
+def _logprobs(completion: Completion) -> list[Json]:
+    pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
+    return [
+        {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob, "top_logprobs": []}
+        for token_id, logprob in pairs
+    ]
+
+
+def _sampling_mask(completion: Completion) -> list[list[int]] | None:
+    """The tokens that each one was sampled from, where the run restricts sampling."""
+    if completion.supports is None:
+        return None
+    ends = np.cumsum(completion.supports.counts).tolist()
+    token_ids = completion.supports.token_ids.tolist()
+    return [token_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _weight_versions(completion: Completion) -> list[Json]:
+    """Stretches of one policy version."""
+    versions = completion.policy_versions
+    if not len(versions):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [{"version": str(int(versions[start])), "start": start, "end": end} for start, end in pairwise(edges)]
