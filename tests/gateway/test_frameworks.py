@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.models.loading import tokenizer_folder
 from tailrace.records import SamplingParams
 from tailrace.rollouts import ChatRenderer
@@ -25,6 +26,20 @@ async def _solved(bundled: ChatRenderer, name: str, replies: tuple[str, ...]) ->
     pytest.importorskip(PACKAGES.get(name, "openai"))
     async with served(bundled, replies, sampling=LONG, max_turns=len(replies)) as talk:
         return await AGENTS[name](talk.endpoint, QUESTION), talk
+
+
+async def test_the_example_of_the_agents_sdk_looks_seats_up_and_is_rewarded(bundled: ChatRenderer) -> None:
+    pytest.importorskip("agents")
+    spec = load_environment(EnvironmentSettings(name="examples.own_agents_sdk:seats"))
+    assert spec.agent is not None
+    calls = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {{"name": "Max"}}}}</tool_call>'
+        for name in ("left_of", "right_of")
+    )
+    async with served(bundled, [calls, "Karl\nAda"], sampling=LONG) as talk:
+        assert await spec.agent(spec.train_task(0), talk.policy) == 1.0
+    assert [message["content"] for message in talk.rollout.messages if message["role"] == "tool"] == ["Karl", "Ada"]
+    talk.assert_recorded_as_sampled()
 
 
 @pytest.mark.parametrize("name", [name for name in AGENTS if name not in REWRITES])
