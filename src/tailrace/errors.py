@@ -162,7 +162,7 @@ class TrainingError(TailraceError):
 
 
 class NothingLeft(TrainingError):
-    """Every rollout earns the highest reward there was: nothing is left to learn. Ends the run as finished."""
+    """Nearly all rollouts earn the highest reward there was: nothing is left to learn. Ends the run as finished."""
 
 
 class Diverged(TrainingError):

@@ -48,6 +48,15 @@ async def wait_for_stop(role: Role) -> None:
         (folder / "cleaned up").touch()
 
 
+async def crash_when_stopped(role: Role) -> None:
+    """As native code does."""
+    (Path(role.spec.settings.decode()) / "running").write_text(str(os.getpid()))
+    try:
+        await asyncio.Event().wait()
+    finally:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
 async def ignore_terminate(role: Role) -> None:
     """Whoever asks, and however."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

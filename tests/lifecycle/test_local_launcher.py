@@ -66,6 +66,15 @@ async def test_a_role_that_leaves_early_is_a_failure_even_with_status_0(launcher
         await launcher.watch()
 
 
+async def test_a_role_that_crashes_where_it_is_asked_to_end_is_named_and_its_log_says_where(
+    launcher: LocalLauncher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    crashing = await start_and_wait(launcher, "crash_when_stopped", tmp_path)
+    await crashing.stop()
+    assert "the trainer left when it was asked to, killed by SIGSEGV" in caplog.text
+    assert "crash_when_stopped" in (tmp_path / "logs" / "trainer.log").read_text()
+
+
 async def test_a_replaceable_role_fails_nothing_when_it_is_killed_and_can_be_started_again(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:

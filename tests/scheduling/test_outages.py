@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -139,16 +140,75 @@ def test_a_run_in_which_all_that_was_ready_has_become_too_old_ends_and_says_so()
     run_in_virtual_time(run())
 
 
-@pytest.mark.parametrize(("last", "ended"), [(1.0, NothingLeft), (0.5, TrainingError)])
-def test_nothing_is_left_to_learn_where_every_reward_is_as_high_as_any_was(
-    last: float, ended: type[TrainingError]
-) -> None:
-    async def run() -> None:
-        world = make_world(lambda number: spread(number) if number < 64 else last, rows=8, epochs=None)
-        with pytest.raises(ExceptionGroup) as caught:
-            await world.run()
-        [error] = caught.value.exceptions
-        assert type(error.exceptions[0] if isinstance(error, ExceptionGroup) else error) is ended
-        assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 48
+def after_learning(last: Callable[[int], float]) -> Callable[[int], float]:
+    """Rewards up to 1 that differ in the first 64 rollouts; then by the number of the group, the same inside it."""
+    return lambda number: spread(number) if number < 64 else last(number // 4)
 
-    run_in_virtual_time(run())
+
+async def end_of(fate: Callable[[int], float], *, step: int = 0, state: bytes = b"") -> tuple[Exception, World]:
+    """How a run without an end of tasks or steps ends."""
+    world = make_world(fate, rows=8, epochs=None, pauses=lambda number: 0, step=step, state=state)
+    with pytest.raises(ExceptionGroup) as caught:
+        await world.run()
+    error: Exception = caught.value
+    while isinstance(error, ExceptionGroup):
+        [error] = error.exceptions
+    return error, world
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (lambda group: 2.0, "converged: 80 of the last 80 rollouts earned 2, the highest reward there was"),
+        (lambda group: 1.0, "converged: 80 of the last 80 rollouts earned 1, the highest"),
+        (
+            lambda group: 0.9 + group % 3 / 20,
+            "converged: 80 of the last 80 rollouts earned the highest reward there was, or",
+        ),
+        (lambda group: 1.0 if group % 20 else 0.5, "converged: 76 of the last 80 rollouts earned 1, the highest"),
+    ],
+)
+def test_a_run_in_which_nearly_every_reward_is_the_highest_there_was_has_converged(
+    last: Callable[[int], float], says: str
+) -> None:
+    error, world = run_in_virtual_time(end_of(after_learning(last)))
+    assert type(error) is NothingLeft
+    assert str(error).startswith(says)
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 48
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (lambda group: 0.5, "rewards, from 0.5 to 0.5, are equal inside each group, and 0 of 80 are the"),
+        (lambda group: 0.0, "rewards, from 0 to 0, are equal inside each group, and 0 of 80 are the"),
+        (
+            lambda group: group % 4 / 3,
+            "rewards, from 0 to 1, are equal inside each group, and 20 of 80 are the",
+        ),
+    ],
+)
+def test_a_policy_that_settled_below_the_highest_reward_fails_and_is_told_so(
+    last: Callable[[int], float], says: str
+) -> None:
+    error, _ = run_in_virtual_time(end_of(after_learning(last)))
+    assert type(error) is TrainingError
+    assert (
+        f"held nothing to train on: {says} highest reward there was, or hardly less: the policy has settled on one way"
+        in str(error)
+    )
+    assert "Replies: '" in str(error)
+
+
+def test_a_resumed_run_knows_what_was_learned_before() -> None:
+    _, world = run_in_virtual_time(end_of(after_learning(lambda group: 0.5)))
+    step = max(world.states)
+    error, _ = run_in_virtual_time(end_of(lambda number: 1.0, step=step, state=world.states[step]))
+    assert type(error) is NothingLeft
+
+
+def test_a_run_that_trained_nothing_has_not_converged() -> None:
+    error, world = run_in_virtual_time(end_of(lambda number: spread(number) if number < 4 else 1.0))
+    assert type(error) is TrainingError
+    assert "all rewards are 1: the task is too easy" in str(error)
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 0

@@ -115,12 +115,13 @@ async def served(
     stepwise: bool = False,
     sampling: SamplingParams | None = None,
     max_turns: int = 9,
+    max_tokens: int = 64,
     settings: dict[str, Any] | None = None,
     **limits: Any,
 ) -> AsyncIterator[Served]:
     """A gateway with one rollout, until the context is left."""
     task = Task(TaskId("names/train/7"), "names", 7, {})
-    rollout = Rollout(RolloutId("r7"), GroupId("g7"), task, sampling or SamplingParams(max_tokens=64))
+    rollout = Rollout(RolloutId("r7"), GroupId("g7"), task, sampling or SamplingParams(max_tokens=max_tokens))
     generate = StepwiseGenerate(
         ScriptedGenerate(renderer.tokenizer, replies), asyncio.Semaphore(0) if stepwise else None
     )

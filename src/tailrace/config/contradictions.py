@@ -349,8 +349,8 @@ def _gateway(settings: RunSettings) -> Iterator[Contradiction]:
     port, workers = settings.gateway.port, settings.rollouts.agent_workers
     if port and workers:
         yield Contradiction(
-            f"gateway.port is {port}, but with rollouts.agent_workers = {workers} agents may run in processes that have "
-            "a gateway each: leave gateway.port out, or write rollouts.agent_workers = 0",
+            f"gateway.port is {port}, but with rollouts.agent_workers = {workers} agents may run in processes, which "
+            "have a gateway each: leave gateway.port out, or write rollouts.agent_workers = 0",
             *("gateway.port", "rollouts.agent_workers"),
         )
 

@@ -92,7 +92,9 @@ class Gateway(Endpoints):
         try:
             yield session
         except Exception as error:
-            raise session.engine_failure or error from error.__cause__
+            if session.engine_failure is not None:
+                raise session.engine_failure from error
+            raise
         finally:
             self.sessions.close(session)
             await session.turns.ended()

@@ -39,6 +39,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # not ignored: what this starts would inherit that
         signal.signal(number, lambda *_: None)
+    faulthandler.enable()  # a crash in native code tells its Python stack in the role's log
     faulthandler.register(STACKS)
     parent = _Parent(_take_standard_input())
     launch = parent.read_launch()

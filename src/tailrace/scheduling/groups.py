@@ -186,11 +186,13 @@ class GroupPlayer:
         self._observer.group_scored(group, reason)
         if reason is not None:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
+        self._note_rewards(group, trainable=reason is None)
         if reason == ZERO_SPREAD:
             self._untrainable.equal(group)
-        elif reason is None:
-            self._untrainable.differ(group)
         return reason is None
+
+    def _note_rewards(self, group: Group, *, trainable: bool) -> None:
+        self._tasks.scored(group.task.environment, group.rewards, trainable=trainable)
 
     def _end_untrainable(self, group: OpenGroup) -> None:
         """Nothing of the group will be trained on."""
@@ -228,6 +230,7 @@ class GroupPlayer:
         if reason is not None:
             self._accounts.end(group.unreleased, Outcome.filtered(reason))
             if not group.released:
+                self._note_rewards(complete, trainable=False)
                 self._untrainable.equal(complete)
         else:
             self._release(group, [(number, 0.0) for number in group.release.waiting])
@@ -243,7 +246,7 @@ class GroupPlayer:
         for member in members:
             member.is_released = True
         part = Group(group.group_id, rollouts[0].task, rollouts, advantages)
-        self._untrainable.differ(part)
+        self._note_rewards(part, trainable=True)
         self._observer.part_released(part)
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             self._outstanding.push(group, Group(group.group_id, rollout.task, [rollout], [advantage]), 1)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tailrace.errors import AccountingError, NothingLeft, TrainingError
 from tailrace.records import Group, Outcome, Rollout, RolloutId, TerminalState
+from tailrace.scheduling.equal_rewards import EqualRewards
 from tailrace.scheduling.observer import SchedulerObserver
 
-SAMPLE_REPLIES = 2
-"""Shown where rewards never differ."""
+CONVERGED_SHARE = 0.9
+"""Of a streak's rollouts: where as many earned the highest reward there was, or hardly less, all is learned."""
 
 
 class Ledger:
@@ -117,53 +118,49 @@ class UntrainableStreak:
     >>> streak.extend(8); streak.reset(); streak.extend(8); streak.expire(8)
     """
 
-    def __init__(self, limit: int, ledger: Ledger, *, max_failing_s: float = math.inf) -> None:
-        """`limit` counts rollouts, `max_failing_s` seconds in which groups fail and none is scored."""
+    def __init__(
+        self,
+        limit: int,
+        ledger: Ledger,
+        *,
+        reward_range: Callable[[str], tuple[float, float] | None] = lambda environment: None,
+        max_failing_s: float = math.inf,
+    ) -> None:
+        """`limit` counts rollouts, `max_failing_s` seconds in which groups fail and none is scored.
+
+        `reward_range` of an environment is None while none of its tasks was trained.
+        """
         self._limit, self._ledger, self._max_failing_s = limit, ledger, max_failing_s
         self._rollouts = self._expired = 0
         self._failing_since_s: float | None = None
-        self._equal: list[Rollout] = []
-        """Of the newest groups whose rewards were all equal, one rollout each."""
-        self._lowest, self._highest = math.inf, -math.inf
-        """Of the rewards of such groups."""
-        self._best = -math.inf
-        """Highest reward of any group that was trainable; infinitely low while there was none."""
+        self._equal = EqualRewards(reward_range)
 
     def reset(self) -> None:
         """A group was trainable."""
         self._rollouts = 0
         self._failing_since_s = None
         self._equal.clear()
-        self._lowest, self._highest = math.inf, -math.inf
 
     def scored(self) -> None:
         """A group was scored, trainable or not: its environment works."""
         self._failing_since_s = None
 
-    def differ(self, group: Group) -> None:
-        """The rewards of a scored group differ."""
-        self._best = max(self._best, *group.rewards)
-
     def equal(self, group: Group) -> None:
         """The rewards of a scored group are all equal."""
-        self._lowest, self._highest = min(self._lowest, *group.rewards), max(self._highest, *group.rewards)
-        self._equal = [*self._equal, group.rollouts[0]][-SAMPLE_REPLIES:]
+        self._equal.add(group)
 
     def extend(self, rollouts: int) -> None:
         """A group of `rollouts` came back not trainable. Raises `TrainingError` with the reasons at the limit.
 
-        Raises `NothingLeft` where that is because each of them earned as much as any that was trained on.
+        Raises `NothingLeft` where nearly all of them earned the highest reward there was, or hardly less.
         """
         self._rollouts += rollouts
         if self._rollouts >= self._limit:
-            if self._lowest == self._highest >= self._best > -math.inf:
-                raise NothingLeft(
-                    f"nothing is left to learn: each of the last {self._rollouts} rollouts earned {self._highest:g}, "
-                    "the highest reward there was"
-                )
+            if self._equal.solved >= CONVERGED_SHARE * self._rollouts:
+                raise NothingLeft(f"converged: {self._equal.describe_converged(self._rollouts)}")
             raise TrainingError(
-                f"the last {self._rollouts} rollouts held nothing to train on{self._why()}. So far {self._reasons()}; "
-                "the log tells the first failure of each kind"
+                f"the last {self._rollouts} rollouts held nothing to train on{self._equal.describe()}. So far "
+                f"{self._reasons()}; the log tells the first failure of each kind"
             )
 
     def formed(self) -> None:
@@ -194,29 +191,6 @@ class UntrainableStreak:
     def _reasons(self) -> str:
         failed, filtered = (self._ledger.reasons(state) for state in (TerminalState.FAILED, TerminalState.FILTERED))
         return f"failed: {_counted(failed)}; filtered: {_counted(filtered)}"
-
-    def _why(self) -> str:
-        """What it says that rewards do not differ inside any group, with sample replies."""
-        if not self._equal:
-            return ""
-        samples = " and ".join(_sample(rollout) for rollout in self._equal)
-        return f": {_equal_rewards(self._lowest, self._highest)}. Replies: {samples}"
-
-
-def _equal_rewards(lowest: float, highest: float) -> str:
-    """What rewards from `lowest` to `highest` that are equal inside each group mean."""
-    if lowest != highest:
-        return f"rewards, from {lowest:g} to {highest:g}, are equal inside each group: replies differ too little"
-    known = {0.0: "the task is too hard for this model", 1.0: "the task is too easy for this model"}
-    means = known.get(lowest, "the reward does not tell replies apart")
-    return f"all rewards are {lowest:g}: {means} (a reward by degrees has something to teach either way)"
-
-
-def _sample(rollout: Rollout) -> str:
-    """A rollout's last reply and its reward, for people."""
-    replies = [str(message.get("content")) for message in rollout.messages if message["role"] == "assistant"]
-    reward = "none" if rollout.reward is None else f"{rollout.reward.value:g}"
-    return f"{(replies[-1] if replies else '')[:120]!r} (task {rollout.task.task_id}, reward {reward})"
 
 
 def _counted(reasons: Mapping[str, int]) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
@@ -62,6 +62,8 @@ class EnvironmentState(msgspec.Struct):
     untrainable_streak: Count = msgspec.field(default=0, name="in_vain")
     """Tasks in a row of which none was trained."""
     untrainable_tasks: Count = msgspec.field(default=0, name="barren_tasks")
+    rewards: tuple[float, float] | None = None
+    """The lowest and the highest of its scored groups; None while none of them could be trained on."""
 
     @property
     def is_untrainable(self) -> bool:
@@ -137,6 +139,18 @@ class EnvironmentMix:
         state = self._state.environments[name]
         state.end(trained=trained)
         self._tell(name, state)
+
+    def scored(self, name: str, rewards: Sequence[float], *, trainable: bool) -> None:
+        """The rewards of a group of this environment, and whether the group can be trained on."""
+        state = self._state.environments[name]
+        if state.rewards is not None or trainable:
+            known = [*rewards, *(state.rewards or ())]
+            state.rewards = min(known), max(known)
+
+    def reward_range(self, name: str) -> tuple[float, float] | None:
+        """The lowest and the highest reward of this environment; None while none of its tasks was trained."""
+        state = self._state.environments[name]
+        return state.rewards if state.trained else None
 
     def state(self) -> MixState:
         """What a checkpoint keeps; it changes with the mix, so encode it before the next call."""

@@ -93,7 +93,7 @@ class SchedulingSettings(BatchingSettings):
         10,
         ge=1,
         description="Batches' worth of rollouts in a row that came back with nothing trainable in them, and end the"
-        " run.",
+        " run: finished where nearly all of them earned the highest reward there was, else failed.",
     )
     max_failing_s: float = Field(
         300.0,

@@ -90,7 +90,10 @@ class StreamScheduler:
         self._stragglers = Stragglers(outstanding, holder, settings)
         self._backoff = Backoff()
         untrainable = UntrainableStreak(
-            settings.max_barren_batches * settings.batch_size, self.ledger, max_failing_s=settings.max_failing_s
+            settings.max_barren_batches * settings.batch_size,
+            self.ledger,
+            reward_range=tasks.reward_range,
+            max_failing_s=settings.max_failing_s,
         )
         self._player = GroupPlayer(
             *(runner, tasks, outstanding, self._accounts, settings),

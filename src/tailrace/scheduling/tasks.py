@@ -145,6 +145,14 @@ class TaskStream:
         if self._outstanding.pop(key, None) is not None:
             self._mix.end(key.environment, trained=trained)
 
+    def scored(self, environment: str, rewards: Sequence[float], *, trainable: bool) -> None:
+        """The rewards of a group of `environment`, and whether the group can be trained on."""
+        self._mix.scored(environment, rewards, trainable=trainable)
+
+    def reward_range(self, environment: str) -> tuple[float, float] | None:
+        """The lowest and the highest reward that `environment` ever gave; None while none of its tasks was trained."""
+        return self._mix.reward_range(environment)
+
     @property
     def environments(self) -> dict[str, EnvironmentFigures]:
         """Figures of every environment, by name."""

@@ -19,7 +19,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from typing_extensions import override
 
-from tailrace.errors import RolloutError, TrainingError
+from tailrace.errors import NothingLeft, RolloutError, TrainingError
 from tailrace.records import Group, GroupId, RolloutId, TaskId, TerminalState
 from tailrace.scheduling import SchedulingSettings
 from tailrace.simulation.draws import uniform
@@ -272,6 +272,8 @@ async def _run_part(
         async with asyncio.timeout(_LONGEST_S):
             await simulation.run()
         ended_by_data = simulation.trainer.step < steps
+    except NothingLeft:
+        pass  # rewards are drawn, and may happen to be as high as any before
     except TrainingError as error:
         if "nothing to train on" not in str(error):
             raise

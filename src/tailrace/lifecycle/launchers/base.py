@@ -14,11 +14,14 @@ from tailrace.config.restarts import RestartSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.devices import visible_devices
-from tailrace.lifecycle.exit_codes import describe_exit
+from tailrace.lifecycle.exit_codes import ExitCode, describe_exit
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.transport.channels import wait_until
 
 _logger = logging.getLogger(__name__)
+
+_ORDERLY = (ExitCode.FINISHED, ExitCode.TERMINATED)
+"""Statuses of a role that ended because it was asked to."""
 
 
 class RoleHandle(ABC):
@@ -115,6 +118,8 @@ class RoleHandle(ABC):
             if not await self._leaves():
                 _logger.warning("the %s did not end when it was asked to, and is killed", self.spec.name)
                 await self.kill()
+            elif self.status not in _ORDERLY:
+                _logger.warning("the %s left when it was asked to, %s", self.spec.name, describe_exit(self.status or 0))
 
     async def kill(self) -> None:
         """End it, and wait for that. Raises `LifecycleError` where it lives on past a deadline (a hung disk)."""

@@ -1,0 +1,85 @@
+"""The clients of `benchmarks/gateway.py`, in a process of their own: HTTP written by hand, so that they keep up.
+
+Reads a JSON line (address, keys, turns, whether replies are streamed, seed), plays one rollout per key, all at once,
+and prints a JSON line: how long turns took, and how many bytes came back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import uvloop
+
+
+class Rollout:
+    """One conversation over one connection."""
+
+    def __init__(self, order: dict[str, Any], key: str, number: int) -> None:
+        self._order, self._key, self._random = order, key, random.Random(order["seed"] + number)
+        self.turn_s: list[float] = []
+        self.received_bytes = 0
+
+    async def play(self) -> None:
+        await asyncio.sleep(self._random.random() * self._order["spread_s"])
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._order["port"], limit=2**22)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"Sort these names: {self._key[:12]}"}]
+        for _ in range(self._order["turns"]):
+            began_s = time.perf_counter()
+            reply = await self._ask(messages)
+            self.turn_s.append(time.perf_counter() - began_s)
+            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And now?"}]
+        self._writer.close()
+
+    async def _ask(self, messages: list[dict[str, Any]]) -> str:
+        tokens = self._order["tokens"]
+        body = {
+            "model": "policy",
+            "messages": messages,
+            "max_tokens": self._random.randint(tokens // 2, tokens * 3 // 2),
+        }
+        if self._order["streams"]:
+            body["stream"] = True
+        raw = json.dumps(body).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + raw)
+        top = await self._reader.readuntil(b"\r\n\r\n")
+        self.received_bytes += len(top)
+        if not top.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(top.decode())
+        if self._order["streams"]:
+            return await self._stream()
+        length = int(top.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        self.received_bytes += length
+        return str(json.loads(await self._reader.readexactly(length))["choices"][0]["message"]["content"])
+
+    async def _stream(self) -> str:
+        body = bytearray()
+        while size := int(await self._reader.readline(), 16):
+            body += await self._reader.readexactly(size)
+            await self._reader.readexactly(2)
+        await self._reader.readexactly(2)
+        self.received_bytes += len(body)
+        events = [event for event in body.split(b"\n\n") if event.startswith(b"data: {")]
+        deltas = [json.loads(event[6:])["choices"][0]["delta"].get("content") or "" for event in events]
+        return "".join(deltas)
+
+
+async def main() -> None:
+    order = json.loads(sys.stdin.readline())
+    rollouts = [Rollout(order, key, number) for number, key in enumerate(order["keys"])]
+    await asyncio.gather(*(rollout.play() for rollout in rollouts))
+    turns = sorted(one for rollout in rollouts for one in rollout.turn_s)
+    received = sum(rollout.received_bytes for rollout in rollouts)
+    print(json.dumps({"turns": len(turns), "median_s": turns[len(turns) // 2], "received_bytes": received}))
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,141 @@
+"""Clients that break the rules: each costs itself, and nothing hangs, grows or crosses rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tailrace.rollouts import ChatRenderer
+from tests.support.scripted_generate import Sampled
+from tests.support.served_policies import Served, served, user
+
+CHAT = "/v1/chat/completions"
+ASKS = {"model": "m", "messages": [user("who?")]}
+
+
+async def connected(talk: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    address = urlsplit(talk.endpoint.root_url)
+    return await asyncio.open_connection(address.hostname, address.port)
+
+
+def head(talk: Served, *lines: str) -> bytes:
+    key = f"Authorization: Bearer {talk.endpoint.key}"
+    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "Host: x", key, *lines, "", ""]).encode()
+
+
+async def assert_serves(talk: Served) -> None:
+    """Whoever keeps the rules is served as if nothing was."""
+    async with httpx.AsyncClient(timeout=30, base_url=talk.endpoint.root_url, headers=talk.headers) as client:
+        assert (await client.post(CHAT, json=ASKS)).status_code == 200
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(30):
+        return await reader.read()
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "application/json", 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800 "}]}', "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"messages": ' + b"[" * 500 + b"]" * 500 + b"}", "application/json", 400),
+        (b"[1, 2]", "application/json", 400),
+        (b"", "application/json", 400),
+        (b'{"a": NaN}', "application/json", 400),
+        (b'{"max_tokens": 1e999}', "application/json", 400),
+        (json.dumps({**ASKS, "max_tokens": 10**30}).encode(), "application/json", 200),
+        (json.dumps({**ASKS, "seed": -(10**30)}).encode(), "application/json", 200),
+        (json.dumps({**ASKS, "max_tokens": -1}).encode(), "application/json", 400),
+        (json.dumps(ASKS).encode(), "application/x-www-form-urlencoded", 415),
+        (json.dumps(ASKS).encode(), "text/plain; charset=utf-16", 415),
+        (b" " * 10_000_000, "application/json", 413),
+    ],
+)
+async def test_a_body_that_is_no_request_is_refused(
+    renderer: ChatRenderer, body: bytes, kind: str, status: int
+) -> None:
+    async with served(renderer) as talk:
+        async with httpx.AsyncClient(timeout=30, base_url=talk.endpoint.root_url, headers=talk.headers) as client:
+            answer = await client.post(CHAT, content=body, headers={"content-type": kind})
+        assert answer.status_code == status, answer.text
+        if status != 200:
+            assert answer.json()["error"]["message"]
+        await assert_serves(talk)
+
+
+async def test_a_body_of_very_many_chunks_is_put_together(renderer: ChatRenderer) -> None:
+    body = json.dumps(ASKS).encode().ljust(30_000)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for place in range(len(body)):
+            yield body[place : place + 1]
+
+    async with served(renderer) as talk:
+        async with httpx.AsyncClient(timeout=60, base_url=talk.endpoint.root_url, headers=talk.headers) as client:
+            answer = await client.post(CHAT, content=chunks(), headers={"content-type": "application/json"})
+        assert answer.status_code == 200
+
+
+async def test_whoever_opens_a_connection_and_says_nothing_or_half_is_cut_off(renderer: ChatRenderer) -> None:
+    async with served(renderer, settings={"client_timeout_s": 0.3}) as talk:
+        silent, _ = await connected(talk)
+        half, writing = await connected(talk)
+        writing.write(b"POST /v1/chat/comp")
+        bodiless, wanting = await connected(talk)
+        wanting.write(head(talk, "Content-Type: application/json", "Content-Length: 100") + b"{")
+        assert await until_closed(silent) == b""
+        assert await until_closed(half) == b""
+        assert b" 408 " in (await until_closed(bodiless)).partition(b"\r\n")[0]
+        await assert_serves(talk)
+
+
+async def test_what_is_no_http_is_refused(renderer: ChatRenderer) -> None:
+    async with served(renderer) as talk:
+        reader, writer = await connected(talk)
+        writer.write(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 400")
+        await assert_serves(talk)
+
+
+async def test_a_client_that_never_reads_is_cut_off_and_its_rollout_goes_on(renderer: ChatRenderer) -> None:
+    long = Sampled(renderer.tokenizer.encode("Ada and Bob " * 40_000))
+    sampling: dict[str, Any] = {"client_timeout_s": 0.5}
+    async with served(renderer, [long, "Ada"], settings=sampling, max_tokens=1_000_000) as talk:
+        address = urlsplit(talk.endpoint.root_url)
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((address.hostname, address.port))
+            body = json.dumps({**ASKS, "stream": True}).encode()
+            deaf.sendall(head(talk, "Content-Type: application/json", f"Content-Length: {len(body)}") + body)
+            async with asyncio.timeout(60):
+                while not talk.gateway.tally.requests:  # noqa: ASYNC110 - a count has no event
+                    await asyncio.sleep(0.05)
+        await assert_serves(talk)
+
+
+async def test_many_clients_that_come_and_go_leave_nothing_behind(renderer: ChatRenderer) -> None:
+    async with served(renderer, stepwise=True, max_turns=100) as talk:
+        for _ in range(20):
+            _, writer = await connected(talk)
+            body = json.dumps(ASKS).encode()
+            writer.write(head(talk, "Content-Type: application/json", f"Content-Length: {len(body)}") + body)
+            begun = talk.generate.begun + 1
+            await talk.generate.until(begun=begun)
+            writer.transport.abort()
+        await talk.generate.until(cancelled=20)
+        async with asyncio.timeout(30):
+            while talk.gateway.tally.running_turns:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.01)
+        talk.generate.allow(64)
+        await assert_serves(talk)
+    assert talk.rollout.turns == 21
+    talk.assert_recorded_as_sampled()
