@@ -18,6 +18,8 @@ from tailrace.environments import EnvironmentSpec, Policy, Task
 
 TABLE = ["Max", "Ada", "Leo", "Eva", "Tom", "Ben", "Zoe", "Iris", "Paul", "Nina", "Hugo", "Vera", "Sam", "Ruth", "Karl"]
 """Round it: the last one sits beside the first."""
+CLIENT = AsyncOpenAI(base_url="http://of-each-rollout", api_key="of each rollout")
+"""Made once: its TLS settings take 20 ms, which would hold the event loop once for each rollout."""
 
 
 def left_of(name: str) -> str:
@@ -47,7 +49,8 @@ async def agent(task: Task, policy: Policy) -> float:
     """
     name = task["name"]
     question = f"Who sits on the left of {name}, and who on the right?"
-    async with policy.endpoint() as here, AsyncOpenAI(base_url=here.openai_url, api_key=here.key) as client:
+    async with policy.endpoint() as here:
+        client = CLIENT.with_options(base_url=here.openai_url, api_key=here.key)
         finder = seat_finder(OpenAIResponsesModel("policy", client))
         try:
             run = await Runner.run(finder, question, max_turns=4, run_config=RunConfig(tracing_disabled=True))
