@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -21,14 +22,17 @@ async def post(talk: Served, body: dict[str, Any]) -> httpx.Response:
         return await client.post("/inference/v1/generate", json=body)
 
 
-async def test_the_client_of_renderers_gets_the_tokens_that_were_sampled(renderer: ChatRenderer) -> None:
+async def test_the_client_of_renderers_gets_the_tokens_that_were_sampled(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    renderer = renderer_of("qwen3")
     theirs = create_renderer(renderer.tokenizer, AutoRendererConfig())
     async with (
         served(renderer, ["Ada", "Bob"], max_model_tokens=4000) as talk,
         openai.AsyncOpenAI(base_url=talk.endpoint.openai_url, api_key=talk.endpoint.key) as client,
     ):
         first = await generate(client=client, renderer=theirs, messages=[user("who?")], model="policy")  # type: ignore[list-item]
-        following = renderer.tokenizer.encode("<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
+        following = renderer.tokenizer.encode("\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
         prompt = [*first["prompt_ids"], *first["completion_ids"], *following]
         second = await generate(
             client=client, renderer=theirs, messages=[], prompt_ids=prompt, model="policy", sampling_params={"seed": 3}

@@ -49,11 +49,20 @@ def serving(
 
 def address_of(process: subprocess.Popen[str]) -> str:
     """Where it says that it listens."""
+    return _said(process, r"is served at (\S+);")
+
+
+def http_address_of(process: subprocess.Popen[str]) -> str:
+    """Where it says that it answers HTTP clients."""
+    return _said(process, r"HTTP clients are answered at (\S+)")
+
+
+def _said(process: subprocess.Popen[str], what: str) -> str:
     assert process.stdout is not None
     said = []
     for line in process.stdout:
         said.append(line)
-        if found := re.search(r"is served at (\S+);", line):
+        if found := re.search(what, line):
             return found[1]
     raise AssertionError("it ended before it served:\n" + "".join(said))
 

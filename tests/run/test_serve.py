@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 import zmq
 import zmq.asyncio
@@ -17,7 +18,7 @@ from tailrace.generation.rpc.keys import CurveKeys, write_keys
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.reporting.summary import read_summary
 from tests.run.runs import PATIENCE_S, command, records
-from tests.run.served import address_of, refusal, serving
+from tests.run.served import address_of, http_address_of, refusal, serving
 
 STEPS_WITH_NEWEST_WEIGHTS = ("--max_steps", "4", "--scheduling.max_staleness", "0")
 """Nothing is admitted before every generator holds what the trainer published last."""
@@ -40,6 +41,42 @@ def test_a_run_trains_with_generators_that_run_already_and_so_does_the_next(tmp_
         first.send_signal(signal.SIGTERM)
         second.send_signal(signal.SIGINT)
         assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (143, 130)
+
+
+def test_http_clients_are_answered_as_they_ask_and_by_their_key(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    with serving("--address", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0", "--http-key", str(file)) as process:
+        url = http_address_of(process)
+        assert file.stat().st_mode & 0o077 == 0
+        body = {"model": "any", "messages": [{"role": "user", "content": "Sort: b, a"}], "seed": 5, "max_tokens": 24}
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            assert client.post("/v1/chat/completions", json=body).status_code == 401
+            client.headers["authorization"] = f"Bearer {file.read_text().strip()}"
+            answers = [client.post("/v1/chat/completions", json=body).json() for _ in range(2)]
+            greedy = client.post("/v1/chat/completions", json=body | {"temperature": 0, "top_p": 0.5})
+            too_long = client.post("/inference/v1/generate", json={"token_ids": [5] * 600})
+            models = client.get("/v1/models").json()["data"]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[0]["usage"]["completion_tokens"] > 0
+        assert (greedy.status_code, too_long.status_code) == (200, 400), greedy.text
+        assert [(model["id"], model["max_model_len"]) for model in models] == [("bundled:quickstart", 512)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 143
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--http", "8000"), "write HOST:PORT"),
+        (("--http-key", "file"), "--http-key is about HTTP"),
+        (("--gateway.max_body_mb", "1"), "say where to listen"),
+        (("--http", "127.0.0.1:0", "--gateway.port", "1"), "--http does"),
+    ],
+)
+def test_settings_of_http_without_it_are_refused(arguments: tuple[str, ...], why: str) -> None:
+    with serving(*arguments) as process:
+        status, printed = refusal(process)
+    assert (status, why in printed) == (2, True), printed
 
 
 def test_keys_let_in_who_has_them(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 
+import httpx
 import numpy as np
 
 from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward, Observation, Policy
@@ -188,3 +189,19 @@ async def compared(prompts: list[object], completions: list[object], **columns: 
 def weighed() -> EnvironmentSpec:
     reward = NamedReward(compared, together=True)
     return EnvironmentSpec(name="weighed", agent=behaving, rewards={"compared": reward}, train_tasks=ROWS)
+
+
+async def over_http(task: Task, policy: Policy) -> AgentResult:
+    """Two turns by requests, as a program of its own would make them."""
+    async with policy.endpoint() as endpoint:
+        async with httpx.AsyncClient(timeout=60, headers={"x-api-key": endpoint.key}) as client:
+            messages: list[Message] = [{"role": "user", "content": "go"}]
+            for _ in range(2):
+                answer = await client.post(f"{endpoint.openai_url}/chat/completions", json={"messages": messages})
+                answer.raise_for_status()
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        return AgentResult(1.0, {"pid": float(os.getpid())}, {"said": said, "url": endpoint.root_url})
+
+
+requests = EnvironmentSpec(name="requests", agent=over_http, train_tasks=ROWS)

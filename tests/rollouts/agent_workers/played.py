@@ -11,7 +11,7 @@ import psutil
 
 from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.records import Completion, GenerationRequest, GroupId, Json, OnChunk, Rollout, RolloutId, Task, TaskId
-from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts import ChatRenderer, Endpoints, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -30,6 +30,7 @@ class Run:
         args: dict[str, Json] | None = None,
         block_s: float = PATIENCE_S,
         max_turns: int = 16,
+        endpoints: Endpoints | None = None,
         **scripted: int | bool,
     ) -> None:
         self.settings = RolloutSettings(
@@ -57,6 +58,7 @@ class Run:
             renderer=renderer,
             generate=self._generate,
             watch=watch,
+            endpoints=endpoints,
         )
         self.runner = self.rollouter.runner(on_lost=lambda rollout: self.lost.update({rollout.rollout_id: rollout}))
 
