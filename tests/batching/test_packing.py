@@ -132,11 +132,29 @@ def test_as_few_rows_as_first_fit_decreasing_on_lengths_that_occur(seed: int) ->
 
 
 def test_long_samples_weigh_more_than_their_tokens() -> None:
-    """All rows are full; those of longer samples cost more, so the costliest goes with one of the cheapest."""
+    """All rows are full; those of longer samples cost more, so the costliest goes with the cheapest."""
     lengths, packing = [64, 32, 32, *[16] * 8], Packing(64, num_ranks=2, attention_tokens=64)
     plan = planned(lengths, packing)
-    assert row_costs(plan, lengths, packing) == [128, 80, 96, 80]
+    assert row_costs(plan, lengths, packing) == [128, 80, 88, 88]
     assert rank_costs(plan, lengths, packing) == [208, 176]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_with_a_row_or_two_each_cost_the_same(seed: int, num_ranks: int) -> None:
+    lengths = np.random.default_rng(seed).geometric(1 / 200, 64).clip(16, 256).tolist()
+    for packing in (Packing(16384 // num_ranks, num_ranks), Packing(8192 // num_ranks, num_ranks)):
+        plan = planned(lengths, packing)
+        costs = rank_costs(plan, lengths, packing)
+        assert plan.num_rows <= 2 * num_ranks
+        assert max(costs) < 1.01 * np.mean(costs)
+
+
+def test_samples_that_fill_rows_to_the_brim_are_packed_by_length() -> None:
+    """By cost alone the last one would find no room."""
+    lengths, packing = [8, 8, 6, 5, 5], Packing(16, num_ranks=2)
+    plan = planned(lengths, packing)
+    assert [sum(lengths[sample] for sample in row) for row in rows_of(plan)] == [16, 16]
 
 
 def test_a_sample_longer_than_a_row_is_refused() -> None:

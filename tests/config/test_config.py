@@ -96,6 +96,10 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         load_settings(write("max_steps = = 3"))
 
 
+TRANSFERRED = ["--transport.weights", "nccl"]
+ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -146,11 +150,27 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
             "the model of trainer.loss.reference_kl chooses its own",
         ),
         (["--transport.weights", "whole"], "leave it out, or set generator.connect"),
+        (TRANSFERRED, "the torch engine has no weight transfer: leave it out"),
+        ([*TRANSFERRED, "--generator.engine", "vllm"], "the trainer is on 'cpu': leave it out"),
+        ([*TRANSFERRED, *ON_GPUS, "--placement", "inline"], "roles of one process share its GPUs"),
+        ([*TRANSFERRED, *ON_GPUS, "--generator.connect", "tcp://there:1"], "are sent weights by their sockets"),
+        (
+            [*TRANSFERRED, *ON_GPUS, "--generator.lockstep", "true", "--generator.tensor_parallel", "2"],
+            "are given weights by their first one",
+        ),
+        (
+            [*TRANSFERRED, *ON_GPUS, "--trainer.lora.rank", "4", "--trainer.lora.publish", "adapters"],
+            "adapters are installed from files",
+        ),
     ],
 )
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings("quickstart", overrides)
+
+
+def test_weights_are_transferred_between_gpus() -> None:
+    assert load_settings("quickstart", [*TRANSFERRED, *ON_GPUS]).transport.weights == "nccl"
 
 
 def test_every_contradiction_is_told_where_it_stands(write) -> None:  # type: ignore[no-untyped-def]
@@ -431,7 +451,10 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
         (["--scheduling.over_sampling", "2", "--scheduling.on_straggler", "drop"], "batches favour short rollouts."),
         (["--trainer.loss.reference_kl.coefficient", "0.1"], "A frozen copy of bundled:quickstart lies beside"),
         ([*TEACHER], "Each group is scored by the teacher big at http://teacher/v1 before it is trained on."),
-        (["--trainer.loss.distillation.model", "big"], "by the teacher big on an engine of its own before it is"),
+        (
+            ["--trainer.loss.distillation.model", "big"],
+            "by the teacher big in a process of its own, the role",
+        ),
     ],
 )
 def test_the_plan_tells_what_each_mode_comes_to(overrides: list[str], sentence: str) -> None:

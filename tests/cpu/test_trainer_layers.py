@@ -16,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tailrace.cpu.attention import attend, attend_backward
 from tailrace.cpu.kernels import find_kernels
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.model.policy_model import PolicyModel
@@ -91,9 +92,36 @@ def test_in_bfloat16_they_are_as_close_to_exact_ones(name: str) -> None:
 
 
 @needs_kernels
-def test_rows_with_a_long_segment_take_the_layers_own_code() -> None:
+def test_a_long_segment_of_many_blocks_is_as_exact() -> None:
     plain, fused = PolicyModel(make(CONFIGS["qwen3"]), native_kernels=False), PolicyModel(make(CONFIGS["qwen3"]))
-    expected, found = gradients(plain, (600, 20)), gradients(fused, (600, 20))
+    expected, found = gradients(plain, (980, 20)), gradients(fused, (980, 20))
+    for parameter, value in found.items():
+        assert (value - expected[parameter]).norm() <= 1e-4 * expected[parameter].norm(), parameter
+
+
+@needs_kernels
+def test_what_many_blocks_add_to_a_key_is_not_rounded_between_them() -> None:
+    """In bfloat16, against float64: each key of the first block gets gradients from every other one."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, 1000, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    inputs[0] *= 0.05  # every query looks at all keys
+    grad = torch.randn(1, 4, 1000, 16, dtype=torch.bfloat16)
+    exact = [one.double().requires_grad_() for one in inputs]
+    expanded = [exact[0], *(one.repeat_interleave(2, 1) for one in exact[1:])]
+    torch.nn.functional.scaled_dot_product_attention(*expanded, is_causal=True, scale=1.0).backward(grad.double())
+    _, kept = attend(*inputs, window=None, kernels=find_kernels())
+    assert kept == []
+    for one, found in zip(exact, attend_backward((*inputs,), kept, grad, window=None), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found.double() - one.grad).norm() < 4.5e-3 * one.grad.norm()
+
+
+@needs_kernels
+def test_rows_with_a_segment_beyond_the_limit_take_the_layers_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = PolicyModel(make(CONFIGS["qwen3"]), native_kernels=False), PolicyModel(make(CONFIGS["qwen3"]))
+    monkeypatch.setattr("tailrace.cpu.trainer_layers.MATERIALIZE_UP_TO", 30)
+    monkeypatch.setattr("tailrace.cpu.attention.MATERIALIZE_UP_TO", 30)
+    expected, found = gradients(plain, LENGTHS), gradients(fused, LENGTHS)
     for parameter, value in found.items():
         assert (value - expected[parameter]).norm() <= 1e-4 * expected[parameter].norm(), parameter
 

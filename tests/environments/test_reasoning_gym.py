@@ -80,6 +80,46 @@ def test_a_wrong_data_set_or_field_is_told_with_the_right_one(args: dict[str, Js
         load(**args)
 
 
+PARTS = [{"name": "chain_sum", "weight": 2, "config": {}}, {"name": "leg_counting", "weight": 1, "config": {}}]
+
+
+async def test_a_composite_mixes_data_sets_and_each_scores_its_own() -> None:
+    spec = load(dataset="composite", datasets=PARTS, size=120, eval_size=8)
+    tasks = [spec.train_task(index) for index in range(60)]
+    results = [await play(spec, task, [f"<answer>{task['answer']}</answer>"]) for task in tasks]
+    assert [result.reward for result in results] == [1.0] * len(tasks)
+    named = [next(iter(result.metrics.keys() - {"unreadable"})) for result in results]
+    assert named.count("chain_sum") > named.count("leg_counting") > 0
+    assert len(spec.eval_tasks) == 8
+
+
+async def test_levels_of_a_curriculum_are_mixed_evenly_and_told_apart() -> None:
+    spec = load(dataset="chain_sum", levels=[0, 3], size=120, eval_size=8, min_terms=2)
+    tasks = [spec.train_task(index) for index in range(60)]
+    results = [await play(spec, task, [f"<answer>{task['answer']}</answer>"]) for task in tasks]
+    length: dict[str, list[int]] = {"level_0": [], "level_3": []}
+    for task, result in zip(tasks, results, strict=True):
+        assert result.reward == 1.0
+        length[next(iter(result.metrics.keys() - {"unreadable"}))].append(len(task["question"]))
+    assert min(len(one) for one in length.values()) > 15
+    assert max(length["level_0"]) < max(length["level_3"])
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"dataset": "composite"}, "refuses its configuration: Must specify at least one dataset"),
+        ({"dataset": "composite", "datasets": [{"name": "sums", "weight": 1, "config": {}}]}, "'sums' not registered"),
+        ({"dataset": "composite", "datasets": PARTS, "levels": [0]}, "composite has no curriculum"),
+        ({"dataset": "chain_sum", "levels": [99]}, "the levels of chain_sum are 0 to"),
+        ({"dataset": "chain_sum", "levels": []}, "name one or more"),
+    ],
+)
+def test_what_a_mix_cannot_have_is_told(args: dict[str, Json], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load(**args)
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)

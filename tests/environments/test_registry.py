@@ -130,7 +130,7 @@ def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -
         ("raising_factory", {}, "that function raised OSError: no disk today ("),
         ("plain_agent", {}, "that is a function of a task and a policy that is not async; expected an EnvironmentSpec"),
         ("half_an_agent", {}, "that is an async function that takes (task); expected an EnvironmentSpec"),
-        ("OnlyReset", {}, "that is a class, OnlyReset; expected an EnvironmentSpec"),
+        ("OnlyReset", {}, "OnlyReset has `reset` and no `step`, as TRL's environments do, and nothing scores it"),
         ("", {}, "written as module:attribute"),
     ],
 )

@@ -39,6 +39,12 @@ async def test_the_environments_on_the_page_play(page: dict[str, Any], name: str
     assert (await play(spec, task, [reply(task.row)])).reward == reward
 
 
+async def test_the_class_in_trls_form_on_the_page_counts(page: dict[str, Any]) -> None:
+    spec: EnvironmentSpec = page["increments"]
+    result = await play(spec, spec.train_task(3), [calls("increment", {"step": 3}), "Done."])
+    assert result.metrics == {"near": 0.5, "tool_errors": 0.0}
+
+
 async def test_the_tool_on_the_page_answers(page: dict[str, Any]) -> None:
     policy = ScriptedPolicy([calls("length", {"word": "sun"}), "3"])
     assert await page["count"](Task(TaskId("t"), "count", 0, {"word": "sun"}), policy) == 0.9 + 0.1

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.environments import EnvironmentSettings, load_environment
+from tailrace.records import RunStatus
+from tests.run.runs import records, run_inline
+from tests.support.bundled_models import save_with_other_weights
 from tests.support.scripted_policy import calls, play
 
 ROOT = Path(__file__).parents[2]
@@ -54,11 +57,56 @@ async def test_own_tool_looks_neighbours_up_and_learns_from_a_refusal() -> None:
     assert 0.0 < ((await play(spec, task, ["Ada"])).reward or 0.0) < 0.8
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("own_*.py")), ids=lambda path: path.stem)
+async def test_the_class_in_trls_form_counts() -> None:
+    spec = load_environment(EnvironmentSettings(name="examples.trl_increment:increment"))
+    result = await play(spec, spec.train_task(0), [*(calls("increment", {"step": n}) for n in range(1, 4)), "Done."])
+    assert result.metrics["tool_errors"] == 0.0
+    alone = load_environment(EnvironmentSettings(name="examples.trl_increment:IncrementEnv"))
+    results = [await play(alone, alone.train_task(0), [calls("increment", {"step": n}), "."]) for n in range(1, 7)]
+    assert sorted(one.reward or 0.0 for one in results) == [0.0] * 5 + [1.0]
+
+
+async def test_the_mcp_agent_asks_the_server_beside_it() -> None:
+    pytest.importorskip("mcp")
+    spec = load_environment(EnvironmentSettings(name="examples.mcp_agent:seats"))
+    task = replace(spec.train_task(0), row={"prompt": "Who sits beside Max?", "names": ["Max"]})
+    script = [calls("sits_by", {"name": "Bob"}), calls("sits_by", {"name": "Max"}), "Ada"]
+    result = await play(spec, task, script)
+    assert (result.reward, result.metrics["right"]) == (pytest.approx(1.0), 1.0)
+    assert (await play(spec, task, ["Ada"])).reward == pytest.approx(0.8)
+
+
+async def test_the_example_of_verifiers_scores_by_its_rubric() -> None:
+    pytest.importorskip("verifiers")
+    spec = load_environment(EnvironmentSettings(name="examples.verifiers_gym:chain_sums"))
+    task = spec.train_task(0)
+    answer = eval(task["question"].split(": ")[1].rstrip(" ="))
+    assert (await play(spec, task, [f"<answer>{answer}</answer>"])).reward == 1.0
+    assert len(spec.eval_tasks) == 200
+
+
+ADAPTED = [ROOT / f"examples/{name}.py" for name in ("mcp_agent", "trl_increment", "verifiers_gym")]
+RUNNABLE = [*(ROOT / "examples").glob("own_*.py"), *ADAPTED]
+
+
+@pytest.mark.parametrize("path", sorted(RUNNABLE), ids=lambda path: path.stem)
 def test_every_example_names_itself_in_the_command_that_runs_it(path: Path) -> None:
     named = re.findall(r"--environment\.name (\S+)", path.read_text())
     assert named
     assert all(name.startswith(f"examples.{path.stem}:") for name in named)
+
+
+async def test_own_teacher_teaches_without_a_reward(tmp_path: Path) -> None:
+    teacher = save_with_other_weights(tmp_path / "teacher")
+    taught = ("--trainer.loss.distillation.model", teacher, "--trainer.loss.distillation.top_k", "8")
+    summary = await run_inline(
+        tmp_path, "--environment.name", "examples.own_teacher:names", *taught, "--max_steps", "2"
+    )
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    for line in records(tmp_path / "run" / "metrics.jsonl"):
+        assert line["training/reward_loss"] == 0
+        assert line["training/distillation"] > 0.01
+        assert line["training/grad_norm"] > 0
 
 
 async def test_the_stalling_reward_compares_letter_by_letter() -> None:

@@ -14,7 +14,14 @@ from tailrace.run.trying import try_environments
 
 ROOT = Path(__file__).parents[2]
 GUIDES = {"environments": ["backwards", "guess", "quiz", "count"], "scoring": ["capitals"]}
-EXAMPLES = ["own_agent:first_names", "own_environment:guess_the_name", "own_tool:seats", "stalling_reward:copy_text"]
+EXAMPLES = [
+    "own_agent:first_names",
+    "own_environment:guess_the_name",
+    "own_tool:seats",
+    "stalling_reward:copy_text",
+    "trl_increment:increment",
+    "mcp_agent:seats",
+]
 SETTINGS = """
 max_steps = 1
 model.name = "bundled:quickstart"

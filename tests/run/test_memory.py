@@ -61,6 +61,23 @@ def test_a_reference_is_a_second_model_but_where_it_lies_under_an_adapter() -> N
     assert "the reference model" not in described(*beside, "--trainer.lora.rank", "4")
 
 
+def test_a_teacher_is_a_process_with_memory_of_its_own() -> None:
+    taught = ("--trainer.loss.distillation.model", "bundled:quickstart")
+    assert "The teacher, a process of its own, needs up to about" in described(*taught)
+    assert f": {WEIGHTS:,} weights {gigabytes(4 * WEIGHTS)}, keys and values of" in described(*taught)
+    assert "teacher" not in described(*taught, "--trainer.loss.distillation.url", "http://there/v1")
+    missing = described("--trainer.loss.distillation.model", "no/such/folder")
+    assert "What the teacher needs of memory is not known here: " in missing
+
+
+def test_weights_that_are_transferred_lie_on_the_gpu_twice() -> None:
+    on_gpu = ("--trainer.device", "cuda", "--generator.engine", "vllm")
+    text = described(*on_gpu, "--transport.weights", "nccl")
+    assert f"On its GPU it needs up to {gigabytes(8 * WEIGHTS)} more" in text
+    assert "0.0 MB for weights on their way" in text
+    assert f"{gigabytes(4 * WEIGHTS)} for weights on their way" in described(*on_gpu)
+
+
 def test_generators_that_run_already_are_not_this_machine_s(tmp_path: Path) -> None:
     assert "generator" not in described("--generator.connect", "tcp://127.0.0.1:5757").partition("On the host")[0]
     assert "needs up to about" not in described("--generator.connect", "tcp://127.0.0.1:5757")

@@ -159,8 +159,8 @@ def detaching(copied: threading.Event) -> type[Trainer]:
             assert copied.wait(60)
 
     class DetachingTrainer(Trainer):
-        def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
-            taken = super().snapshot(dtype)
+        def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32", *, stays: bool = False) -> Snapshot:
+            taken = super().snapshot(dtype, stays=stays)
             weights = {name: weight.clone() for name, weight in taken.weights.items()}
             return Snapshot(weights, taken.version, Copied())  # type: ignore[arg-type]
 

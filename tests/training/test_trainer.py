@@ -75,6 +75,17 @@ def test_tied_weights_are_published_once_and_in_the_dtype_asked_for(model_folder
     assert {published[name].dtype for name in published.keys() - exact} == {torch.bfloat16}
 
 
+def test_a_snapshot_that_stays_is_never_written_to_again(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    kept = trainer.snapshot(stays=True)
+    before = {name: weight.clone() for name, weight in kept.wait().items()}
+    trainer.train_step(build_batch())
+    trainer.snapshot(stays=True)
+    assert kept.is_detached
+    assert all(torch.equal(weight, before[name]) for name, weight in kept.weights.items())
+    assert any(not torch.equal(before[name], now) for name, now in trainer.snapshot().wait().items())
+
+
 @pytest.mark.gpu
 def test_a_snapshot_of_a_gpu_holds_the_weights_before_the_step_that_runs_meanwhile(model_folder: Path) -> None:
     trainer = make_trainer(model_folder, device="cuda")

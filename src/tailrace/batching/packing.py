@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,8 +26,6 @@ PLANNED_AT_ONCE = 512
 """Samples; about a millisecond."""
 FEW_ROWS = 2
 """Per rank; among more, a row that is not full hardly weighs."""
-_SLACKS = (1.01, 1.03, 1.1, 1.2)
-"""By how much a row may exceed the mean, tried in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +86,8 @@ class RowPlan:
 def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generator[None, None, RowPlan]:
     """Best-fit decreasing: longest sample first, each into the fullest row with room for it. O(samples log rows).
 
-    Where ranks get few rows each, rows are filled less, if as many hold all samples: a rank with the row that is left
-    over would wait for the others.
+    Where ranks get few rows each, samples are dealt to as many rows by cost instead, if those hold them all: a rank
+    with the row that is left over, or with the longest samples, would keep the others waiting.
     Then rows are split until every rank gets as many as every other (a row is left empty where no row has two samples
     to part), and dealt by cost. Yields now and then. Raises `ValueError` for a sample longer than a row.
 
@@ -105,8 +102,8 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > packing.row_tokens:
         raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {packing.row_tokens}")
-    rows = yield from _fill_evenly(lengths, packing)
     costs = packing.costs(lengths)
+    rows = yield from _fill_evenly(lengths, costs.tolist(), packing)
     _split_rows(rows, -len(rows) % packing.num_ranks, costs.tolist())
     yield
     order, row_offsets = _joined(rows)
@@ -122,20 +119,36 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     )
 
 
-def _fill_evenly(lengths: Int32Array, packing: Packing) -> Generator[None, None, list[list[int]]]:
-    """Rows that are as full as they can be; for ranks with few rows each, about equally full."""
+def _fill_evenly(
+    lengths: Int32Array, costs: Sequence[float], packing: Packing
+) -> Generator[None, None, list[list[int]]]:
+    """Rows that are as full as they can be; for ranks with few rows each, of about the same cost."""
     rows = yield from _fill_rows(lengths, packing.row_tokens)
     wanted = len(rows) + -len(rows) % packing.num_ranks
     if packing.num_ranks == 1 or not rows or wanted > FEW_ROWS * packing.num_ranks:
         return rows
-    longest, mean = int(lengths.max()), int(lengths.sum(dtype=np.int64)) / wanted
-    for slack in _SLACKS:
-        room = max(longest, math.ceil(mean * slack))
-        if room >= packing.row_tokens:
-            break
-        even = yield from _fill_rows(lengths, room)
-        if len(even) <= wanted:
-            return even
+    return _fill_by_cost(lengths.tolist(), costs, wanted, packing.row_tokens) or rows
+
+
+def _fill_by_cost(lengths: Sequence[int], costs: Sequence[float], count: int, row_tokens: int) -> list[list[int]]:
+    """`count` rows, longest sample first, each into the row of least cost that has room (longest processing time first:
+    Graham 1969); none where some sample finds no room.
+    """
+    rows: list[list[int]] = [[] for _ in range(count)]
+    room = [row_tokens] * count
+    by_cost = [(0.0, 0, row) for row in range(count)]  # a heap: of as little cost that with the fewest samples
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        full = []
+        while by_cost and room[by_cost[0][2]] < lengths[sample]:
+            full.append(heapq.heappop(by_cost))
+        if not by_cost:
+            return []
+        cost, held, row = by_cost[0]
+        heapq.heapreplace(by_cost, (cost + costs[sample], held + 1, row))
+        for one in full:
+            heapq.heappush(by_cost, one)
+        rows[row].append(sample)
+        room[row] -= lengths[sample]
     return rows
 
 

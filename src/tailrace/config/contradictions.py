@@ -327,12 +327,33 @@ def _teacher(settings: RunSettings) -> Iterator[Contradiction]:
 
 def _weights(settings: RunSettings) -> Iterator[Contradiction]:
     chosen = settings.transport.weights
-    if chosen is not None and not settings.generator.connect:
+    if chosen == "nccl":
+        yield from _weight_transfer(settings)
+    elif chosen is not None and not settings.generator.connect:
         yield Contradiction(
             f"transport.weights = {chosen!r} is about weights that are sent to generators of other hosts, and there are"
             " none: generators of this run read them in shared memory; leave it out, or set generator.connect",
             *("transport.weights", "generator.connect"),
         )
+
+
+def _weight_transfer(settings: RunSettings) -> Iterator[Contradiction]:
+    trainer, generator = settings.trainer, settings.generator
+    reasons = {
+        "generator.connect": generator.connect and "generators of other hosts are sent weights by their sockets",
+        "placement": settings.placement == "inline" and "roles of one process share its GPUs",
+        "generator.engine": generator.engine != "vllm" and f"the {generator.engine} engine has no weight transfer",
+        "generator.lockstep": generator.lockstep and "ranks in lockstep are given weights by their first one",
+        "trainer.device": not trainer.device.startswith("cuda") and f"the trainer is on {trainer.device!r}",
+        "trainer.lora.publish": trainer.lora.publishes_adapters and "adapters are installed from files",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            yield Contradiction(
+                "transport.weights = 'nccl' sends weights from the trainer's GPU to vLLM's own on this host, and "
+                f"{reason}: leave it out",
+                *("transport.weights", key),
+            )
 
 
 def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:

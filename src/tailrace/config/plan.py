@@ -134,7 +134,7 @@ def _components(settings: RunSettings) -> list[str]:
             model = "The model without its adapter"
         sentences.append(f"{model} computes every row once more, forward alone.")
     if teacher is not None:
-        where = f"at {teacher.url}" if teacher.url else "on an engine of its own"
+        where = f"at {teacher.url}" if teacher.url else "in a process of its own, the role teacher,"
         scored = f"Each group is scored by the teacher {teacher.model} {where}"
         sentences.append(f"{scored} before it is trained on.")
     return sentences

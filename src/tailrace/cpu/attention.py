@@ -1,4 +1,4 @@
-"""Softmax attention with the scores of a block of queries at once: for short segments on a CPU.
+"""Softmax attention with the scores of a block of queries at once: on a CPU faster than torch's blockwise kernel.
 
 A block meets only keys up to its own end, which skips most of what causality forbids; queries that share a key head are
 stacked. `attend` and `attend_backward` are written out for larger functions with a gradient of their own.
@@ -15,14 +15,17 @@ from torch import Tensor
 
 from tailrace.cpu.kernels import Kernels
 
-MATERIALIZE_UP_TO = 512
-"""Longest segments whose scores are held at once; longer ones go through torch's blockwise kernel."""
+MATERIALIZE_UP_TO = 8192
+"""Longest segments that are attended to here; a block of queries would hold too many scores of longer ones, which go
+through torch's own blockwise kernel."""
 
 _QUERY_BLOCK = 96
 """Queries whose scores are computed together: smaller blocks skip more of what causality forbids, in more calls."""
 
+_KEEP_UP_TO = 512
 _KEEP_BYTES = 16 << 20
-"""Probabilities of one group in one layer that are kept at most; more are computed twice."""
+"""Probabilities of one group in one layer that are kept at most, and the longest segments whose are; others are
+computed twice."""
 
 
 def materialized_attention(
@@ -47,14 +50,17 @@ def attend(
     queries, keys, values = _stacked(query, key, value)
     batch, length, size = keys.shape
     output = torch.empty_like(queries)
+    blocks = _blocks(length)
+    scores = batch * queries.shape[1] * sum((end - start) * end for start, end in blocks)
+    keeps = length <= _KEEP_UP_TO and scores * queries.element_size() <= _KEEP_BYTES
     kept = []
-    for start, end in _blocks(length):
+    for start, end in blocks:
         block = queries[:, :, start:end].flatten(1, 2)
         probabilities = _probabilities(block, keys[:, :end], start, window, kernels)
         output[:, :, start:end] = torch.bmm(probabilities, values[:, :end]).view(batch, -1, end - start, size)
-        kept.append(probabilities)
-    worth_keeping = sum(probabilities.nbytes for probabilities in kept) <= _KEEP_BYTES
-    return output.view(query.shape), kept if worth_keeping else []
+        if keeps:
+            kept.append(probabilities)
+    return output.view(query.shape), kept
 
 
 def attend_backward(
@@ -69,7 +75,9 @@ def attend_backward(
     query, key, value = inputs
     queries, keys, values = _stacked(query, key, value)
     grad = grad_output.reshape(queries.shape)
-    grad_query, grad_keys, grad_values = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    grad_query = torch.empty_like(queries)
+    # In float32, since many blocks add to each of them.
+    grad_keys, grad_values = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (keys, values))
     for index, (start, end) in enumerate(_blocks(queries.shape[2])):
         block, grad_block = (tensor[:, :, start:end].flatten(1, 2) for tensor in (queries, grad))
         own_keys = keys[:, :end]
@@ -85,7 +93,8 @@ def attend_backward(
         grad_keys[:, :end] += torch.bmm(grad_scores.mT, block)
         part = grad_query[:, :, start:end]
         part.copy_(torch.bmm(grad_scores, own_keys).view(part.shape))
-    return grad_query.view(query.shape), grad_keys.view(key.shape), grad_values.view(value.shape)
+    grad_key, grad_value = (grad.to(key.dtype).view(key.shape) for grad in (grad_keys, grad_values))
+    return grad_query.view(query.shape), grad_key, grad_value
 
 
 class _MaterializedAttention(torch.autograd.Function):

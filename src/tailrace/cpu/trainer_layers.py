@@ -86,7 +86,7 @@ class _FusedLayer:
         return add_adapters(trained_products(inputs, *linears), inputs, linears, beside)
 
     def _knows(self, segments: Segments, arguments: dict[str, Any]) -> bool:
-        """Whether this is a packed row of short segments, all of it here: longer ones are left to torch's blockwise
+        """Whether this is a packed row without a very long segment, all of it here: those are left to torch's blockwise
         attention, slices to ranks that exchange tokens for heads."""
         return (
             arguments.get("attention_mask") is None

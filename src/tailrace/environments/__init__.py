@@ -7,6 +7,12 @@ starts a process or knows torch; what an environment needs beyond the core is im
 Your own, in ten lines: `docs/environments.md`.
 """
 
+from tailrace.environments.adapters.mcp import mcp_agent
+from tailrace.environments.adapters.mcp_server import McpServer
+from tailrace.environments.adapters.openenv import openenv_environment
+from tailrace.environments.adapters.openenv_server import OpenEnvServer
+from tailrace.environments.adapters.trl import trl_environment
+from tailrace.environments.adapters.verifiers import verifiers_environment
 from tailrace.environments.datasets import load_rows
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
@@ -38,9 +44,11 @@ __all__ = [
     "Json",
     "JudgeFormat",
     "JudgeSettings",
+    "McpServer",
     "Message",
     "NamedReward",
     "Observation",
+    "OpenEnvServer",
     "Policy",
     "Reply",
     "Reward",
@@ -52,5 +60,9 @@ __all__ = [
     "environment_names",
     "load_environment",
     "load_rows",
+    "mcp_agent",
+    "openenv_environment",
     "single_turn_agent",
+    "trl_environment",
+    "verifiers_environment",
 ]

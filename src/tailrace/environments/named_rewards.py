@@ -25,7 +25,7 @@ from tailrace.environments.results import AgentResult, finite_number
 from tailrace.errors import InvalidReward
 from tailrace.records import Json, Message, Task
 
-RewardsFunction: TypeAlias = Callable[..., list[float | None] | Awaitable[list[float | None]]]
+RewardsFunction: TypeAlias = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """TRL's reward function: lists in, one number or None per completion out."""
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids", "prompts", "completions", "trainer_state")
@@ -58,8 +58,17 @@ class NamedReward:
     together: bool = False
     """Called once with all rollouts of a group, when the last one ended; otherwise with each when that one ended."""
 
-    def call(self, tasks: Sequence[Task], rollouts: Sequence[ScoredRollout], state: TrainerState) -> object:
-        """What the function returns for these rollouts: hand it to `checked_values`, awaited where it is awaitable."""
+    def call(
+        self,
+        tasks: Sequence[Task],
+        rollouts: Sequence[ScoredRollout],
+        state: TrainerState,
+        environments: Sequence[object] = (),
+    ) -> object:
+        """What the function returns for these rollouts: hand it to `checked_values`, awaited where it is awaitable.
+
+        `environments` are theirs, where the function is called beside them.
+        """
         halves = [_halves(rollout.messages) for rollout in rollouts]
         columns: dict[str, list[Json]] = {
             name: [task.row.get(name) for task in tasks]
@@ -67,6 +76,8 @@ class NamedReward:
             if name not in _NOT_COLUMNS
         }
         given: dict[str, object] = {**columns, "trainer_state": state}
+        if environments:
+            given["environments"] = list(environments)
         accepted = _accepted(self.function)
         if accepted is None or "completion_ids" in accepted:
             given["completion_ids"] = [np.frombuffer(one.completion_ids, np.int32).tolist() for one in rollouts]
@@ -74,6 +85,11 @@ class NamedReward:
             given = {name: value for name, value in given.items() if name in accepted}
         prompts, completions = [before for before, _ in halves], [after for _, after in halves]
         return self.function(prompts=prompts, completions=completions, **given)
+
+
+def needs_environments(function: RewardsFunction) -> bool:
+    """Whether it looks at the environments of the completions, by TRL's name for that argument."""
+    return "environments" in inspect.signature(function).parameters
 
 
 def checked_values(returned: object, count: int, name: str) -> list[float | None]:

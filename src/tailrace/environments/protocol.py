@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from tailrace.environments.callables import is_async, is_async_environment
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
@@ -153,6 +153,14 @@ class Environment(Protocol):
         """Judge the policy's reply and answer it."""
 
 
+@runtime_checkable
+class EndsEarly(Protocol):
+    """An environment that still has a say where a rollout's turns or tokens run out before an observation is `done`."""
+
+    def end_early(self) -> Observation | Awaitable[Observation]:
+        """Called in place of the next `step`; its reward and metrics count as the last observation's."""
+
+
 EnvironmentFactory: TypeAlias = Callable[[], Environment]
 RewardFunction: TypeAlias = Callable[
     [Task, list[Message]], AgentResult | Reward | float | Awaitable[AgentResult | Reward | float]
@@ -197,6 +205,8 @@ class EnvironmentSpec:
     """Scores the finished rollout in place of what the agent returned or the observations summed up to."""
     rewards: Mapping[str, NamedReward] = field(default_factory=dict)
     """In place of `reward`: named functions in TRL's form, whose weighted sum is the reward."""
+    adds_rewards: bool = False
+    """The sum of `rewards` adds to what its agent or environment reported, in whose place it is otherwise."""
     score_group: ScoreGroup | None = None
     judge: JudgeSettings | None = None
     """In place of `score_group`: a language model ranks the rollouts of a group."""
@@ -216,6 +226,11 @@ class EnvironmentSpec:
     """Its synchronous code returns soon and always, so it may run on the event loop. Otherwise it runs in a worker
     process, which is killed with that one rollout when it never returns. Coroutines always run on the loop."""
     description: str = ""
+    check: Callable[[], None] | None = None
+    """Called once before a run by the process that starts it. Raises `SettingsError` where the environment cannot be
+    played, because something that it reaches or starts does not answer."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Called when no rollout is played any more, in each process that may have played some."""
 
     def __post_init__(self) -> None:
         if (self.agent is None) == (self.environment is None):
@@ -294,6 +309,11 @@ class EnvironmentSpec:
                 f"its columns are: {have}"
             )
         return Task(task_id=task_id, environment=self.name, index=index, row=row, seed=seed)
+
+
+def end_early(environment: Environment) -> Observation | Awaitable[Observation]:
+    """What an environment says where turns or tokens ran out; most say nothing."""
+    return environment.end_early() if isinstance(environment, EndsEarly) else Observation()
 
 
 def require_observation(returned: object) -> Observation:

@@ -1,7 +1,8 @@
 """From a name to an environment.
 
 "reverse-text"          a built-in one, or one that an installed package offers as an entry point
-"my_module:attribute"   your own: an `EnvironmentSpec`, a factory of one, an agent coroutine or an Environment class
+"my_module:attribute"   your own: an `EnvironmentSpec`, a factory of one, an agent coroutine, an Environment class, or
+                        an environment class in TRL's form
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tailrace.environments.adapters.trl import is_trl_class, trl_environment
 from tailrace.environments.arguments import check_arguments
 from tailrace.environments.datasets import first_rows, hold_out, load_rows
 from tailrace.environments.files import ArrowRows, JsonlRows
 from tailrace.environments.judge import JudgeSettings
-from tailrace.environments.named_rewards import NamedReward
+from tailrace.environments.named_rewards import NamedReward, needs_environments
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.errors import DataError, SettingsError, TailraceError
@@ -31,10 +33,15 @@ BUILT_IN = {
     "alphabet-sort": "tailrace.environments.alphabet_sort:alphabet_sort",
     "arithmetic": "tailrace.environments.arithmetic:arithmetic",
     "calculator": "tailrace.environments.calculator:calculator",
+    "mcp": "tailrace.environments.adapters.mcp:mcp",
+    "openenv": "tailrace.environments.adapters.openenv:openenv",
     "reasoning-gym": "tailrace.environments.adapters.reasoning_gym:reasoning_gym",
     "reverse-text": "tailrace.environments.reverse_text:reverse_text",
+    "verifiers": "tailrace.environments.adapters.verifiers:verifiers",
 }
 """Imported when first used."""
+_PLAYED_BY_OTHERS = ("verifiers",)
+"""Built-in names of environments whose code is not Tailrace's."""
 
 _ROWS_CHECKED = 10_000
 """Of rows in files and lists; of generated ones only the first. Later rows are checked when they are drawn."""
@@ -51,7 +58,7 @@ def is_built_in(name: str) -> bool:
     >>> is_built_in("arithmetic"), is_built_in("tailrace.environments.arithmetic:arithmetic"), is_built_in("own:spec")
     (True, True, False)
     """
-    return name in BUILT_IN or name in BUILT_IN.values()
+    return (name in BUILT_IN and name not in _PLAYED_BY_OTHERS) or name in BUILT_IN.values()
 
 
 def load_environment(
@@ -100,6 +107,12 @@ def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, 
             function = import_attribute(changes.function, setting=setting)
             if not callable(function):
                 raise SettingsError(f"environment.rewards.{name}: {changes.function} is not a function", key=key)
+            if needs_environments(function):
+                raise SettingsError(
+                    f"environment.rewards.{name}: {changes.function} looks at `environments`, beside which it has to "
+                    "run: name it in the code, trl_environment(..., rewards=[...])",
+                    key=key,
+                )
         elif own is not None:
             function = own.function
         else:
@@ -164,6 +177,9 @@ def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:
                 f"environment.args: {settings.name!r} is a finished EnvironmentSpec and takes none", key=("args",)
             )
         return target
+    if inspect.isclass(target) and is_trl_class(target):
+        factory = _with_arguments(target, settings)
+        return trl_environment(factory, name=own_name, scored_elsewhere=bool(settings.rewards))
     if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
         return EnvironmentSpec(name=own_name, environment=_with_arguments(target, settings))
     if inspect.iscoroutinefunction(target):

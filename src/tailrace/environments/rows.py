@@ -42,6 +42,23 @@ class RowView(LazyRows):
         return self.source[self._indices[position]]
 
 
+class EmptyRows(LazyRows):
+    """Rows without a column, for environments that draw their own tasks.
+
+    >>> EmptyRows(3)[2]
+    {}
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _row(self, position: int) -> Row:
+        return {}
+
+
 def is_in_memory(rows: Sequence[Row]) -> bool:
     """Whether the rows are in memory; others are generated or read when they are used, which takes time."""
     return is_in_memory(rows.source) if isinstance(rows, RowView) else isinstance(rows, list | tuple)

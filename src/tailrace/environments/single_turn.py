@@ -13,9 +13,14 @@ def single_turn_agent(*, prompt: str = "prompt", system_prompt: str | None = Non
     """
 
     async def agent(task: Task, policy: Policy) -> None:
-        messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        asked = task[prompt]
-        messages += asked if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
-        await policy.chat(messages)
+        await policy.chat(opening_of(task, prompt=prompt, system_prompt=system_prompt))
 
     return agent
+
+
+def opening_of(task: Task, *, prompt: str, system_prompt: str | None) -> list[Message]:
+    """A conversation up to the first reply: the system prompt, if any, and the task's column `prompt`."""
+    messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    asked = task[prompt]
+    messages += asked if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
+    return messages

@@ -6,6 +6,7 @@ from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
 
 import msgspec
 
+from tailrace.records.arrays import Int32Array, as_token_ids
 from tailrace.records.completion import Completion, FinishReason
 
 Json: TypeAlias = Any
@@ -81,6 +82,8 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     """Place of its first token there."""
     stop_string: str | None = None
     """The one of the turn's own strings that ended it, where one did."""
+    prompt_token_ids: Int32Array = msgspec.field(default_factory=lambda: as_token_ids([]))
+    """What it was sampled after, [start_token]: a view of the branch."""
 
     @property
     def content(self) -> str:

@@ -2,8 +2,9 @@
 
     reset(task) ─► observation ─► chat ─► reply ─► step(reply) ─► observation ─► chat ─► ... until `done`
 
-The rollout's reward is the sum of its observations' rewards. It also ends, with what was summed so far, where no turn,
-token or context is left for another reply; only before the first reply does that fail the rollout.
+The rollout's reward is the sum of its observations' rewards. It also ends, with what was summed so far and what
+`end_early` adds, where no turn, token or context is left for another reply; only before the first reply does that fail
+the rollout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from tailrace.environments import AgentResult, EnvironmentFactory, EnvironmentSpec, Observation, Policy
 from tailrace.environments.callables import settled
-from tailrace.environments.protocol import read_attributes, require_observation
+from tailrace.environments.protocol import end_early, read_attributes, require_observation
 from tailrace.environments.results import finite_number
 from tailrace.errors import BudgetExceeded, RequestRefused
 from tailrace.records import Json, Message, Task
@@ -31,6 +32,9 @@ class EnvironmentHost(Protocol):
 
     async def step(self, reply: Message) -> Observation:
         """What the environment answers to a reply."""
+
+    async def end_early(self) -> Observation:
+        """What the environment says where turns or tokens ran out before it was done."""
 
     async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
         """Attributes to save beside the rollout."""
@@ -52,6 +56,10 @@ class LocalEnvironment(EnvironmentHost):
     @override
     async def step(self, reply: Message) -> Observation:
         return require_observation(await settled(self._environment.step(reply)))
+
+    @override
+    async def end_early(self) -> Observation:
+        return require_observation(await settled(end_early(self._environment)))
 
     @override
     async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
@@ -92,7 +100,7 @@ async def _play(environment: EnvironmentHost, task: Task, policy: Policy, spec: 
         except (BudgetExceeded, RequestRefused):
             if not replies:
                 raise
-            return total
+            return _plus(total, await environment.end_early(), task)
         replies += 1
         observation = await environment.step(reply.message)
         total = _plus(total, observation, task)

@@ -477,6 +477,7 @@ class RolloutPolicy:
             branch=conversation.index,
             start_token=len(prompt),
             stop_string=None if listener is None else listener.found,
+            prompt_token_ids=prompt,
         )
 
     def _count(self, name: str, amount: float) -> None:

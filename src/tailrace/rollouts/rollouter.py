@@ -145,13 +145,15 @@ class Rollouter:
             await self._teacher.ready()
 
     async def close(self) -> None:
-        """End the worker processes, judges' connections and endpoints. No rollout may be running."""
+        """End worker processes, connections, endpoints and what environments hold. No rollout may be running."""
         async with asyncio.TaskGroup() as closing:
             closing.create_task(self._workers.close())
             if self._agents is not None:
                 closing.create_task(self._agents.close())
             for judge in self._judges.values():
                 closing.create_task(judge.close())
+            for one in self._environments.values():
+                closing.create_task(_close(one.spec))
             if self._teacher is not None:
                 closing.create_task(self._teacher.close())
             if self._endpoints is not None:
@@ -317,3 +319,9 @@ def _source_of(renderer: Renderer) -> RendererSource:
         f"agent workers make their renderer of a model's folder, and cannot of a {type(renderer).__name__}: write "
         "rollouts.agent_workers = 0"
     )
+
+
+async def _close(spec: EnvironmentSpec) -> None:
+    """End what an environment holds."""
+    if spec.close is not None:
+        await spec.close()

@@ -21,7 +21,9 @@ def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
     pool = launcher.devices()
     needs = _needs(settings, pool)
     if not launcher.runs_in_this_process:
-        return assign_devices(needs, pool)
+        devices = assign_devices(needs, pool)
+        _require_transfer(settings, devices)
+        return devices
     for need in needs:  # roles of one process see the same GPUs, and each picks its own by `device`
         assign_devices([need], pool)
     return {}
@@ -41,6 +43,21 @@ def describe_devices(devices: Mapping[str, tuple[str, ...]]) -> list[str]:
     """One sentence for people; none where no role has a GPU."""
     shares = ", ".join(f"{'+'.join(ids)} for the {role}" for role, ids in devices.items())
     return [f"GPUs: {shares}."] if devices else []
+
+
+def _require_transfer(settings: RunSettings, devices: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise `SettingsError` where `transport.weights = "nccl"` has no two GPUs to send between."""
+    if settings.transport.weights != "nccl":
+        return
+    if _is_cpu_build():
+        raise SettingsError("transport.weights = 'nccl' is for vLLM on GPUs, and its CPU build is installed")
+    own = devices.get("trainer", ())
+    for name in settings.generator.replica_names:
+        if shared := sorted({*own} & {*devices.get(name, ())}):
+            raise SettingsError(
+                f"transport.weights = 'nccl' sends from one GPU to another, and GPU {shared[0]} is both the trainer's "
+                f"and the {name}'s: leave it out, or give them GPUs of their own"
+            )
 
 
 def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:

@@ -15,6 +15,7 @@ from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.roles import Role
 from tailrace.run.ranks import FollowerSettings, Rank, follow_rank, lead
 from tailrace.training.settings.lora import LoraSettings
+from tailrace.transport.settings import TransportSettings
 
 
 def require_engine(generator: GeneratorSettings) -> None:
@@ -32,6 +33,13 @@ def with_adapters(generator: GeneratorSettings, lora: LoraSettings) -> Generator
         return generator
     options = {"max_lora_rank": lora.rank, **generator.vllm, "enable_lora": True}
     return generator.model_copy(update={"vllm": options})
+
+
+def with_weight_transfer(generator: GeneratorSettings, transport: TransportSettings) -> GeneratorSettings:
+    """Settings of an engine whose workers take part in `transport.weights = "nccl"`."""
+    if transport.weights != "nccl":
+        return generator
+    return generator.model_copy(update={"vllm": {**generator.vllm, "weight_transfer_config": {"backend": "nccl"}}})
 
 
 def engine_factory(

@@ -36,7 +36,12 @@ from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.weights.lending import ModelStateDictLender
-from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore, remove_published
+from tailrace.transport.weights.stores import (
+    ModelStateDictStore,
+    SharedMemoryModelStateDictStore,
+    remove_published,
+)
+from tailrace.transport.weights.transfers import TransferReceiver, TransferringModelStateDictStore
 
 ORCHESTRATOR = "orchestrator"
 """Its name as a writer of payloads that came over sockets; a generator's is that of its life."""
@@ -92,7 +97,7 @@ class HostTransports(Transports):
     async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
         log = EventLogClient(self.where.events, self.where.epoch)
         batches = self._batch_receiver(rank)
-        store = SharedMemoryModelStateDictStore(self._shared_memory)
+        store = self._published(rank)
         payloads = self._payload_store()
         try:
             yield TrainerEnds(log, batches, store, payloads)
@@ -106,7 +111,7 @@ class HostTransports(Transports):
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
         forwarded = MemoryPayloadStore() if self._settings.transport.payloads == "value" else None
         with (
-            closing(SharedMemoryModelStateDictStore(self._shared_memory)) as store,
+            closing(self._opened()) as store,
             closing(forwarded or self._payload_store(role.instance)) as payloads,
         ):
             generator = make_generator(payloads)
@@ -122,6 +127,21 @@ class HostTransports(Transports):
                 await server.serve()
             finally:
                 await generator.close()
+
+    @property
+    def _transfers_weights(self) -> bool:
+        return self._settings.transport.weights == "nccl"
+
+    def _published(self, rank: int) -> ModelStateDictStore:
+        """Where the trainer publishes."""
+        if self._transfers_weights and rank == 0:
+            return TransferringModelStateDictStore(self._shared_memory, self._settings.trainer.collective_timeout_s)
+        return SharedMemoryModelStateDictStore(self._shared_memory)
+
+    def _opened(self) -> SharedMemoryModelStateDictStore | TransferReceiver:
+        """Where generators open what is published."""
+        kind = TransferReceiver if self._transfers_weights else SharedMemoryModelStateDictStore
+        return kind(self._shared_memory)
 
     @override
     def batch_sender(self) -> ChannelBatchSender:

@@ -9,6 +9,7 @@ from tailrace.errors import ModelError
 from tailrace.generation.memory import generator_memory
 from tailrace.models.loading import outline_of
 from tailrace.models.sizes import ModelSizes, model_sizes
+from tailrace.run.teacher import teacher_settings
 from tailrace.training.memory import (
     AdapterSizes,
     TrainerMemory,
@@ -28,7 +29,7 @@ def describe_memory(settings: RunSettings) -> list[str]:
     except ModelError as error:
         return [f"What it needs of memory is not known here: {error}"]
     sizes, adapter = model_sizes(outline), adapter_sizes(outline, settings.trainer.lora)
-    return [*_trainer(settings, sizes, adapter), *_generators(settings, sizes, adapter)]
+    return [*_trainer(settings, sizes, adapter), *_generators(settings, sizes, adapter), *_teacher(settings)]
 
 
 def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> Iterator[str]:
@@ -66,9 +67,16 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
     offloaded = f", {gigabytes(memory.offloaded)} for offloaded activations" if memory.offloaded else ""
     if memory.offloaded_moments:
         offloaded += f", {gigabytes(memory.offloaded_moments)} for the optimizer's moments"
+    on_host, published, first = memory.host, memory.publication, "it" if trainer.ranks == 1 else "rank 0"
+    if settings.transport.weights == "nccl":
+        yield (
+            f"On its GPU {first} needs up to {gigabytes(2 * published)} more, for weights on their way to the "
+            "generators: those of a step, and of the one before while they are sent."
+        )
+        on_host, published = on_host - published, 0
     yield (
-        f"On the host {'it' if trainer.ranks == 1 else 'rank 0'} needs up to {gigabytes(memory.host)} more: "
-        f"{gigabytes(memory.publication)} for weights on their way to the generators, {gigabytes(memory.checkpoint)} "
+        f"On the host {first} needs up to {gigabytes(on_host)} more: "
+        f"{gigabytes(published)} for weights on their way to the generators, {gigabytes(memory.checkpoint)} "
         f"while a checkpoint is written{offloaded}."
     )
 
@@ -104,6 +112,26 @@ def _generators(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes)
         f"{who} needs up to about {gigabytes(memory.total)}: weights {gigabytes(memory.weights)}, keys and values of "
         f"{generator.concurrency} requests of {settings.max_model_tokens:,} tokens {gigabytes(memory.cache)}, new "
         f"weights while they are taken over {gigabytes(memory.loading)}."
+    )
+
+
+def _teacher(settings: RunSettings) -> Iterator[str]:
+    """Of the role that a teacher without a server of its own is: it never gets new weights."""
+    chosen = teacher_settings(settings)
+    if chosen is None:
+        return
+    try:
+        sizes = model_sizes(outline_of(chosen.model.name))
+    except ModelError as error:
+        yield f"What the teacher needs of memory is not known here: {error}"
+        return
+    memory = generator_memory(
+        sizes, chosen.model.dtype, chosen.generator, max_model_tokens=chosen.max_model_tokens, published=0
+    )
+    yield (
+        f"The teacher, a process of its own, needs up to about {gigabytes(memory.total)}: {sizes.weights:,} weights "
+        f"{gigabytes(memory.weights)}, keys and values of {chosen.generator.concurrency} branches of "
+        f"{chosen.max_model_tokens:,} tokens {gigabytes(memory.cache)}."
     )
 
 

@@ -37,6 +37,8 @@ def load_environments(
     for index, chosen in enumerate(settings.environments):
         try:
             spec = load_environment(chosen, given=given.get(chosen.name))
+            if spec.check is not None:
+                spec.check()
         except SettingsError as error:
             error.key = ("environments", index, *error.key)
             raise

@@ -20,7 +20,7 @@ from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.roles import Role
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.logs import setup_logging
-from tailrace.run.engines import engine_factory, with_adapters
+from tailrace.run.engines import engine_factory, with_adapters, with_weight_transfer
 from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import HostTransports, Whereabouts, restarts_trainer
 from tailrace.run.memory_transports import memory_transports
@@ -246,6 +246,7 @@ async def generator(role: Role) -> None:
     index = settings.generator.replica_names.index(role.spec.name)
     seed = _seed(settings.generator.seed, index, role.life)
     seeded = with_adapters(settings.generator.model_copy(update={"seed": seed}), settings.trainer.lora)
+    seeded = with_weight_transfer(seeded, settings.transport)
     await _serve(role, role_settings, settings.model, seeded)
 
 

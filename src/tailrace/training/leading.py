@@ -76,9 +76,9 @@ class LeadingTrainer(Trainer):
         return super().train_step(batch)
 
     @override
-    def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
+    def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32", *, stays: bool = False) -> Snapshot:
         self._order(TakeSnapshot(dtype))
-        return super().snapshot(dtype)
+        return super().snapshot(dtype, stays=stays)
 
     @override
     def stage_checkpoint(self, folder: Path) -> StagedCheckpoint:

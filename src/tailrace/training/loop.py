@@ -202,7 +202,7 @@ class _TrainerLoop:
         self._phase_metrics()  # leaves the start out of the first step
         await self._events.append(TrainerStarted(epoch=self._plan.epoch, step=trainer.step, version=trainer.version))
         if trainer.version > 0 or self._plan.publishes_first:  # else generators hold the initial model, version 0
-            await self._publish(await self._in_thread(lambda: trainer.snapshot(self._plan.publish_dtype)))
+            await self._publish(await self._in_thread(lambda: self._snapshot(trainer)))
 
     async def _train(self, trainer: Trainer, batch: Batch) -> None:
         """One batch, from compute to acknowledgement."""
@@ -217,7 +217,7 @@ class _TrainerLoop:
             )
             await self._batches.acknowledge(result.step)
         else:
-            snapshot = await self._in_thread(lambda: trainer.snapshot(self._plan.publish_dtype))
+            snapshot = await self._in_thread(lambda: self._snapshot(trainer))
             report = self._report(result, snapshot)
             if snapshot.is_detached:
                 self._reporting = asyncio.create_task(report, name="trainer: report of a step")
@@ -261,6 +261,9 @@ class _TrainerLoop:
     def _behind(self) -> set[asyncio.Task[None]]:
         """What goes on beside training."""
         return {task for task in (self._reporting, self._saving) if task is not None}
+
+    def _snapshot(self, trainer: Trainer) -> Snapshot:
+        return trainer.snapshot(self._plan.publish_dtype, stays=self._store.keeps_tensors)
 
     async def _publish(self, snapshot: Snapshot) -> float:
         """Put the weights into the store and announce them; returns seconds."""

@@ -29,7 +29,7 @@ from tailrace.records import Batch, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training.checkpoints import files as checkpoints
 from tailrace.training.checkpoints.files import StagedCheckpoint
-from tailrace.training.checkpoints.snapshots import HostCopies, Snapshot
+from tailrace.training.checkpoints.snapshots import HostCopies, Snapshot, kept_snapshot
 from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.losses.decoupled_ppo import PROXIMAL_LOGPROBS
 from tailrace.training.model.acceleration import tune_process
@@ -159,10 +159,11 @@ class Trainer:
         metrics |= self._performance(batch, time.perf_counter() - started_s, passes)
         return StepResult(self.step, self.version, metrics)
 
-    def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32") -> Snapshot:
+    def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32", *, stays: bool = False) -> Snapshot:
         """The weights by name, tied ones once, valid until the next snapshot; of several ranks only rank 0 gets them.
 
-        With `lora.publish = "adapters"` it is the adapter that is trained, and nothing else.
+        Where it `stays`, they are copies on the model's device that nothing changes, valid for as long as they are
+        kept. With `lora.publish = "adapters"` it is the adapter that is trained, and nothing else.
 
         On a GPU they are copied beside the next step; on a CPU those in float32 are the trainer's own, unless ranks
         gathered them, or adapters were added to copies. With bfloat16, what autocast would not round stays float32:
@@ -174,6 +175,8 @@ class Trainer:
                 for _ in weights:  # each is gathered by all ranks
                     pass
                 return Snapshot({}, self.version)
+            if stays:
+                return kept_snapshot(weights, self.version)
             if self._model.device.type == "cuda":
                 self._host_copies = self._host_copies or HostCopies(self._model.device, self._optimizer)
                 return self._host_copies.take(weights, self.version)

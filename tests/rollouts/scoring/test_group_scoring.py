@@ -11,6 +11,7 @@ from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy
 from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, InvalidReward, RolloutTimeout, ScoringFailed
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
@@ -35,10 +36,12 @@ def spec_of(agent: Callable[..., Awaitable[object]] = ask, name: str = "own", **
     return EnvironmentSpec(name=name, agent=agent, train_tasks=ROWS, **more)  # type: ignore[arg-type]
 
 
-def rollouter(renderer: ChatRenderer, *specs: EnvironmentSpec, **settings: object) -> Rollouter:
+def rollouter(
+    renderer: ChatRenderer, *specs: EnvironmentSpec, teacher: Teacher | None = None, **settings: object
+) -> Rollouter:
     chosen = RolloutSettings.model_validate(settings)
     generate = ScriptedGenerate(renderer.tokenizer, ["Ada, Bob"])
-    return Rollouter(chosen, loaded(*specs, settings=chosen), renderer=renderer, generate=generate)
+    return Rollouter(chosen, loaded(*specs, settings=chosen), renderer=renderer, generate=generate, teacher=teacher)
 
 
 async def run(rollouts: Rollouter, spec: EnvironmentSpec) -> Rollout:
@@ -129,6 +132,25 @@ async def test_a_failed_score_leaves_the_rewards_as_they_were(renderer: ChatRend
         with pytest.raises(ScoringFailed):
             await rollouts.score(group)
     assert group.rewards == [0.5]
+
+
+async def test_what_an_environment_scores_comes_after_the_teacher(renderer: ChatRenderer) -> None:
+    async def level(group: Group) -> Group:
+        group.advantages = [0.0] * len(group.rollouts)
+        return group
+
+    async def rank(group: Group) -> list[AgentResult]:
+        return [AgentResult(2.0)]
+
+    specs = [spec_of(score_group=one, name=one.__name__) for one in (level, rank)]
+    groups = {spec.name: group_of(spec) for spec in specs}  # which have no tokens to ask about
+    teacher = Teacher(EndpointScorer("http://nowhere.invalid/v1", "big", vocabulary=1024, top_k=0), TeacherPlan())
+    async with rollouter(renderer, *specs, teacher=teacher) as rollouts:
+        for group in groups.values():
+            assert await rollouts.score(group) == [group]
+            assert group.metrics["teacher_calls"] == 0
+    assert groups["level"].advantages == [0.0]
+    assert groups["rank"].rewards == [2.0]
 
 
 async def test_results_for_a_group_replace_the_rewards_and_keep_what_came_with_them(renderer: ChatRenderer) -> None:

@@ -1,6 +1,9 @@
 """reasoning-gym: about a hundred generated tasks (arithmetic, logic, games, code) with their own scoring.
 
     --environment.name reasoning-gym --environment.args.dataset basic_arithmetic --environment.args.max_digits 2
+    --environment.name reasoning-gym --environment.args.dataset chain_sum --environment.args.levels '[0, 1, 2]'
+    --environment.name reasoning-gym --environment.args.dataset composite
+        --environment.args.datasets '[{"name": "chain_sum", "weight": 2, "config": {}}, ...]'
 
 Every other argument goes to the data set's configuration. Needs `pip install "tailrace[reasoning-gym]"`.
 
@@ -11,12 +14,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_type_hints
 
+from tailrace.environments.adapters.extras import import_extra
 from tailrace.environments.answers import extract_answer
 from tailrace.environments.arguments import convert_argument, unknown_argument
 from tailrace.environments.generated import is_held_out
@@ -27,25 +30,34 @@ from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
 from tailrace.records import Json, Message, Task
 
+_COMPOSITE = "composite"
+
+_import = partial(import_extra, extra="reasoning-gym", what="the environment reasoning-gym")
+
 
 def reasoning_gym(
     *,
     dataset: str,
+    levels: list[int] | None = None,
     system_prompt: str | None = "default",
     seed: int = 0,
     size: int = 10_000,
     eval_size: int = 200,
     **config: Json,
 ) -> EnvironmentSpec:
-    """One data set of reasoning-gym; a mix of several is several environments.
+    """One data set of reasoning-gym, or several as its `composite`, which has a field `datasets`.
 
-    `system_prompt` is the name of one of reasoning-gym's, a text of your own, or None. `size` counts all questions that
-    the data set generates, `eval_size` the held-out tasks; a question's text decides whether it is held out, so no seed
-    brings one into training. `config` holds fields of the data set's own configuration.
+    `levels` are of the data set's own curriculum, for all of its attributes at once: the questions are an even mix of
+    them. With either the score is reported by data set or level as well. `system_prompt` is the name of one of
+    reasoning-gym's, a text of your own, or None. `size` counts all questions that the data set generates, `eval_size`
+    the held-out tasks; a question's text decides whether it is held out, so no seed brings one into training. `config`
+    holds fields of the data set's own configuration.
 
-    Raises `SettingsError` where reasoning-gym is not installed or has no such data set or field.
+    Raises `SettingsError` where reasoning-gym is not installed or has no such data set, field or level.
     """
-    source = ReasoningGymDataset(dataset, {**config, "seed": seed, "size": size})
+    given = {**config, "seed": seed, "size": size}
+    source = ReasoningGymDataset(dataset, given) if levels is None else ReasoningGymLevels(dataset, levels, given)
+    source.open()
     prompts: dict[str, str] = _import("reasoning_gym.utils").SYSTEM_PROMPTS
     return EnvironmentSpec(
         name=f"reasoning-gym-{dataset}",
@@ -65,14 +77,23 @@ def reasoning_gym(
 class ReasoningGymDataset:
     """A data set whose configuration is checked at once and whose questions are generated when they are read."""
 
-    def __init__(self, name: str, config: Mapping[str, Json]) -> None:
-        self._name = name
+    def __init__(self, name: str, config: Mapping[str, Json], *, level: int | None = None) -> None:
+        self._name, self._level = name, level
         self._dataset_class, config_class = _find(name)
-        self._config = _make_config(name, config_class, config)
+        base = None if level is None else _curriculum_config(name, level)
+        self._config = _make_config(name, config_class, config, base)
 
     @cached_property
     def _dataset(self) -> Any:
-        return self._dataset_class(config=self._config)
+        try:
+            return self._dataset_class(config=self._config)
+        except (AssertionError, TypeError, ValueError) as error:  # a composite makes its data sets only now
+            raise _refused(self._name, error) from error
+
+    def open(self) -> None:
+        """Make the data set now. Raises `SettingsError` where a composite names what there is not."""
+        if self._name == _COMPOSITE:
+            _ = self._dataset
 
     def row(self, index: int) -> dict[str, Json]:
         """A question as a task row. `entry` is what scoring needs besides, exact, as a Python literal."""
@@ -88,7 +109,14 @@ class ReasoningGymDataset:
             score = float(self._dataset.score_answer(answer=answer, entry=self._entry(task)))
         except ValueError:  # prime_factorization raises where the answer is no number: a wrong answer, not a failure
             return AgentResult(0.0, metrics={"unreadable": 1.0}, info={"extracted_answer": answer})
-        return AgentResult(score, metrics={"unreadable": 0.0}, info={"extracted_answer": answer})
+        part = {} if (name := self._part(task)) is None else {name: score}
+        return AgentResult(score, metrics={"unreadable": 0.0, **part}, info={"extracted_answer": answer})
+
+    def _part(self, task: Task) -> str | None:
+        """What the score is also reported by."""
+        if self._level is not None:
+            return f"level_{self._level}"
+        return str(self._entry(task)["metadata"]["source_dataset"]) if self._name == _COMPOSITE else None
 
     def _entry(self, task: Task) -> dict[str, Any]:
         if task["entry"] is None:
@@ -97,13 +125,36 @@ class ReasoningGymDataset:
         return {"question": task["question"], "answer": task["answer"], **ast.literal_eval(task["entry"])}
 
 
+class ReasoningGymLevels:
+    """A data set at several levels of its curriculum, in turn by the question's index."""
+
+    def __init__(self, name: str, levels: Sequence[int], config: Mapping[str, Json]) -> None:
+        if not levels or len(set(levels)) < len(levels):
+            raise SettingsError(f"environment.args.levels = {list(levels)}: name one or more, each once")
+        self._parts = [ReasoningGymDataset(name, config, level=level) for level in levels]
+
+    def row(self, index: int) -> dict[str, Json]:
+        """A question as a task row."""
+        return self._parts[index % len(self._parts)].row(index)
+
+    def reward(self, task: Task, messages: list[Message]) -> AgentResult:
+        """The score of the answer in the last reply, by its level as well."""
+        part = self._parts[int(task["source_index"]) % len(self._parts)]
+        return part.reward(task, messages)
+
+    def open(self) -> None:
+        """There is nothing that could fail later."""
+
+
 class ReasoningGymRows(LazyRows):
     """Training or held-out rows of a data set, probing its questions until one is on the wanted side.
 
     Held-out row i looks only at its own stripe of indices, so that no two are the same entry.
     """
 
-    def __init__(self, source: ReasoningGymDataset, *, size: int, num_rows: int, held_out: bool) -> None:
+    def __init__(
+        self, source: ReasoningGymDataset | ReasoningGymLevels, *, size: int, num_rows: int, held_out: bool
+    ) -> None:
         self._source = source
         self._size = size
         self._num_rows = num_rows
@@ -134,20 +185,39 @@ def _find(name: str) -> tuple[type, type]:
     raise SettingsError(f"environment.args.dataset is {name!r}: reasoning-gym has no such data set{hint}")
 
 
-def _make_config(name: str, config_class: type, config: Mapping[str, Json]) -> Any:
+def _make_config(name: str, config_class: type, config: Mapping[str, Json], base: Any = None) -> Any:
+    """The configuration: what is given, over that of a curriculum where there is one."""
     known = [field.name for field in dataclasses.fields(config_class)]
     hints = get_type_hints(config_class)
     for argument in config:
         if argument not in known:
             raise unknown_argument(argument, known, owner=f"reasoning-gym's {name}")
     values = {key: convert_argument(key, value, hints[key], owner=name) for key, value in config.items()}
-    made = config_class(**values)
+    made = config_class(**values) if base is None else dataclasses.replace(base, **values)
     try:
         if hasattr(made, "validate"):
             made.validate()
     except (AssertionError, ValueError) as error:
-        raise SettingsError(f"environment.args: reasoning-gym's {name} refuses its configuration: {error}") from error
+        raise _refused(name, error) from error
     return made
+
+
+def _refused(name: str, error: Exception) -> SettingsError:
+    return SettingsError(f"environment.args: reasoning-gym's {name} refuses its configuration: {error}")
+
+
+def _curriculum_config(name: str, level: int) -> Any:
+    """What its curriculum configures at a level; an attribute with fewer levels is at its highest."""
+    curricula: dict[str, Any] = _import("reasoning_gym.factory").CURRICULA
+    if name not in curricula:
+        raise SettingsError(f"environment.args.levels: reasoning-gym's {name} has no curriculum")
+    curriculum = curricula[name]()
+    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if not 0 <= level <= highest:
+        raise SettingsError(f"environment.args.levels has {level}: the levels of {name} are 0 to {highest}")
+    for attribute in curriculum.attributes.values():
+        curriculum.set_attr_level(attribute.name, min(level, len(attribute.levels) - 1))
+    return curriculum.generate_configuration()
 
 
 def _as_literal(value: dict[str, Any]) -> str | None:
@@ -157,12 +227,3 @@ def _as_literal(value: dict[str, Any]) -> str | None:
         return literal if ast.literal_eval(literal) == value else None
     except (ValueError, SyntaxError):
         return None
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise SettingsError(
-            'the environment reasoning-gym needs a package: pip install "tailrace[reasoning-gym]"'
-        ) from error

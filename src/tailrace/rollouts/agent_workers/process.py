@@ -124,6 +124,9 @@ class AgentWorkerProcess:
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
             await workers.close()
+            for environment in self._environments.values():
+                if environment.spec.close is not None:
+                    await environment.spec.close()
             if self._endpoints is not None:
                 await self._endpoints.close()
             faulthandler.cancel_dump_traceback_later()

@@ -41,6 +41,8 @@ class RewardFunctions:
             alone = {name: reward for name, reward in spec.rewards.items() if not reward.together}
             (result,) = await self._weighted(rollout.task, [rollout], alone, spec)
         rollout.metrics["score_s"] = clock() - since
+        if spec.adds_rewards and reported.reward is not None:
+            result = replace(result, reward=reported.reward + (result.reward or 0.0))
         if result.reward is None and spec.rewards and not spec.scores_groups:
             raise InvalidReward(
                 f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id} is missing: none of "

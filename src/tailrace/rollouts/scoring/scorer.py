@@ -150,9 +150,13 @@ def _leave_unscored(rollout: Rollout, result: AgentResult) -> None:
 
 
 async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Sequence[Rollout]) -> object:
-    """Run them in order; each sees the rewards that those before it set. What the last returned, or the group."""
+    """Run them in order; each sees what those before it set. What the last returned, or one that returned more or less
+    than the group or results for it.
+    """
     for stage in stages:
         returned: object = await stage(group)
+        if returned is group:
+            continue
         if not (isinstance(returned, list | tuple) and returned and isinstance(returned[0], AgentResult)):
             return returned
         if len(returned) != len(members):

@@ -47,6 +47,12 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     reply: Message
 
 
+class EndEarly(msgspec.Struct, frozen=True, tag=True):
+    """Tell an open environment that turns or tokens ran out."""
+
+    instance: int
+
+
 class ReadAttributes(msgspec.Struct, frozen=True, tag=True):
     """Attributes of an open environment."""
 
@@ -70,7 +76,7 @@ class ScoreNamed(msgspec.Struct, frozen=True, tag=True):
     state: TrainerState
 
 
-Call: TypeAlias = Load | Open | Step | ReadAttributes | Score | ScoreNamed
+Call: TypeAlias = Load | Open | Step | EndEarly | ReadAttributes | Score | ScoreNamed
 
 
 class Request(msgspec.Struct, frozen=True):

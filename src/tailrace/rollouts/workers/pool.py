@@ -29,6 +29,7 @@ from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
     Call,
+    EndEarly,
     Hello,
     Load,
     Open,
@@ -132,6 +133,10 @@ class WorkerEnvironment(EnvironmentHost):
         value = await self._call(Step(self._instance, reply))
         self._replies.append(reply.copy())
         return Observation(**value)
+
+    @override
+    async def end_early(self) -> Observation:
+        return Observation(**await self._call(EndEarly(self._instance)))
 
     @override
     async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
@@ -253,6 +258,7 @@ class _Worker:
                 answer = answer_decoder.decode(await self._read())
         except TimeoutError:
             self._kill()
+            await process.wait()
             raise RolloutTimeout(
                 f"{what} did not return within {limit_s:g} s (rollouts.worker_timeout_s); its worker process was killed"
             ) from None
@@ -309,6 +315,7 @@ class _Worker:
 _NAMES: dict[type, str] = {
     Open: "reset of the environment",
     Step: "step of the environment",
+    EndEarly: "end_early of the environment",
     ReadAttributes: "reading attributes of the environment",
     Score: "the reward function",
     ScoreNamed: "the reward functions",

@@ -18,13 +18,14 @@ from typing import Any, BinaryIO
 
 from tailrace.environments import Environment, EnvironmentSettings, EnvironmentSpec, Observation, load_environment
 from tailrace.environments.callables import settled
-from tailrace.environments.protocol import read_attributes, require_observation
+from tailrace.environments.protocol import end_early, read_attributes, require_observation
 from tailrace.environments.results import as_agent_result
 from tailrace.records import Json
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
     Answer,
     Call,
+    EndEarly,
     Hello,
     Load,
     Open,
@@ -66,6 +67,8 @@ class RolloutWorker:
                 return self._reopen(call)
             case Step(instance, reply):
                 return self._observe(self._open[instance].step(reply))
+            case EndEarly(instance):
+                return self._observe(end_early(self._open[instance]))
             case ReadAttributes(instance, names):
                 return read_attributes(self._open[instance], names)
             case Score(task, messages):

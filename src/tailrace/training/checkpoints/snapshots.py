@@ -3,6 +3,7 @@
     on a GPU   parameters ── side stream, beside the next forward and backward ──→ pinned memory ──→ store
     on a CPU   parameters, as they are ──→ store; the next step waits for that
     of ranks   parameters, gathered: on a GPU as above, on a CPU fresh tensors that no step waits for
+    that stays copies on the same device, for a store that sends them from there
 
 Weights change in the optimizer's step alone, so only the next step waits for the copy to pinned memory: the GPU needs
 no second set of weights. The store is written by another thread than the trainer's.
@@ -22,12 +23,12 @@ class Snapshot:
     """The weights of one version. The next snapshot may reuse their memory."""
 
     weights: Mapping[str, Tensor]
-    """On the CPU, complete after `wait`."""
+    """On the CPU, unless they stay where they are; complete after `wait`."""
     version: int
     copied: torch.cuda.Event | None = None
-    """Recorded behind the copy from a GPU."""
+    """Recorded behind the copy on a GPU, or from it."""
     is_copy: bool = False
-    """Whether the weights, on a CPU, are others than the trainer's own."""
+    """Whether the weights are others than the trainer's own."""
 
     @property
     def is_detached(self) -> bool:
@@ -60,3 +61,13 @@ class HostCopies:
                 self._pinned[name].copy_(weight, non_blocking=True)
             self._copied.record()
         return Snapshot(self._pinned, version, self._copied)
+
+
+def kept_snapshot(weights: Iterable[tuple[str, Tensor]], version: int) -> Snapshot:
+    """Copies of weights where they are, of which none is ever written to again; returns before a GPU has made them."""
+    copies = {name: weight.clone() for name, weight in weights}
+    copied = None
+    if any(copy.device.type == "cuda" for copy in copies.values()):
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+    return Snapshot(copies, version, copied, is_copy=True)

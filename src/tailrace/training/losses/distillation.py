@@ -4,9 +4,9 @@ r"""On-policy distillation: the reverse divergence from a teacher, at every toke
 
 over the N planned tokens, π_T the teacher, sg the stop-gradient: a policy gradient with the advantage
 log π_T(y_t) - log π(y_t), whose gradient is that of KL(π ‖ π_T) at the states that the policy came to, for any μ as
-far as C does not truncate it. Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649, eq. 4
-with the reverse divergence), Gu et al. 2024, "MiniLLM" (arXiv:2306.08543); in this form of a dense reward Lu et al.
-2025, "On-Policy Distillation" (Thinking Machines).
+far as C does not truncate it. Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649): GKD
+with the reverse divergence, on the student's own samples alone (λ = 1); Gu et al. 2024, "MiniLLM" (arXiv:2306.08543);
+as a dense reward, in this form, Lu et al. 2025, "On-Policy Distillation" (Thinking Machines).
 
 Unlike a reference model (`reference_kl`), a teacher is another and better model, that the policy is to become.
 """

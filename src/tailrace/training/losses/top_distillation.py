@@ -17,9 +17,10 @@ they are differences of numbers that are near 1 in float32: a bucket much below 
 
 The sampled token has no part in it but to have led there: no importance weight, and none of the noise of
 one sample (`distillation` judges by that token alone, with the same gradient on average where S is the vocabulary).
-Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649, eq. 3 with either divergence). TRL's
-distillation from a server has the top k with a bucket (`loss_top_k`, `loss_add_tail`), NeMo-RL and verl have
-the top k of the forward divergence without one.
+Agarwal et al. 2024, "On-Policy Distillation of Language Models" (arXiv:2306.13649): GKD with either divergence, on the
+student's own samples alone (λ = 1). Of others, TRL has such a bucket (`loss_add_tail`), and from a server's top k the
+forward divergence alone; verl has the forward one without a bucket; NeMo-RL has both, over the top k renormalised, or
+with a penalty for what the student has outside of it (`zero_outside_topk`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from typing_extensions import override
 
@@ -25,6 +25,10 @@ from tailrace.transport.segments import Segment, SegmentFile, TensorBuffers, map
 
 if TYPE_CHECKING:
     import torch
+
+
+PUBLISHED_FILE: Final = "model-state-dict-"
+"""What names of published files begin with; the publisher's process id follows."""
 
 
 class ModelStateDict(Mapping[str, "torch.Tensor"]):
@@ -46,6 +50,9 @@ class ModelStateDict(Mapping[str, "torch.Tensor"]):
 
 class ModelStateDictStore(Protocol):
     """Where the trainer leaves its weights and generators find them. Its calls block: keep them off the event loop."""
+
+    keeps_tensors: ClassVar[bool] = False
+    """Whether `publish` keeps the tensors, on their device, instead of copies: they must never change then."""
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> ModelStateDictRef:
         """Copy the tensors into the store. The caller may change them as soon as this returns.
@@ -180,21 +187,20 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
                 continue
             self._slots.remove(slot)
             return slot
-        slot = SegmentFile(self._folder / f"{_FILE}{os.getpid()}-{len(self._slots)}.safetensors")
+        slot = SegmentFile(self._folder / f"{PUBLISHED_FILE}{os.getpid()}-{len(self._slots)}.safetensors")
         fcntl.flock(slot, fcntl.LOCK_EX)
         return slot
 
 
 def remove_published(folder: Path, pid: int) -> None:
     """Remove the files of a publisher that was killed. What a reader has open stays readable to it."""
-    for path in folder.glob(f"{_FILE}{pid}-*"):
+    for path in folder.glob(f"{PUBLISHED_FILE}{pid}-*"):
         path.unlink(missing_ok=True)
 
 
 _VERSION_CHARS = 20
 """More than a policy version has."""
 
-_FILE = "model-state-dict-"
 _DTYPE_NAMES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,7 @@ from tailrace.generation.engines.vllm.adapters import AdapterInstaller, is_adapt
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
 from tailrace.models.loading import model_without_memory
 from tailrace.models.state_dicts import StateDictLayout
+from tailrace.transport.weights.transfers import OfferedModelStateDict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,6 +65,7 @@ class WeightInstaller:
         engine_config = core.engine_core.vllm_config
         has_adapter = engine_config.lora_config is not None
         self.adapters = AdapterInstaller(core, self._layout, engine_config) if has_adapter else None
+        self._workers: int = engine_config.parallel_config.world_size
         self._packer = weight_packer(core) if in_process else None
         self._staging = StagingBuffers(_device_of_worker(core) if in_process else torch.device("cpu"))
 
@@ -78,6 +80,8 @@ class WeightInstaller:
         if self.adapters is not None:
             return SavedAdapter(tensors, self.adapters)
         named = self._layout.checked(tensors)
+        if isinstance(tensors, OfferedModelStateDict):
+            return tensors
         if self._packer is not None:
             return self._packer.pack(named)
         if self._in_process:
@@ -90,12 +94,16 @@ class WeightInstaller:
         Weights that are tied may come under any or all of their names. Raises `EngineFailed` when vLLM itself fails in
         the middle: then no one knows which weights it has.
         """
-        if not isinstance(tensors, PackedModelStateDict | StagedModelStateDict | SavedModelStateDict):
+        ready = PackedModelStateDict | StagedModelStateDict | SavedModelStateDict | OfferedModelStateDict
+        if not isinstance(tensors, ready):
             tensors = self.prepare(tensors)
         try:
             if isinstance(tensors, PackedModelStateDict):
                 assert self._packer is not None
                 self._packer.exchange(tensors)
+                self._core.collective_rpc(_forget_derived)
+            elif isinstance(tensors, OfferedModelStateDict):
+                tensors.receive(self._workers, self._call_workers)
                 self._core.collective_rpc(_forget_derived)
             elif isinstance(tensors, SavedAdapter):
                 assert self.adapters is not None
@@ -109,6 +117,9 @@ class WeightInstaller:
                 self._staging.wait_until_copied()
         except Exception as error:
             raise EngineFailed(f"vLLM failed while it took over a model state dict: {error}") from error
+
+    def _call_workers(self, method: str, argument: dict[str, Any] | None) -> None:
+        self._core.collective_rpc(method, args=() if argument is None else (argument,))
 
 
 def _shared_folder() -> tempfile.TemporaryDirectory[str]:

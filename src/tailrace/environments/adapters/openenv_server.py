@@ -1,0 +1,350 @@
+"""An OpenEnv server: reached under a URL, or started for a package; and sessions with it.
+
+WS /ws     {"type": "reset" | "step" | "close", "data": {...}}  ─►  {"type": "observation" | "error", "data": {...}}
+HTTP       POST /reset, POST /step: a fallback for servers without `/ws`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from tailrace.environments.adapters.extras import import_extra
+from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.records import Json
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_FULL_PAUSE_S = (0.05, 1.0)
+"""Between attempts to get a session of a server that is full: nothing tells when others leave it."""
+_KEPT_CHARACTERS = 2_000
+_UVICORN = """
+import os, runpy, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
+sys.argv[0] = "uvicorn"
+runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
+"""
+"""`python -m uvicorn`, which ends when our end of its input is closed, with us at the latest."""
+
+Transport = Literal["auto", "websocket", "http"]
+
+
+class InvalidAction(Exception):
+    """The server refused an action by its schema: the policy may read why."""
+
+
+class _Full(Exception):
+    """No session is free."""
+
+
+class Session(Protocol):
+    """One environment of a server."""
+
+    async def reset(self, data: Mapping[str, Json]) -> dict[str, Json]:
+        """The first observation, with `reward` and `done` beside it."""
+
+    async def step(self, action: Mapping[str, Json]) -> dict[str, Json]:
+        """What an action led to. Raises `InvalidAction`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenEnvServer:
+    """Where an OpenEnv server is. Give a `url`, or a `package` to start it from.
+
+    Raises `SettingsError` where both or neither are given, or an extra is missing.
+    """
+
+    url: str | None = None
+    package: str | None = None
+    """Its server is started as `PYTHON -m uvicorn PACKAGE.server.app:app`, once per process, on a port of its own."""
+    python: str = sys.executable
+    """The interpreter to start it with: of an environment of its own where OpenEnv is installed in another one."""
+    cwd: str | None = None
+    """The folder to start it in."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Sent with each request."""
+    transport: Transport = "auto"
+    start_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    _running: _Running = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.url is None) == (self.package is None):
+            raise SettingsError("an OpenEnv server has either a `url` or a `package`")
+        if self.url is not None and urlsplit(self.url).scheme not in ("http", "https", "ws", "wss"):
+            raise SettingsError(f"the url of an OpenEnv server is {self.url!r}; it begins with http:// or https://")
+        if min(self.start_timeout_s, self.step_timeout_s) <= 0:
+            raise SettingsError("the limits of an OpenEnv server must be above 0")
+        if self.transport != "http":
+            import_extra("websockets", extra="openenv", what="OpenEnv")
+        object.__setattr__(self, "_running", _Running(self))
+
+    def __str__(self) -> str:
+        return f"the OpenEnv server {self.url or self.package}"
+
+    async def schema(self) -> dict[str, Json]:
+        """Its schemas of actions and observations. Raises `EnvironmentFailed`."""
+        base = await self._running.base_url()
+        async with self._http(base) as client:
+            answer = await _answer(self, client.get("/schema"))
+        return answer
+
+    @asynccontextmanager
+    async def session(self, reset: Mapping[str, Json]) -> AsyncIterator[tuple[Session, dict[str, Json]]]:
+        """A session of its own that was reset with this, and its first observation.
+
+        Waits while the server is full with other sessions of this process. Raises `EnvironmentFailed`.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            session, first = await self._running.enter(stack, reset)
+            yield session, first
+
+    async def close(self) -> None:
+        """End the server, where it was started here."""
+        await self._running.close()
+
+    def failed(self, what: str) -> EnvironmentFailed:
+        """An error that names the server, with what it wrote last."""
+        return EnvironmentFailed(f"{self} {what}{self._running.described()}")
+
+    def _http(self, base: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=base, headers=dict(self.headers), timeout=self.step_timeout_s)
+
+
+class _Running:
+    """The server of one process: started where it has to be, and how its sessions are had."""
+
+    def __init__(self, server: OpenEnvServer) -> None:
+        self._server = server
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process: Process | None = None
+        self._base = server.url
+        self._written = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._by_http = server.transport == "http"
+        self._open = 0
+
+    async def base_url(self) -> str:
+        """Of the server, which is started first where it has to be."""
+        if self._loop is not asyncio.get_running_loop():  # what another one had, ended with it
+            self._loop, self._process, self._open = asyncio.get_running_loop(), None, 0
+            self._starting, self._left = asyncio.Lock(), asyncio.Event()
+        if self._server.package is None:
+            assert self._base is not None  # it has a URL or a package
+            return _with_scheme(self._base, "http")
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                self._base = await self._start()
+        assert self._base is not None
+        return self._base
+
+    def described(self) -> str:
+        said = self._written.strip()[-_KEPT_CHARACTERS:]
+        return f" (it wrote: {said})" if said else ""
+
+    async def enter(
+        self, stack: contextlib.AsyncExitStack, reset: Mapping[str, Json]
+    ) -> tuple[Session, dict[str, Json]]:
+        pause_s, waited_s = _FULL_PAUSE_S[0], 0.0
+        while True:
+            async with contextlib.AsyncExitStack() as attempt:
+                try:
+                    session = await self._connect(attempt)
+                    first = await session.reset(reset)
+                except _Full as error:
+                    if waited_s > self._server.start_timeout_s:
+                        raise self._server.failed(f"has no free session: {error}") from error
+                except InvalidAction as error:
+                    raise self._server.failed(f"refused a reset: {error}") from error
+                else:
+                    self._open += 1
+                    stack.callback(self._leave)
+                    await stack.enter_async_context(attempt.pop_all())
+                    return session, first
+            self._left.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._left.wait()
+            waited_s = 0.0 if self._open else waited_s + pause_s
+            pause_s = min(2 * pause_s, _FULL_PAUSE_S[1])
+
+    def _leave(self) -> None:
+        self._open -= 1
+        self._left.set()
+
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> Session:
+        base = await self.base_url()
+        if not self._by_http:
+            from websockets.asyncio.client import connect
+            from websockets.exceptions import InvalidStatus
+
+            try:
+                socket_ = await stack.enter_async_context(
+                    connect(
+                        _with_scheme(base, "ws") + "/ws",
+                        open_timeout=self._server.start_timeout_s,
+                        max_size=_MAX_MESSAGE_BYTES,
+                        additional_headers=dict(self._server.headers),
+                        proxy=None,
+                    )
+                )
+                return _WebSocketSession(self._server, socket_)
+            except InvalidStatus as error:
+                if self._server.transport == "websocket":
+                    raise self._server.failed(f"has no WebSocket: {error}") from error
+                self._by_http = True
+            except (OSError, TimeoutError) as error:
+                raise self._server.failed(f"cannot be reached: {error}") from error
+        client = await stack.enter_async_context(self._server._http(base))
+        return _HttpSession(self._server, client)
+
+    async def _start(self) -> str:
+        """Start the package's server on a socket that is bound already: connections wait until it is up."""
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            descriptor = listening.fileno()
+            self._process = process = await asyncio.create_subprocess_exec(
+                self._server.python,
+                *("-c", _UVICORN, f"{self._server.package}.server.app:app", "--fd", str(descriptor)),
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                cwd=self._server.cwd,
+                pass_fds=(descriptor,),
+                start_new_session=True,
+            )
+            base = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._tasks = [asyncio.create_task(self._listen(process)), asyncio.create_task(self._hold(process))]
+        async with self._server._http(base) as client:
+            health = asyncio.ensure_future(client.get("/health"))
+            ended = asyncio.ensure_future(process.wait())
+            await asyncio.wait(
+                {health, ended}, timeout=self._server.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            is_up = health.done() and not health.cancelled() and health.exception() is None
+            for task in (health, ended):
+                task.cancel()
+            await asyncio.wait({health, ended})
+        if not is_up:
+            await self.close()
+            raise self._server.failed(f"did not come up within {self._server.start_timeout_s:g} s, or ended before")
+        return base
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and self._loop is asyncio.get_running_loop():
+            _kill_group(process)
+            await process.wait()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    async def _listen(self, process: Process) -> None:
+        assert process.stderr is not None  # it has a pipe
+        while piece := await process.stderr.read(1 << 16):
+            self._written = (self._written + piece.decode(errors="replace"))[-_KEPT_CHARACTERS:]
+
+    async def _hold(self, process: Process) -> None:
+        """End the server with the event loop, which cancels its tasks when it ends."""
+        try:
+            await process.wait()
+        finally:
+            _kill_group(process)
+
+
+class _WebSocketSession:
+    """One connection, which is one environment."""
+
+    def __init__(self, server: OpenEnvServer, socket_: Any) -> None:
+        self._server, self._socket = server, socket_
+
+    async def reset(self, data: Mapping[str, Json]) -> dict[str, Json]:
+        return await self._ask("reset", data)
+
+    async def step(self, action: Mapping[str, Json]) -> dict[str, Json]:
+        return await self._ask("step", action)
+
+    async def _ask(self, kind: str, data: Mapping[str, Json]) -> dict[str, Json]:
+        from websockets.exceptions import ConnectionClosed
+
+        limit_s = self._server.step_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed
+                    await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
+                answer = json.loads(await self._socket.recv())
+        except TimeoutError:
+            raise self._server.failed(f"did not answer a {kind} within {limit_s:g} s") from None
+        except ConnectionClosed as error:
+            raise self._server.failed(f"closed the connection in a {kind}: {error}") from error
+        except ValueError as error:
+            raise self._server.failed(f"answered a {kind} with what is no JSON: {error}") from error
+        return self._observation(kind, answer)
+
+    def _observation(self, kind: str, answer: Any) -> dict[str, Json]:
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(data, dict):
+            raise self._server.failed(f"answered a {kind} with {answer!r:.200}")
+        if answer.get("type") != "error":
+            return data
+        said, code = str(data.get("message", data)), data.get("code")
+        if code == "CAPACITY_REACHED":
+            raise _Full(said)
+        if code == "VALIDATION_ERROR":
+            raise InvalidAction(said)
+        raise self._server.failed(f"failed in a {kind}: {said}")
+
+
+class _HttpSession:
+    """A server without `/ws`. Where each request meets an environment of its own, only the first step makes sense."""
+
+    def __init__(self, server: OpenEnvServer, client: httpx.AsyncClient) -> None:
+        self._server, self._client = server, client
+
+    async def reset(self, data: Mapping[str, Json]) -> dict[str, Json]:
+        return await _answer(self._server, self._client.post("/reset", json=dict(data)))
+
+    async def step(self, action: Mapping[str, Json]) -> dict[str, Json]:
+        return await _answer(self._server, self._client.post("/step", json={"action": dict(action)}))
+
+
+async def _answer(server: OpenEnvServer, asking: Any) -> dict[str, Json]:
+    """The JSON object of an answer over HTTP."""
+    try:
+        answer = await asking
+        if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            raise InvalidAction(answer.text)
+        answer.raise_for_status()
+        found = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise server.failed(f"cannot be asked: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise server.failed(f"answered with {found!r:.200}")
+    return found
+
+
+def _with_scheme(url: str, scheme: Literal["http", "ws"]) -> str:
+    """The URL for HTTP or for a WebSocket, as secure as it was.
+
+    >>> _with_scheme("https://example.org/env/", "ws"), _with_scheme("ws://127.0.0.1:80", "http")
+    ('wss://example.org/env', 'http://127.0.0.1:80')
+    """
+    parts = urlsplit(url)
+    secure = "s" if parts.scheme in ("https", "wss") else ""
+    return urlunsplit(parts._replace(scheme=scheme + secure)).rstrip("/")
+
+
+def _kill_group(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

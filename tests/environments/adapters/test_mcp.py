@@ -1,0 +1,255 @@
+"""Tools of MCP servers: published ones as they are, and ones that misbehave in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tailrace.environments import (
+    AgentResult,
+    EnvironmentSettings,
+    EnvironmentSpec,
+    McpServer,
+    Message,
+    Policy,
+    Task,
+    load_environment,
+    mcp_agent,
+)
+from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.records import TaskId
+from tailrace.rollouts import ChatRenderer
+from tests.environments.adapters.playing import call, play
+from tests.support import mcp_servers
+from tests.support.scripted_policy import Said, ScriptedPolicy, calls
+
+pytest.importorskip("mcp")
+HERE = "tests.environments.adapters.test_mcp"
+
+
+def small(mode: str, **limits: Any) -> McpServer:
+    return McpServer(command=[*mcp_servers.COMMAND, mode], **limits)
+
+
+def reward(task: Task, messages: list[Message]) -> float:
+    return float(task["answer"] in messages[-1]["content"])
+
+
+time_zones = EnvironmentSpec(
+    name="time-zones",
+    agent=mcp_agent(McpServer(command=["mcp-server-time", "--local-timezone", "UTC"])),
+    reward=reward,
+    train_tasks=[{"prompt": "It is 12:00 in UTC. What time is it in Tokyo?", "answer": "21:00"}],
+    trusted=True,
+)
+
+
+async def ask(server: McpServer, *replies: str | Said) -> ScriptedPolicy:
+    """Play one rollout with these replies."""
+    policy = ScriptedPolicy(replies or [calls("shout", {"word": "hush"}), "Done."])
+    task = Task(TaskId("t"), "e", 0, {"prompt": "Shout."})
+    result = await mcp_agent(server)(task, policy)
+    assert isinstance(result, AgentResult)
+    return policy
+
+
+def told(policy: ScriptedPolicy) -> str:
+    return policy.conversations[-1][-1]["content"]
+
+
+async def test_a_published_server_runs_as_it_is(renderer: ChatRenderer) -> None:
+    arguments = {"source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo"}
+    replies = [call("convert_time", **arguments), call("convert_time", time="noon"), "It is 21:00."]
+    played = await play(renderer, EnvironmentSettings(name=f"{HERE}:time_zones"), replies)
+    rollout = played.rollout
+    assert rollout.reward is not None
+    assert (rollout.reward.value, rollout.reward.components) == (1.0, {"tool_answers": 2.0, "tool_errors": 1.0})
+    answers = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert "T21:00:00+09:00" in json.loads(answers[0])["target"]["datetime"]
+    assert answers[1].startswith("error: ")
+    assert len(rollout.branches) == 1
+    opening = renderer.tokenizer.decode(played.prompts[0])
+    assert "Convert time between timezones" in opening
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[str]:
+    """A server over HTTP, made with the package's own class; its URL."""
+    import uvicorn
+    from mcp.server.mcpserver import MCPServer
+
+    server = MCPServer("shouter")
+
+    @server.tool()
+    def shout(word: str) -> str:
+        """Shout."""
+        return word.upper()
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error", lifespan="on"))
+    serving = asyncio.create_task(running.serve(sockets=[listening]))
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
+    finally:
+        running.should_exit = True
+        await serving
+
+
+async def test_a_server_behind_a_url_answers() -> None:
+    async with served() as url:
+        assert told(await ask(McpServer(url=url, headers={"Authorization": "Bearer key"}))) == "HUSH"
+
+
+async def test_nothing_behind_a_url_is_told() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/mcp"
+    with pytest.raises(EnvironmentFailed, match=rf"the MCP server {url} "):
+        await ask(McpServer(url=url))
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("talkative", "HUSH"),
+        ("refuses", "error: hush is no word"),
+        ("protocol-error", "error: no such word"),
+        ("structured", '{"word": "hush"}'),
+    ],
+)
+async def test_what_a_server_answers_is_for_the_policy(mode: str, says: str) -> None:
+    assert told(await ask(small(mode))) == says
+
+
+async def test_a_long_result_is_cut_and_says_so() -> None:
+    assert told(await ask(small("long", max_result_characters=6))) == "hushhu\n[3994 more characters were left out]"
+
+
+async def test_only_some_tools_are_offered_and_others_are_unknown() -> None:
+    policy = await ask(small("plain", only=["shout"]), calls("whisper", {"word": "hush"}), "Done.")
+    assert [[tool["name"] for tool in offered or ()] for offered in policy.tools] == [["shout"]] * 2
+    assert told(policy).startswith("error: there is no tool 'whisper'")
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("never-starts", r"ended with status 3; it wrote: no licence"),
+        ("silent", "listed no tools within 0.5 s"),
+        ("stubborn", "listed no tools within 0.5 s"),
+        ("garbage", "a line of its output is no message: b'INFO nothing"),
+        ("no-tools", "lists no tools"),
+        ("crashes", "was lost in a call of shout .*it wrote: the disk is full"),
+        ("hangs", "did not answer a call of shout within 0.5 s"),
+        ("endless", "a line of its output is longer than|did not answer a call of shout within 0.5 s"),
+        ("nonsense", "failed in a call of shout"),
+        ("image", "content of type 'image': the policy reads text alone"),
+    ],
+)
+async def test_a_server_that_misbehaves_costs_its_rollout_and_leaves_no_process(mode: str, says: str) -> None:
+    starts = {"start_timeout_s": 0.5} if mode in ("silent", "stubborn") else {}
+    calls_s = {"call_timeout_s": 0.5} if mode in ("hangs", "endless") else {}
+    with pytest.raises(EnvironmentFailed, match=says):
+        await ask(small(mode, **starts, **calls_s))
+    assert not [child for child in psutil.Process().children() if mode in child.cmdline()]
+
+
+@pytest.mark.parametrize("mode", ["never-starts", "no-tools"])
+def test_it_is_tried_once_before_a_run(mode: str) -> None:
+    command = [*mcp_servers.COMMAND, mode]
+    spec = load_environment(EnvironmentSettings(name="mcp", args={"command": command}), with_tasks=False)
+    assert spec.check is not None
+    with pytest.raises(SettingsError, match=r"the MCP server .* lists no tools|status 3"):
+        spec.check()
+
+
+async def test_a_server_is_started_per_rollout_or_shared_by_all() -> None:
+    async def process_of(server: McpServer) -> str:
+        return told(await ask(server))
+
+    own, shared = small("pid"), small("pid", shared=True)
+    assert len({await process_of(own) for _ in range(2)}) == 2
+    assert len({*await asyncio.gather(*(process_of(shared) for _ in range(4)))}) == 1
+    assert [child for child in psutil.Process().children() if "pid" in child.cmdline()]
+    await shared.close()
+    assert not [child for child in psutil.Process().children() if "pid" in child.cmdline()]
+
+
+async def test_a_shared_server_that_was_lost_is_started_again(tmp_path: Path) -> None:
+    server = small("hangs-once", shared=True, call_timeout_s=3, cwd=str(tmp_path))
+    with pytest.raises(EnvironmentFailed, match="did not answer"):
+        await ask(server)
+    assert told(await ask(server)) == "HUSH"
+    await server.close()
+
+
+async def test_a_cancelled_rollout_takes_its_server_along() -> None:
+    waiting = asyncio.Event()
+
+    class Waits(ScriptedPolicy):
+        async def chat(self, messages: list[Message], **_: Any) -> Any:
+            waiting.set()
+            await asyncio.Event().wait()
+
+    task = Task(TaskId("t"), "e", 0, {"prompt": "Shout."})
+    playing = asyncio.ensure_future(mcp_agent(small("cancelled"))(task, Waits([])))
+    await waiting.wait()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert not [child for child in psutil.Process().children() if "cancelled" in child.cmdline()]
+
+
+async def test_two_servers_must_not_have_one_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task(TaskId("t"), "e", 0, {"prompt": "Shout."})
+    agent = mcp_agent(small("a", only=["shout"]), small("b", only=["whisper"]))
+    policy = ScriptedPolicy([calls("whisper", {"word": "hush"}), "Done."])
+    await agent(task, policy)
+    assert told(policy) == "HUSH"
+    with pytest.raises(EnvironmentFailed, match="two MCP servers have a tool 'shout'"):
+        await mcp_agent(small("a"), small("b", only=["shout"]))(task, policy)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (McpServer, "either a `command` or a `url`"),
+        (lambda: McpServer(command=["x"], url="http://x"), "either a `command` or a `url`"),
+        (lambda: McpServer(command="mcp-server-time"), "a list of words"),
+        (lambda: McpServer(command=["no-such-mcp-server"]), "no command 'no-such-mcp-server'"),
+        (lambda: McpServer(url="localhost:80"), "begins with http"),
+        (lambda: McpServer(url="http://x", env={"a": "b"}), "env is not for an MCP server by url"),
+        (lambda: McpServer(command=["python"], headers={"a": "b"}), "headers is not for an MCP server by command"),
+        (lambda: McpServer(command=["python"], call_timeout_s=0), "must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Callable[[], McpServer], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        make()
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(SettingsError, match=r'pip install "tailrace\[mcp\]"'):
+        McpServer(command=["python"])
+
+
+async def test_an_agent_of_ones_own_uses_the_tools_as_any_others() -> None:
+    from tailrace.environments import answer_tool_calls
+
+    async def agent(task: Task, policy: Policy) -> float:
+        async with small("plain").tools() as tools:
+            reply = await policy.chat([{"role": "user", "content": "Shout."}], tools=tools.specs)
+            (answer,) = await answer_tool_calls(reply, tools.functions)
+            return float(answer["content"] == "HUSH")
+
+    policy = ScriptedPolicy([calls("shout", {"word": "hush"})])
+    assert await agent(Task(TaskId("t"), "e", 0, {}), policy) == 1.0

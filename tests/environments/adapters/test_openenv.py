@@ -1,0 +1,214 @@
+"""Environments of OpenEnv: by URL over WebSocket and HTTP, and started from a package as `openenv init` writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tailrace.environments import (
+    AgentResult,
+    EnvironmentSettings,
+    EnvironmentSpec,
+    Json,
+    OpenEnvServer,
+    Reply,
+    load_environment,
+    openenv_environment,
+)
+from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.rollouts import ChatRenderer
+from tests.environments.adapters.playing import play
+from tests.support.scripted_policy import Said, ScriptedPolicy, calls
+
+pytest.importorskip("websockets")
+fakes: Any = pytest.importorskip("tests.support.openenv_servers")
+
+
+async def rollout(spec: EnvironmentSpec, *replies: str | Said, index: int = 0) -> tuple[AgentResult, ScriptedPolicy]:
+    policy = ScriptedPolicy(replies)
+    assert spec.agent is not None
+    result = await spec.agent(spec.train_task(index), policy)
+    assert isinstance(result, AgentResult)
+    return result, policy
+
+
+def at(url: str, **more: Any) -> EnvironmentSpec:
+    return openenv_environment(OpenEnvServer(url=url, **more))
+
+
+async def test_replies_are_actions_and_observations_messages(renderer: ChatRenderer) -> None:
+    async with fakes.served(fakes.FakeServer()) as server:
+        environment = EnvironmentSettings(name="openenv", args={"url": server.url, "system_prompt": "Be brief."})
+        played = await play(renderer, environment, ["hush", "stop"])
+    assert played.rollout.reward is not None
+    assert played.rollout.reward.value == pytest.approx(0.8)
+    assert played.rollout.reward.components == {"steps": 2.0, "invalid_actions": 0.0}
+    said = [(message["role"], message["content"]) for message in played.rollout.messages]
+    assert said == [
+        ("system", "Be brief."),
+        ("user", "Say a word."),
+        ("assistant", "hush"),
+        ("user", "HUSH"),
+        ("assistant", "stop"),
+    ]
+    assert server.actions == [{"word": "hush"}, {"word": "stop"}]
+
+
+async def test_rollouts_of_a_task_are_reset_alike_and_those_of_others_not() -> None:
+    async with fakes.served(fakes.FakeServer()) as server:
+        spec = at(server.url, headers={"Authorization": "Bearer key"})
+        for index in (3, 3, 4):
+            await rollout(spec, "stop", index=index)
+        level = openenv_environment(
+            OpenEnvServer(url=server.url), train_tasks=[{"prompt": "Go.", "level": 2, "seed": 7}]
+        )
+        _, policy = await rollout(level, "stop")
+    seeds = [reset["seed"] for reset in server.resets]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert server.resets[3] == {"seed": 7, "level": 2}
+    assert policy.conversations[0] == [{"role": "user", "content": "Go.\n\nSay a word."}]
+    assert server.headers[:3] == ["Bearer key"] * 3
+
+
+async def test_an_action_of_several_fields_is_a_tool_and_wrong_ones_are_told() -> None:
+    async with fakes.served(fakes.FakeServer(action=fakes.MOVE)) as server:
+        spec = at(server.url)
+        result, policy = await rollout(spec, "Left.", calls("step", {"why": "so"}), calls("step", {"to": 12}))
+    (tool,) = policy.tools[0] or ()
+    assert (tool["name"], tool["description"], tool["parameters"]["required"]) == ("step", "Move.", ["to"])
+    assert list(tool["parameters"]["properties"]) == ["to", "why"]
+    shown = [conversation[-1] for conversation in policy.conversations[1:]]
+    assert shown[0] == {"role": "user", "content": "error: call the tool 'step' once"}
+    assert shown[1]["content"] == "error: to is missing"
+    assert (result.reward, result.metrics) == (0.2, {"steps": 1.0, "invalid_actions": 2.0})
+
+
+async def test_replies_that_are_no_action_are_worth_nothing() -> None:
+    def never(reply: Reply) -> Mapping[str, Json]:
+        raise ValueError("not this")
+
+    async with fakes.served(fakes.FakeServer()) as server:
+        result, policy = await rollout(openenv_environment(OpenEnvServer(url=server.url), action=never), "a", "b")
+        form = openenv_environment(OpenEnvServer(url=server.url), action="json", observation=lambda seen: f"<{seen}>")
+        other, told = await rollout(form, 'I say {"word": "stop"}.')
+    assert (result.reward, result.metrics["invalid_actions"]) == (0.0, 2.0)
+    assert policy.conversations[1][-1]["content"] == "error: not this"
+    assert other.reward == 0.4
+    assert told.conversations[0][-1]["content"] == "<{'text': 'Say a word.'}>"
+
+
+async def test_a_full_server_is_waited_for() -> None:
+    async with fakes.served(fakes.FakeServer(capacity=2)) as server:
+        spec = at(server.url)
+        results = await asyncio.gather(*(rollout(spec, "hush", "stop") for _ in range(8)))
+    assert [result.reward for result, _ in results] == [pytest.approx(0.8)] * 8
+    assert (server.most, server.open) == (2, 0)
+
+
+async def test_a_server_that_is_full_with_others_is_told() -> None:
+    async with fakes.served(fakes.FakeServer(capacity=0)) as server:
+        with pytest.raises(EnvironmentFailed, match="has no free session: 1 of 1 sessions"):
+            await rollout(at(server.url, start_timeout_s=0.1), "hush")
+
+
+async def test_http_is_the_fallback_of_a_server_without_a_websocket() -> None:
+    async with fakes.served(fakes.FakeServer(has_websocket=False)) as server:
+        result, _ = await rollout(at(server.url), "hush", "stop")
+        assert result.reward == pytest.approx(0.8)
+        with pytest.raises(EnvironmentFailed, match="has no WebSocket"):
+            await rollout(at(server.url, transport="websocket"), "hush")
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("garbage", "answered a reset with what is no JSON"),
+        ("raises", "failed in a step: division by zero"),
+        ("leaves", "closed the connection in a step"),
+        ("hangs", "did not answer a step within 0.5 s"),
+    ],
+)
+async def test_a_server_that_fails_costs_its_rollout(fault: str, says: str) -> None:
+    limit = {"step_timeout_s": 0.5} if fault == "hangs" else {}
+    async with fakes.served(fakes.FakeServer(fault=fault)) as server:
+        with pytest.raises(EnvironmentFailed, match=says):
+            await rollout(at(server.url, **limit), "hush")
+
+
+async def test_it_is_tried_once_before_a_run() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    nothing = load_environment(EnvironmentSettings(name="openenv", args={"url": url}))
+    assert nothing.check is not None
+    with pytest.raises(SettingsError, match="cannot be asked"):
+        await asyncio.to_thread(nothing.check)
+    tools = {"properties": {"tool_name": {"type": "string"}, "arguments": {"type": "object"}}}
+    async with fakes.served(fakes.FakeServer(action=tools)) as server:
+        spec = at(server.url)
+        assert spec.check is not None
+        with pytest.raises(SettingsError, match="reach it as an MCP server"):
+            await asyncio.to_thread(spec.check)
+        server.action = fakes.WORD
+        await asyncio.to_thread(spec.check)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (OpenEnvServer, "either a `url` or a `package`"),
+        (lambda: OpenEnvServer(url="localhost:8000"), "begins with http"),
+        (lambda: OpenEnvServer(url="http://x", step_timeout_s=0), "must be above 0"),
+        (lambda: openenv_environment(OpenEnvServer(url="http://x"), action="tool", action_field="w"), "action_field"),
+        (lambda: load_environment(EnvironmentSettings(name="openenv", args={"ulr": "x"})), "did you mean 'url'"),
+        (lambda: load_environment(EnvironmentSettings(name="openenv", args={"transport": "pigeon"})), "transport"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        make()
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "websockets", None)
+    with pytest.raises(SettingsError, match=r'pip install "tailrace\[openenv\]"'):
+        OpenEnvServer(url="http://127.0.0.1")
+
+
+@pytest.fixture(scope="session")
+def openenv_python() -> str:
+    """Of an environment that has OpenEnv: `make .venv-openenv/.installed`."""
+    path = os.environ.get("TAILRACE_OPENENV_PYTHON", str(Path(__file__).parents[3] / ".venv-openenv/bin/python"))
+    if not Path(path).exists():
+        pytest.skip("OpenEnv is not installed: make .venv-openenv/.installed")
+    return path
+
+
+@pytest.mark.long
+async def test_a_fresh_scaffold_of_openenv_runs_as_it_is(
+    openenv_python: str, tmp_path: Path, renderer: ChatRenderer
+) -> None:
+    command = [Path(openenv_python).with_name("openenv"), "init", "shouting_env"]
+    made = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr + made.stdout
+    args: Any = {"package": "shouting_env", "python": openenv_python, "cwd": str(tmp_path), "start_timeout_s": 200}
+    args["observation_field"] = "echoed_message"
+    environment = EnvironmentSettings(name="openenv", args=args, max_turns=2)
+    played = await play(renderer, environment, ["Hello", "Good evening"], times=2)
+    for one in played.rollouts:
+        assert one.reward is not None
+        assert one.reward.value == pytest.approx(0.5 + 1.0)
+        assert [message["content"] for message in one.messages][1:] == ["Hello", "Hello", "Good evening"]
+    check = played.spec.check
+    assert check is not None
+    await asyncio.to_thread(check)
+    assert not [one for one in psutil.Process().children(recursive=True) if "shouting_env" in " ".join(one.cmdline())]

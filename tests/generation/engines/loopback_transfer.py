@@ -1,0 +1,124 @@
+"""A backend of vLLM's weight transfer that needs no GPU: tensors go through a store of torch's, for both sides."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.distributed import TCPStore
+from vllm.distributed.weight_transfer import (
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "loopback"
+BROKEN = "a.weight.that.breaks.vllm"
+
+
+@dataclass
+class LoopbackInit(WeightTransferInitInfo):  # type: ignore[misc]
+    port: int
+    world_size: int
+
+
+@dataclass
+class LoopbackUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass
+class LoopbackTrainerInit(TrainerInitInfo):  # type: ignore[misc]
+    backend: ClassVar[str] = BACKEND
+    port: int
+    world_size: int
+
+
+class LoopbackEngine(WeightTransferEngine):  # type: ignore[misc]
+    """A worker's side."""
+
+    init_info_cls = LoopbackInit
+    update_info_cls = LoopbackUpdate
+
+    def init_transfer_engine(self, init_info: LoopbackInit) -> None:
+        self.store = TCPStore("127.0.0.1", init_info.port, is_master=False)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))  # there is no device to synchronize
+
+    def receive_weights(self, update_info: LoopbackUpdate) -> None:
+        self.model.load_weights(self._received(update_info))
+
+    def _received(self, update_info: LoopbackUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            data = bytearray(self.store.get(name))
+            yield name, torch.frombuffer(data, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class LoopbackTrainer(TrainerWeightTransferEngine[LoopbackTrainerInit]):  # type: ignore[misc]
+    """The trainer's side."""
+
+    init_info_cls = LoopbackTrainerInit
+    groups: ClassVar[list[LoopbackTrainer]] = []
+    """All that were ever made."""
+    ended = False
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: LoopbackTrainerInit, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        group = cls(client=client, source=source)
+        group.world_size = init_info.world_size
+        group.store = TCPStore("127.0.0.1", init_info.port, is_master=True, wait_for_workers=False)
+        client.init_weight_transfer_engine({"port": init_info.port, "world_size": init_info.world_size})
+        cls.groups.append(group)
+        return group
+
+    def send_weights(self) -> None:
+        meta = self.source.metadata()
+        for name, tensor in self.source:
+            self.store.set(name, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        names, types, shapes = zip(*((each.name, str(each.dtype)[6:], [*each.shape]) for each in meta), strict=True)
+        self.client.start_weight_update()
+        self.client.update_weights(asdict(LoopbackUpdate([*names], [*types], [*shapes])))
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+def init_info(world_size: int) -> LoopbackTrainerInit:
+    """Of a group at a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return LoopbackTrainerInit(free.getsockname()[1], world_size, rank=0)
+
+
+def register() -> None:
+    """Make both sides known to vLLM, once in a process."""
+    factories: list[tuple[Any, Callable[..., object]]] = [
+        (WeightTransferEngineFactory, LoopbackEngine),
+        (WeightTransferTrainerFactory, LoopbackTrainer),
+    ]
+    for factory, side in factories:
+        if BACKEND not in factory._registry:
+            factory.register_engine(BACKEND, side)

@@ -1,0 +1,188 @@
+"""Weights sent by vLLM's weight-transfer interface to a real engine on a CPU: only what moves bytes is not vLLM's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tailrace.errors import EngineFailed, ModelError, TransportError
+from tailrace.generation.engines.vllm.core import build_core
+from tailrace.generation.engines.vllm.engine import VllmEngine
+from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.transport.weights.transfers import TransferReceiver, TransferringModelStateDictStore
+from tests.generation.engine_kinds import require_vllm_installed
+from tests.generation.engine_support import SHAPE, Driver, greedy_reference, request
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_client import InprocClient
+
+    from tests.generation.engines.loopback_transfer import LoopbackTrainer
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+DEADLINE_S = 120.0
+
+
+def model(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    shape = {**SHAPE, "num_key_value_heads": 2, "head_dim": 32}
+    return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    return dict(model(seed).state_dict())
+
+
+@pytest.fixture(autouse=True)
+def groups() -> list[LoopbackTrainer]:
+    """The trainer's sides that a test makes."""
+    require_vllm_installed()
+    from tests.generation.engines.loopback_transfer import LoopbackTrainer, register
+
+    register()
+    LoopbackTrainer.groups.clear()
+    return LoopbackTrainer.groups
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
+    require_vllm_installed()
+    from tests.generation.engines.loopback_transfer import BACKEND, register
+
+    register()
+    folder = tmp_path_factory.mktemp("model")
+    model(0).save_pretrained(folder)
+    started = build_core(
+        ModelSettings(name=str(folder), max_model_tokens=64),
+        GeneratorSettings(
+            engine="vllm", slots=2, vllm={"block_size": 32, "weight_transfer_config": {"backend": BACKEND}}
+        ),
+    )
+    yield started
+    started.shutdown()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TransferringModelStateDictStore]:
+    from tests.generation.engines.loopback_transfer import init_info
+
+    store = TransferringModelStateDictStore(tmp_path, DEADLINE_S, init_info)
+    yield store
+    store.close()
+    store.close()
+
+
+def test_an_engine_is_sent_each_version_between_its_steps(
+    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+) -> None:
+    engine = VllmEngine(core)
+    with closing(TransferReceiver(tmp_path)) as receiver:
+        for version in (1, 2, 3):
+            with receiver.open(store.publish(weights(version), version)) as offered:
+                assert offered.version == version
+                engine.load_model_state_dict(engine.prepare(offered), offered.version)
+            asked = request(f"after-{version}", [1, 2, 3], temperature=0, max_tokens=8)
+            (completed,) = Driver(engine).run(asked)
+            assert completed.token_ids.tolist() == greedy_reference(model(version), [1, 2, 3], 8)
+            assert set(completed.policy_versions) == {version}
+    assert [group.world_size for group in groups] == [2]  # one for all versions
+
+
+def test_what_was_lent_is_what_is_sent_though_newer_weights_were_published(
+    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path
+) -> None:
+    engine = VllmEngine(core)
+    ref = store.publish(weights(4), 4)
+    with closing(TransferReceiver(tmp_path)) as receiver:
+        with receiver.open(ref) as offered:
+            prepared = engine.prepare(offered)
+            store.publish(weights(5), 5)
+            engine.load_model_state_dict(prepared, offered.version)
+        (completed,) = Driver(engine).run(request("four", [5], temperature=0, max_tokens=8))
+        assert completed.token_ids.tolist() == greedy_reference(model(4), [5], 8)
+        with receiver.open(ref) as offered:  # a late one gets the newest
+            assert offered.version == 5
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_sent(
+    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+) -> None:
+    engine = VllmEngine(core)
+    with closing(TransferReceiver(tmp_path)) as receiver:
+        other = {**weights(1), "model.norm.weight": torch.ones(3)}
+        with pytest.raises(ModelError, match=r"model\.norm\.weight"), receiver.open(store.publish(other, 1)) as offered:
+            engine.prepare(offered)
+        with receiver.open(store.publish(weights(2), 2)) as offered:
+            engine.load_model_state_dict(engine.prepare(offered), offered.version)
+    assert len(groups) == 1
+
+
+def test_an_engine_that_fails_in_the_middle_ends_its_group_and_no_other(
+    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+) -> None:
+    engine = VllmEngine(core)
+    ref = store.publish(weights(1), 1)
+
+    def fails(method: str, _: object) -> None:
+        if method == "update_weights":
+            raise MemoryError("no room")
+
+    with closing(TransferReceiver(tmp_path)) as broken, closing(TransferReceiver(tmp_path)) as receiver:
+        with pytest.raises(TransportError, match="update_weights: MemoryError: no room"), broken.open(ref) as offered:
+            offered.receive(2, fails)
+        with receiver.open(ref) as offered:
+            engine.load_model_state_dict(engine.prepare(offered), offered.version)
+    assert [(group.world_size, group.ended) for group in groups[:2]] == [(3, True), (2, groups[1].ended)]
+
+
+def test_a_generator_that_dies_in_the_middle_ends_the_broadcast_to_it(
+    store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+) -> None:
+    receiver = TransferReceiver(tmp_path)
+
+    def dies(method: str, _: object) -> None:
+        if method == "update_weights":
+            receiver.close()
+
+    with pytest.raises(TransportError), receiver.open(store.publish(weights(1), 1)) as offered:
+        offered.receive(1, dies)
+    served = [thread for thread in threading.enumerate() if thread.name == "weight transfer"]
+    for thread in served:
+        thread.join(DEADLINE_S)
+    assert [group.ended for group in groups] == [True]
+
+
+def test_a_trainer_that_is_gone_is_told_to_the_engine(
+    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path
+) -> None:
+    ref = store.publish(weights(1), 1)
+    store.close()
+    with (
+        closing(TransferReceiver(tmp_path)) as receiver,
+        pytest.raises(TransportError, match="weights are not offered"),
+        receiver.open(ref),
+    ):
+        pass
+
+
+def test_an_engine_that_fails_to_install_what_it_was_sent_has_failed(
+    core: InprocClient,
+    store: TransferringModelStateDictStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tests.generation.engines.loopback_transfer import LoopbackEngine
+
+    engine = VllmEngine(core)
+    monkeypatch.setattr(LoopbackEngine, "receive_weights", lambda *_: 1 / 0)
+    with closing(TransferReceiver(tmp_path)) as receiver, receiver.open(store.publish(weights(9), 9)) as offered:
+        prepared = engine.prepare(offered)
+        with pytest.raises(EngineFailed, match="division by zero"):
+            engine.load_model_state_dict(prepared, 9)
