@@ -148,14 +148,15 @@ class Silent:
 class Beat:
     """How much later than asked the loop resumes a sleeping task."""
 
+    every_s: float = BEAT_S
     lags: list[float] = field(default_factory=list)
     longest_turn_s: float = 0.0
 
     async def run(self) -> None:
         while True:
             since = time.perf_counter()
-            await asyncio.sleep(BEAT_S)
-            self.lags.append(max(0.0, time.perf_counter() - since - BEAT_S))
+            await asyncio.sleep(self.every_s)
+            self.lags.append(max(0.0, time.perf_counter() - since - self.every_s))
 
     async def watch_turns(self) -> None:
         while True:

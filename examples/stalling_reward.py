@@ -1,10 +1,11 @@
 """A reward that holds the event loop, planted: docs/performance.md finds it.
 
     tailrace train quickstart --environment.name examples.stalling_reward:copy_text --max_steps 8 --capture 4 \\
-        --rollouts.max_tokens 48
+        --rollouts.max_tokens 48 --rollouts.agent_workers 0
 
-Run it from the folder above this one. The reward compares a reply with its reference letter by letter. That is quick
-for a sentence; one task in eight has a reference as long as a book's chapter.
+Run it from the folder above this one; with agent_workers 0 the loop is the run's own. The reward compares a reply with
+its reference letter by letter. That is quick for a sentence; one task in eight has a reference as long as a book's
+chapter.
 """
 
 from dataclasses import replace

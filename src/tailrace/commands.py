@@ -396,13 +396,14 @@ def _show_plan(settings: Any) -> int:
     from tailrace.run.devices import describe_devices, role_devices
     from tailrace.run.folder import settings_as_toml
     from tailrace.run.memory import describe_memory
-    from tailrace.run.parts import load_environments
+    from tailrace.run.parts import describe_places, load_environments
 
     environments = load_environments(settings)
+    places = describe_places(settings, environments)
     memory = describe_memory(settings)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
     _print(settings_as_toml(settings))
-    for sentence in [*plan.sentences, *describe_devices(role_devices(settings)), *memory]:
+    for sentence in [*plan.sentences, *describe_devices(role_devices(settings)), *places, *memory]:
         _print(f"  {sentence}")
     return 0
 

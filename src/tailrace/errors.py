@@ -49,6 +49,8 @@ class RolloutError(TailraceError):
     reason = "rollout_error"
     may_pass = False
     """Whether the same may succeed later: what an environment or a judge calls is away."""
+    is_blameless = False
+    """Whether another rollout is to blame: this one is tried again, and uses up none of its retries."""
 
 
 class RolloutTimeout(RolloutError):
@@ -69,6 +71,18 @@ class WorkerLost(EnvironmentFailed):
     """The process that played a rollout ended, or had to be killed; the message says where it was."""
 
     reason = "worker_lost"
+
+    def of_task(self, task_id: str) -> WorkerLost:
+        """The same, of one of the rollouts that were played there."""
+        named = WorkerLost(f"task {task_id}: {self}")
+        named.is_blameless, named.may_pass = self.is_blameless, self.may_pass
+        return named
+
+    def of_another(self) -> WorkerLost:
+        """The same, of rollouts that only were there when another one ended the process."""
+        lost = WorkerLost(str(self))
+        lost.is_blameless, lost.may_pass = True, False
+        return lost
 
 
 class InvalidReward(RolloutError):

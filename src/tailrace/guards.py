@@ -10,15 +10,14 @@ takes every exception, and nothing but parsing belongs inside it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from tailrace.errors import CorruptData, TailraceError
 
 
-@contextmanager
-def guarded(what: str, error: Callable[[str], TailraceError] = CorruptData) -> Iterator[None]:
+class guarded:
     """Turn what bytes make a parser raise into `error(f"{what}: {why}")`; errors of Tailrace's own pass.
 
     >>> with guarded("a message's count"):
@@ -26,13 +25,23 @@ def guarded(what: str, error: Callable[[str], TailraceError] = CorruptData) -> I
     Traceback (most recent call last):
         ...
     tailrace.errors.CorruptData: a message's count: invalid literal for int() with base 10: 'many'
+
+    No generator: every message between processes passes here, and that would cost as much as decoding it.
     """
-    try:
-        yield
-    except TailraceError:
-        raise
-    except Exception as cause:
-        raise error(f"{what}: {str(cause) or type(cause).__name__}") from cause
+
+    __slots__ = ("_error", "_what")
+
+    def __init__(self, what: str, error: Callable[[str], TailraceError] = CorruptData) -> None:
+        self._what, self._error = what, error
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, cause: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(cause, Exception) and not isinstance(cause, TailraceError):
+            raise self._error(f"{self._what}: {str(cause) or type(cause).__name__}") from cause
 
 
 def read_at_most(path: Path, num_bytes: int) -> bytes:

@@ -178,24 +178,29 @@ async def test_a_client_that_leaves_cancels_its_request_and_the_rollout_goes_on(
 @pytest.mark.parametrize("is_over", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
-    ("first", "again"),
+    "headers",
     [
         ({"idempotency-key": "k"}, {"idempotency-key": "k"}),
         ({"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}),
     ],
 )
 async def test_a_retry_gets_the_first_answer_and_samples_nothing(
-    renderer: ChatRenderer, first: dict[str, str], again: dict[str, str], streams: bool, is_over: bool
+    renderer: ChatRenderer,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: tuple[dict[str, str], dict[str, str]],
+    streams: bool,
+    is_over: bool,
 ) -> None:
+    monkeypatch.setattr("tailrace.gateway.turns.RETRY_S", 60.0)  # however slow the machine is
     async with served(renderer, ["Ada", "Bob"], stepwise=True) as talk:
-        asking = asyncio.create_task(post(talk, asks(stream=streams), **first))
+        asking = asyncio.create_task(post(talk, asks(stream=streams), **headers[0]))
         await talk.generate.until(begun=1)
         if is_over:
             talk.generate.allow(64)
             await asking
         else:
             asking.cancel()
-        retried = asyncio.create_task(post(talk, asks(stream=streams), **again))
+        retried = asyncio.create_task(post(talk, asks(stream=streams), **headers[1]))
         talk.generate.allow(64)
         answer = (await retried).text
     assert '"content":"A' in answer

@@ -86,7 +86,7 @@ async def test_a_body_of_very_many_chunks_is_put_together(renderer: ChatRenderer
 
 
 async def test_whoever_opens_a_connection_and_says_nothing_or_half_is_cut_off(renderer: ChatRenderer) -> None:
-    async with served(renderer, settings={"client_timeout_s": 0.3}) as talk:
+    async with served(renderer, settings={"client_timeout_s": 2}) as talk:
         silent, _ = await connected(talk)
         half, writing = await connected(talk)
         writing.write(b"POST /v1/chat/comp")
@@ -108,7 +108,7 @@ async def test_what_is_no_http_is_refused(renderer: ChatRenderer) -> None:
 
 async def test_a_client_that_never_reads_is_cut_off_and_its_rollout_goes_on(renderer: ChatRenderer) -> None:
     long = Sampled(renderer.tokenizer.encode("Ada and Bob " * 40_000))
-    sampling: dict[str, Any] = {"client_timeout_s": 0.5}
+    sampling: dict[str, Any] = {"client_timeout_s": 2}
     async with served(renderer, [long, "Ada"], settings=sampling, max_tokens=1_000_000) as talk:
         address = urlsplit(talk.endpoint.root_url)
         with socket.socket() as deaf:

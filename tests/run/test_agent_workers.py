@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +16,19 @@ from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
 from tests.run.runs import command, records, rollouts, tiny_settings
 from tests.support import run_environments
+from tests.support.agent_environments import MISBEHAVING
 from tests.support.chrome_trace import read_trace, spans, tracks
+
+LIGHT = "tests.support.light_roles:LightLauncher"
+COSTS = {
+    "sleep": ("worker_lost", r"/train/\d+: agent worker 0 was ended, .* held for over 5 s .* by misbehave"),
+    "exit": ("worker_lost", r"/train/\d+: agent worker 0 ended with status 3 .*os._exit"),
+    "crash": ("worker_lost", r"/train/\d+: agent worker 0 died of SIGSEGV in misbehave"),
+    "sys.exit": ("environment_failed", r"/train/\d+: users' code raised SystemExit\(3\)"),
+    "interrupt": ("environment_failed", r"/train/\d+: users' code raised KeyboardInterrupt"),
+    "raise": ("environment_failed", r"/train/\d+: ZeroDivisionError: of the user"),
+}
+"""Why rollouts of agents fail that do this, by what they do."""
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
@@ -55,6 +70,27 @@ def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) 
     events = read_trace(run.folder / "trace.json")
     assert tracks(events).keys() >= {"orchestrator", "agent worker 0", "agent worker 1"}
     assert spans(events, "rollout")
+
+
+def test_what_users_code_does_by_default_costs_its_own_rollouts_and_is_named(tmp_path: Path) -> None:
+    overrides = ("--environment.name", "tests.support.agent_environments:misbehaving", "--rollouts.max_turns", "2")
+    quick = ("--rollouts.agent_block_s", "5", "--scheduling.max_retries", "0", "--scheduling.max_staleness", "20")
+    endless = ("--max_epochs", "1", "--max_steps", "1000")
+    with command(tmp_path, *overrides, *quick, *endless, "--placement", LIGHT) as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    ended: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in rollouts(run.folder):
+        ended[record["task"]["behave"]].append(record)
+    for behave, (reason, message) in COSTS.items():
+        failed = [record for record in ended[behave] if record["outcome"]["reason"] == reason]
+        to_blame = [one for one in failed if reason != "worker_lost" or f"rollout {one['rollout_id']}" in one["error"]]
+        assert len(to_blame) == 2, (behave, ended[behave])
+        assert all(re.search(message, one["error"]) for one in to_blame), to_blame
+    for behave in {*MISBEHAVING, "well"} - COSTS.keys():
+        finished = [record for record in ended[behave] if record["outcome"]["state"] != "failed"]
+        assert len(finished) == (18 if behave == "well" else 2), behave
+    assert "Agents of misbehaving run in an agent worker" in (run.folder / "logs" / "orchestrator.log").read_text()
 
 
 async def test_an_evaluation_in_workers_is_the_one_on_the_loop(tmp_path: Path) -> None:

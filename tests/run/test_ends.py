@@ -143,7 +143,8 @@ def test_agents_that_refuse_every_cancellation_do_not_keep_the_command_from_endi
 
 
 def test_users_threads_that_never_return_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
-    with command(tmp_path, *environment("leaving_a_thread"), "--max_steps", "3") as run:
+    on_the_loop = ("--rollouts.agent_workers", "0")
+    with command(tmp_path, *environment("leaving_a_thread"), *on_the_loop, "--max_steps", "3") as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     assert "as they do not return" in (run.folder / "logs" / "orchestrator.log").read_text()

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import os
+import signal
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
 
-from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward, Observation, Policy
+from tailrace.environments import AgentResult, EnvironmentSpec, JudgeSettings, NamedReward, Observation, Policy
+from tailrace.errors import JudgeFailed
 from tailrace.records import Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
+from tailrace.rollouts.agent_workers.branches import BranchData
+from tailrace.rollouts.agent_workers.segments import BranchWriter, Placed
 
+LARGE = ("much", "damage what it sends")
+"""What is told to the policy is too much for a message between processes."""
 ROWS: list[dict[str, Json]] = [{"behave": "well"}]
 
 
@@ -24,7 +32,8 @@ async def behaving(task: Task, policy: Policy) -> AgentResult:
     messages: list[Message] = [{"role": "user", "content": "go"}]
     reply = await policy.chat(messages, stop=["stop"] if task["behave"] == "stop" else ())
     info = await misbehave(str(task["behave"]), policy, reply)
-    messages += [reply.message, {"role": "user", "content": "go on"}]
+    go_on = "go on " * (6000 if task["behave"] in LARGE else 1)
+    messages += [reply.message, {"role": "user", "content": go_on}]
     last = await policy.chat(messages)
     said = {"said": [reply.content, last.content], "torch_is_imported": "torch" in sys.modules}
     return AgentResult(1.0, {"pid": float(os.getpid()), "turns": 2.0}, {**said, **info})
@@ -61,6 +70,10 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             os.fork()  # the copy goes on as if it were the worker
         case "leave a process":
             os.system("sleep 600 &")  # noqa: ASYNC221
+        case "block signals":
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        case "damage what it sends":
+            damage_next_branches()
         case "leave a thread":
             threading.Thread(target=time.sleep, args=(600,)).start()
         case "numpy":
@@ -73,6 +86,28 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             policy.set_column(reply, "weights", np.full((reply.completion.num_tokens, 2), 0.5))
             policy.demonstrate([{"role": "user", "content": "go"}, {"role": "assistant", "content": "well"}])
     return {}
+
+
+def damage_next_branches() -> None:
+    """Overwrites a byte of the shared memory in which the next large branches leave this process."""
+    place = BranchWriter.place
+
+    def place_and_damage(writer: BranchWriter, branches: list[BranchData]) -> Placed | None:
+        BranchWriter.place = place  # type: ignore[method-assign]
+        placed = place(writer, branches)
+        assert placed is not None
+        (file,) = [int(one.name) for one in Path("/proc/self/fd").iterdir() if is_first_segment(one)]
+        os.pwrite(file, b"damage", 2000)
+        return placed
+
+    BranchWriter.place = place_and_damage  # type: ignore[method-assign]
+
+
+def is_first_segment(descriptor: Path) -> bool:
+    try:
+        return "tailrace-branches 0" in str(descriptor.readlink())
+    except OSError:  # that of the folder itself
+        return False
 
 
 def spin() -> None:
@@ -138,6 +173,20 @@ def broken(*, ends: bool = False) -> EnvironmentSpec:
     return EnvironmentSpec(name="broken", agent=behaving, train_tasks=ROWS)
 
 
+MISBEHAVING = ("sleep", "exit", "sys.exit", "interrupt", "crash", "fork", "leave a thread", "block signals", "raise")
+
+
+def misbehaving() -> EnvironmentSpec:
+    """All that may happen, beside agents that behave well; rewards differ."""
+    numbers = itertools.count()
+
+    async def agent(task: Task, policy: Policy) -> AgentResult:
+        return replace(await behaving(task, policy), reward=next(numbers) % 7 / 7)
+
+    rows: list[dict[str, Json]] = [{"behave": behave} for behave in (*MISBEHAVING, *["well"] * 9)]
+    return EnvironmentSpec(name="misbehaving", agent=agent, train_tasks=rows, trusted=True)
+
+
 async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
     """Scores a group in the way that its row asks for."""
     match group.task["behave"]:
@@ -179,6 +228,26 @@ def replace_rollouts(group: Group, rollouts: list[Rollout]) -> Group:
 
 def ranked() -> EnvironmentSpec:
     return EnvironmentSpec(name="ranked", agent=behaving, score_group=rank, train_tasks=ROWS)
+
+
+class ByPlace:
+    """A judge's format: the later the better; says where it was asked."""
+
+    def prompt(self, group: Group, rubric: str) -> list[Message]:
+        return [{"role": "user", "content": f"judge {len(group.rollouts)}"}]
+
+    def scores(self, answer: str, group: Group) -> list[float]:
+        if group.task["behave"] == "crash in the judge":
+            ctypes.string_at(0)
+        group.metadata["judged in"] = os.getpid()
+        if answer != "the verdict":
+            raise JudgeFailed(f"it said {answer!r}")
+        return [number / 10 for number, _ in enumerate(group.rollouts)]
+
+
+def judged(url: str | None = None) -> EnvironmentSpec:
+    judge = JudgeSettings(url=url, own_weight=0.5, retries=1, retry_pause_s=0.0)
+    return EnvironmentSpec(name="judged", agent=behaving, judge=judge, judge_format=ByPlace(), train_tasks=ROWS)
 
 
 async def compared(prompts: list[object], completions: list[object], **columns: object) -> list[float]:

@@ -368,7 +368,7 @@ def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:
 
 def _gateway(settings: RunSettings) -> Iterator[Contradiction]:
     port, workers = settings.gateway.port, settings.rollouts.agent_workers
-    if port and workers:
+    if port and workers and settings.placement != "inline":
         yield Contradiction(
             f"gateway.port is {port}, but with rollouts.agent_workers = {workers} agents may run in processes, which "
             "have a gateway each: leave gateway.port out, or write rollouts.agent_workers = 0",

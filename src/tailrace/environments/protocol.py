@@ -280,10 +280,10 @@ class EnvironmentSpec:
 
     @property
     def runs_on_loop(self) -> bool:
-        """Whether some of what plays and scores a single rollout is a coroutine."""
-        functions = [self.reward, *(named.function for named in self.rewards.values() if not named.together)]
+        """Whether some of its code runs on the event loop of what plays it: coroutines, and all that is trusted."""
+        functions = [self.reward, self.score_group, *(named.function for named in self.rewards.values())]
         plays_async = self.environment is None or is_async_environment(self.environment)
-        return plays_async or any(one is not None and is_async(one) for one in functions)
+        return self.trusted or plays_async or any(one is not None and is_async(one) for one in functions)
 
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""

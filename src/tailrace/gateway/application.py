@@ -6,6 +6,7 @@ refused before that is refused with a status.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
@@ -227,20 +228,53 @@ async def _parts(client: _Client, events: Events, keep_alive_s: float) -> AsyncI
     """The events of a turn as there is something to say, until it has ended or the client has gone."""
     turn, position = client.turn, 0
     pending = b"".join(events.begin())
-    while not client.has_gone():
-        if position < len(turn.text):
-            text = "".join(turn.text[position:])
-            position = len(turn.text)
-            pending += b"".join(events.text(text))
-        if turn.outcome is not None:
-            end = events.end(turn.outcome) if isinstance(turn.outcome, Answer) else events.fail(turn.outcome)
-            yield pending + b"".join(end)
-            return
-        if pending:
-            yield pending
-            pending = b""
-        elif not await turn.changed(keep_alive_s):
-            pending = events.keep_alive()
+    with _Silence(turn, keep_alive_s) as silence:
+        while not client.has_gone():
+            if position < len(turn.text):
+                text = "".join(turn.text[position:])
+                position = len(turn.text)
+                pending += b"".join(events.text(text))
+            if turn.outcome is not None:
+                end = events.end(turn.outcome) if isinstance(turn.outcome, Answer) else events.fail(turn.outcome)
+                yield pending + b"".join(end)
+                return
+            if not pending and silence.is_long():
+                pending = events.keep_alive()
+            if pending:
+                yield pending
+                pending = b""
+                silence.broken()
+            else:
+                await turn.changed()
+
+
+class _Silence:
+    """Wakes a turn where nothing was sent for a while: one timer, however often something is."""
+
+    def __init__(self, turn: Turn, limit_s: float) -> None:
+        self._turn, self._limit_s, self._loop = turn, limit_s, asyncio.get_running_loop()
+
+    def __enter__(self) -> _Silence:
+        self._timer = self._loop.call_later(self._limit_s, self._look)
+        self.broken()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def broken(self) -> None:
+        """Something was sent."""
+        self._since_s = self._loop.time()
+
+    def is_long(self) -> bool:
+        """Whether nothing was sent for too long."""
+        return self._loop.time() - self._since_s >= self._limit_s
+
+    def _look(self) -> None:
+        left_s = self._since_s + self._limit_s - self._loop.time()
+        if left_s <= 0:
+            self._turn.wake()
+        self._timer = self._loop.call_later(left_s if left_s > 0 else self._limit_s, self._look)
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,8 +42,7 @@ class Gateway(Endpoints):
         self.settings, self._model = settings or GatewaySettings(), model
         self.tally = Tally()
         self.sessions = Sessions(self.settings)
-        self._server: HttpServer | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[HttpServer] | None = None
         self._root_url = ""
         self._context = contextvars.copy_context()
         """Requests are handled in it: what they take is no rollout's."""
@@ -72,19 +71,20 @@ class Gateway(Endpoints):
 
     async def listen(self) -> None:
         """Take requests, where it does not yet. Raises `SettingsError` where the address cannot be had."""
-        async with self._starting:
-            if self._server is None:
-                self._server = await self._listening()
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._listening(), context=self._context)
+        await asyncio.shield(self._starting)  # a rollout that is cancelled leaves it to the others
 
     @override
     async def close(self) -> None:
         for session in self.sessions:
             self.sessions.close(session)
-        if self._server is not None:
-            await self._server.close()
+        if self._starting is not None:
+            with contextlib.suppress(SettingsError):  # it never listened
+                await (await self._starting).close()
 
     @override
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def open(self, policy: RolloutPolicy) -> AsyncIterator[Endpoint]:
         await self.listen()
         session = self.sessions.open(policy, self._root_url)
@@ -121,7 +121,7 @@ class Gateway(Endpoints):
         self._root_url = f"http://{host}:{listener.getsockname()[1]}"
         hall = Hall(self.sessions, settings, self.tally, self._model)
         server = HttpServer(application(hall), listener, client_timeout_s=settings.client_timeout_s, close_s=CLOSE_S)
-        await asyncio.create_task(server.start(), context=self._context)
+        await server.start()
         return server
 
 
@@ -149,6 +149,6 @@ def _listener(settings: GatewaySettings) -> socket.socket:
 
 def _raise_file_limit() -> None:
     """Every client is an open file, and systems' first limit is often 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems refuse the limit that they tell
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -69,7 +69,7 @@ class Turn:
     @property
     def is_worth_joining(self) -> bool:
         """Whether a retry gets from it what it would get from a new turn."""
-        return not isinstance(self.outcome, Failure)
+        return not isinstance(self.outcome, Failure) and not self._task.cancelling()
 
     def join(self) -> None:
         """One more client waits for it."""
@@ -180,12 +180,10 @@ class Turns:
         Raises `RequestInvalid` where its idempotency key is that of another request.
         """
         if repeatable.idempotency_key is not None:
-            for turn in self._remembered:
-                if turn.repeatable.idempotency_key == repeatable.idempotency_key:
-                    if turn.repeatable.body != repeatable.body:
-                        raise RequestInvalid("this Idempotency-Key was sent with another request", status=422)
-                    return turn if turn.is_worth_joining else None
-            return None
+            same = [turn for turn in self._remembered if turn.repeatable.idempotency_key == repeatable.idempotency_key]
+            if any(turn.repeatable.body != repeatable.body for turn in same):
+                raise RequestInvalid("this Idempotency-Key was sent with another request", status=422)
+            return next((turn for turn in same if turn.is_worth_joining), None)
         if not repeatable.attempt:
             return None
         for turn in self._worth_joining(repeatable.body):

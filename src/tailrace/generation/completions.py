@@ -76,6 +76,8 @@ def joined(
 
 def tail(completion: Completion, start: int) -> Completion:
     """Its tokens from `start` on, as a chunk."""
+    if not start and not completion.routed_experts:
+        return completion
     return Completion(
         token_ids=completion.token_ids[start:],
         logprobs=completion.logprobs[start:],

@@ -23,7 +23,10 @@ _OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefus
 
 
 class attribute_errors:
-    """Turn what users' code raises into `failure` naming the task; let our own errors pass."""
+    """Turn what users' code raises into `failure` naming the task; let our own errors pass.
+
+    An attempt to end the process (`sys.exit`) is a failure too. `KeyboardInterrupt` passes: here a user may mean it.
+    """
 
     __slots__ = ("_failure", "_task")
 
@@ -46,6 +49,8 @@ class attribute_errors:
             raise named from error
         if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
             self._attribute(error)
+        if isinstance(error, SystemExit):
+            raise exit_refused(error, self._task, self._failure) from error
 
     def _attribute(self, error: Exception) -> NoReturn:
         if isinstance(error, ExceptionGroup) and (ours := _first_of_ours(error)) is not None:
@@ -55,6 +60,11 @@ class attribute_errors:
             cause = cause.exceptions[0]
         where = "".join(traceback.format_exception(error)).rstrip()
         raise self._failure(f"task {self._task.task_id}: {type(cause).__name__}: {cause}\n{where}") from error
+
+
+def exit_refused(error: BaseException, task: Task, failure: type[RolloutError]) -> RolloutError:
+    """The `failure` of users' code that tried to end its process."""
+    return failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run")
 
 
 def _first_of_ours(group: ExceptionGroup[Exception]) -> Exception | None:

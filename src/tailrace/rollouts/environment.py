@@ -26,6 +26,8 @@ class LoadedEnvironment:
     """For one rollout, its reward included."""
     is_apart: bool = False
     """Whether its rollouts are played in agent workers."""
+    stays_because: str = ""
+    """Why they are not, although it is code of the user's own and the settings leave the choice; empty: no such why."""
     score_timeout_s: float
     """For the score of one group, from when it has its turn."""
 
@@ -37,6 +39,7 @@ class LoadedEnvironment:
         settings: EnvironmentSettings | None = None,
         *,
         is_apart: bool = False,
+        stays_because: str = "",
     ) -> LoadedEnvironment:
         """The environment's own settings where they say something, else those of the section `rollouts`."""
         own = settings or EnvironmentSettings(name=spec.name)
@@ -50,5 +53,6 @@ class LoadedEnvironment:
             max_turns=own.max_turns or rollouts.max_turns,
             timeout_s=timeout_s,
             is_apart=is_apart,
+            stays_because=stays_because,
             score_timeout_s=rollouts.reward_timeout_s or timeout_s,
         )

@@ -20,7 +20,8 @@ from tailrace.rollouts.deadline import rollout_deadline
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.policy import RolloutPolicy
-from tailrace.rollouts.scoring import RewardFunctions
+from tailrace.rollouts.scoring import RelativeJudge, RewardFunctions
+from tailrace.rollouts.scoring.judge import Chat, EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
 from tailrace.tracing.phases import phase
@@ -110,6 +111,27 @@ class RolloutPlayer:
             rollout_deadline(environment.score_timeout_s, group.task),
         ):
             return await self.functions.score_group(group, environment.spec)
+
+    def judge_chat(self, spec: EnvironmentSpec, *, generate: Generate | None = None, name: str = "judge") -> Chat:
+        """The model that an environment's judge asks: `generate`, or the player's own, unless it is at an endpoint.
+
+        `name` tells its requests from others. Raises `SettingsError` where its key is missing.
+        """
+        settings = spec.judge
+        assert settings is not None  # it is called for environments that have a judge
+        if settings.url is not None:
+            return EndpointChat(settings.url, settings.model, api_key_variable=settings.api_key_variable)
+        return EngineChat(
+            self._renderer, generate or self._generate, max_model_tokens=self._max_model_tokens, name=name
+        )
+
+    async def judge(self, group: Group, judge: RelativeJudge, environment: LoadedEnvironment) -> list[AgentResult]:
+        """What a judge makes of it. As `score_group`."""
+        with (
+            attribute_errors(group.task, ScoringFailed),
+            rollout_deadline(environment.score_timeout_s, group.task),
+        ):
+            return await judge(group)
 
     def _agent(self, spec: EnvironmentSpec) -> Agent:
         if spec.agent is not None:

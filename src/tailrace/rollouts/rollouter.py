@@ -13,6 +13,7 @@ from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
+from tailrace.rollouts.agent_workers.messages import ScoredBy
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
@@ -22,7 +23,6 @@ from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, Scorer, Teacher, TeacherUsage
-from tailrace.rollouts.scoring.judge import EndpointChat, EngineChat
 from tailrace.rollouts.scoring.scorer import ScoreRollout
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
@@ -59,9 +59,7 @@ class Rollouter:
         """
         self._settings = settings
         self._environments = environments
-        self._renderer = renderer
-        self._generate = generate
-        self._max_model_tokens, self._teacher = max_model_tokens, teacher
+        self._teacher = teacher
         self._attempts, self._endpoints = Attempts(), endpoints
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
@@ -141,6 +139,10 @@ class Rollouter:
             starting.create_task(self._workers.start(names))
             if self._agents is not None:
                 starting.create_task(self._agents.start())
+        for name, one in self._environments.items():
+            if one.is_apart and one.spec.needs_workers and await self._workers_of(one) is None:
+                self._workers.require(name)
+                await self._workers.start([name])
         if self._teacher is not None:
             await self._teacher.ready()
 
@@ -159,6 +161,12 @@ class Rollouter:
             if self._endpoints is not None:
                 closing.create_task(self._endpoints.close())
 
+    def kill(self) -> None:
+        """End the worker processes at once, without waiting; a process that is stopped would stay otherwise."""
+        self._workers.kill()
+        if self._agents is not None:
+            self._agents.kill()
+
     @property
     def agent_workers(self) -> AgentWorkers | None:
         """The processes that play rollouts, where some are played there."""
@@ -170,6 +178,8 @@ class Rollouter:
         usage = JudgeUsage()
         for judge in self._judges.values():
             usage.add(judge.usage)
+        if self._agents is not None:
+            usage.add(self._agents.judge_usage)
         return usage
 
     @property
@@ -199,7 +209,9 @@ class Rollouter:
                 await self._play(rollout, environment)
             has_ended = True
         except (RolloutError, RequestRefused) as error:
-            if not self._scorer.has_counted(error):
+            if isinstance(error, RolloutError) and error.is_blameless:
+                self._failures.started -= 1  # it is started once more
+            elif not self._scorer.has_counted(error):
                 self._failures.fail(error)
             raise
         finally:
@@ -220,7 +232,7 @@ class Rollouter:
         Raises `RolloutError` for the whole group.
         """
         task, environment = group.task, self._environments[group.task.environment]
-        stages = self._group_stages(environment)
+        stages = self._group_stages(environment, await self._workers_of(environment))
         if not stages:
             return await self._scorer.score_group(group)
         limit_s = environment.score_timeout_s
@@ -238,11 +250,11 @@ class Rollouter:
 
     async def _play(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
         """Play a rollout where its environment belongs, then score it, within one limit."""
-        if not environment.is_apart:
+        agents = await self._workers_of(environment)
+        if agents is None:
             await self._play_here(rollout, environment)
             return
-        assert self._agents is not None  # made where an environment is apart
-        played = await self._agents.play(rollout, is_evaluation=self._evaluation_seed is not None)
+        played = await agents.play(rollout, is_evaluation=self._evaluation_seed is not None)
 
         async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
             return played.scored_or_raise()
@@ -274,30 +286,31 @@ class Rollouter:
         with phase("score"):
             await self._scorer.score_rollout(rollout, reported, functions, is_group_scored=spec.scores_groups)
 
-    def _group_stages(self, environment: LoadedEnvironment) -> list[ScoreGroup]:
+    async def _workers_of(self, environment: LoadedEnvironment) -> AgentWorkers | None:
+        """Those that play its rollouts; None where that is here."""
+        if self._agents is None or not environment.is_apart:
+            return None
+        return self._agents if await self._agents.loads(environment.spec.name) else None
+
+    def _group_stages(self, environment: LoadedEnvironment, agents: AgentWorkers | None) -> list[ScoreGroup]:
         spec = environment.spec
         stages: list[ScoreGroup] = []
         if self._teacher is not None and self._evaluation_seed is None:
             stages.append(self._teacher)
-        agents = self._agents if environment.is_apart else None
         if any(reward.together for reward in spec.rewards.values()):
             here = partial(self._player.score_together, environment=environment)
-            stages.append(here if agents is None else partial(agents.score, together=True))
+            stages.append(here if agents is None else partial(agents.score, by=ScoredBy.REWARDS))
         if spec.score_group is not None:
-            stages.append(spec.score_group if agents is None else partial(agents.score, together=False))
+            stages.append(spec.score_group if agents is None else partial(agents.score, by=ScoredBy.SCORE_GROUP))
         elif (judge := self._judge(spec)) is not None:
-            stages.append(judge)
+            stages.append(judge if agents is None else partial(agents.score, by=ScoredBy.JUDGE))
         return stages
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""
         settings = spec.judge
         if settings is not None and spec.name not in self._judges:
-            chat = (
-                EngineChat(self._renderer, self._generate, max_model_tokens=self._max_model_tokens)
-                if settings.url is None
-                else EndpointChat(settings.url, settings.model, api_key_variable=settings.api_key_variable)
-            )
+            chat = self._player.judge_chat(spec)
             self._judges[spec.name] = RelativeJudge(chat, settings, form=spec.judge_format)
         return self._judges.get(spec.name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from tailrace.records import SamplingParams
 from tailrace.rollouts.error_budget import ErrorBudget
@@ -58,9 +58,9 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     worker_timeout_s: float = Field(60.0, gt=0, description="Seconds per call, after which the worker is killed.")
     worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds to start and load an environment.")
     agent_workers: int | Literal["auto"] = Field(
-        0,
+        "auto",
         description="Processes in which agents and environments run; 0: they run beside the scheduler; auto: one for "
-        "environments whose code is neither built in nor trusted, unless placement = 'inline'.",
+        "environments whose code is not built in, unless placement = 'inline' or no other process can load them.",
     )
     agent_block_s: float = Field(
         20.0, gt=0, description="Seconds that a coroutine may hold an agent worker's loop; then the worker is killed."
@@ -73,14 +73,17 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     )
     evaluation: EvaluationSampling = Field(EvaluationSampling(), description="In `tailrace eval` and evaluations.")
 
-    @model_validator(mode="after")
-    def _require_a_number_of_workers(self) -> RolloutSettings:
-        if self.agent_workers != "auto" and not 0 <= self.agent_workers <= MOST_AGENT_WORKERS:
+    @field_validator("agent_workers", mode="before")
+    @classmethod
+    def _require_a_number_of_workers(cls, given: object) -> object:
+        """Before the two types are tried, each of which would complain for itself. A switch is refused elsewhere."""
+        is_number = given is True or (str(given).isdecimal() and int(str(given)) <= MOST_AGENT_WORKERS)
+        if given != "auto" and not is_number:
             raise ValueError(
-                f"rollouts.agent_workers is {self.agent_workers}; it must be auto, or a number of processes from 0 to "
+                f"rollouts.agent_workers is {given}; it must be auto, or a number of processes from 0 to "
                 f"{MOST_AGENT_WORKERS}"
             )
-        return self
+        return given
 
     @model_validator(mode="after")
     def _require_a_choice(self) -> RolloutSettings:

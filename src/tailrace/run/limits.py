@@ -83,6 +83,8 @@ def _processes(settings: RunSettings) -> Iterator[Claim]:
         yield Claim(engines * ENGINE_BYTES, f"{engines:,} processes of generators", "generator.replicas")
     yield Claim(settings.trainer.ranks * ENGINE_BYTES, f"{settings.trainer.ranks:,} trainer ranks", "trainer.ranks")
     yield Claim(workers * WORKER_BYTES, f"{workers:,} rollout workers", "rollouts.workers")
+    agents = settings.rollouts.num_agent_workers
+    yield Claim(agents * WORKER_BYTES, f"{agents:,} agent workers", "rollouts.agent_workers")
 
 
 def _caches(settings: RunSettings) -> Iterator[Claim]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +21,6 @@ from tailrace.rollouts.agent_workers.messages import pack_task
 from tailrace.rollouts.scoring import Teacher
 from tailrace.run.folder import RunPaths
 from tailrace.run.teacher import require_frozen
-
-_logger = logging.getLogger(__name__)
 
 
 def load_environments(
@@ -58,36 +55,59 @@ def load_environments(
                 f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
                 "whole groups (score_group): leave scheduling.group_release out"
             )
-        is_apart = _is_apart(settings, chosen, spec, is_given=chosen.name in given)
-        loaded[spec.name] = LoadedEnvironment.of(spec, settings.rollouts, chosen, is_apart=is_apart)
+        is_apart, stays_because = _is_apart(settings, chosen, spec, is_given=chosen.name in given)
+        loaded[spec.name] = LoadedEnvironment.of(
+            spec, settings.rollouts, chosen, is_apart=is_apart, stays_because=stays_because
+        )
     return loaded
 
 
-def _is_apart(settings: RunSettings, chosen: EnvironmentSettings, spec: EnvironmentSpec, *, is_given: bool) -> bool:
-    """Whether its rollouts are played in agent workers. Raises `SettingsError` where those cannot load it."""
+def _is_apart(
+    settings: RunSettings, chosen: EnvironmentSettings, spec: EnvironmentSpec, *, is_given: bool
+) -> tuple[bool, str]:
+    """Whether its rollouts are played in agent workers, and why not where the settings leave that open.
+
+    Raises `SettingsError` where they cannot be and have to.
+    """
     workers = settings.rollouts.agent_workers
     if workers == "auto":
-        is_users = not (is_given or spec.trusted or is_built_in(chosen.name))
-        return settings.placement != "inline" and is_users and spec.runs_on_loop and _can_travel(spec)
+        if settings.placement == "inline" or is_built_in(chosen.name) or not spec.runs_on_loop:
+            return False, ""
+        stays = "it exists in this program alone" if is_given else _why_no_rows(spec)
+        return not stays, stays
     if workers and is_given:
         raise SettingsError(
             f"environment {spec.name!r} was given as an object, which rollouts.agent_workers = {workers} processes "
             "cannot import: put it in a module and name it there (module:attribute), or write "
             "rollouts.agent_workers = 0"
         )
-    return workers > 0
+    return workers > 0, ""
 
 
-def _can_travel(spec: EnvironmentSpec) -> bool:
-    """Whether its rows can be sent to another process, by the first one."""
+def _why_no_rows(spec: EnvironmentSpec) -> str:
+    """Why its rows cannot be sent to another process, by the first one; empty where they can."""
     if not len(spec.train_tasks):
-        return True
+        return ""
     try:
         pack_task(spec.train_task(0))
     except EnvironmentFailed as error:
-        _logger.warning("environment %r is played beside the scheduler, not in an agent worker: %s", spec.name, error)
-        return False
-    return True
+        return str(error)
+    return ""
+
+
+def describe_places(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> list[str]:
+    """Where users' agents run, for people: a sentence for those in agent workers, and for each that has to stay."""
+    sentences = []
+    if apart := [name for name, loaded in environments.items() if loaded.is_apart]:
+        count = settings.rollouts.num_agent_workers
+        workers = "an agent worker" if count == 1 else f"{count} agent workers"
+        sentences.append(f"Agents of {', '.join(apart)} run in {workers} (rollouts.agent_workers).")
+    return sentences + [
+        f"Agents of {name} run beside the scheduler, where one that blocks or crashes concerns the whole run: "
+        f"{loaded.stays_because}."
+        for name, loaded in environments.items()
+        if loaded.stays_because
+    ]
 
 
 def require_held_out_tasks(environments: Mapping[str, LoadedEnvironment]) -> None:

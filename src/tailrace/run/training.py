@@ -40,6 +40,7 @@ from tailrace.run.folder import RunPaths, open_run_folder, record_settings, writ
 from tailrace.run.limits import require_room
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.parts import (
+    describe_places,
     load_environments,
     make_renderer,
     require_held_out_tasks,
@@ -126,7 +127,8 @@ async def _train_in(
         recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
     settings = with_decay_end(settings, plan)
-    for sentence in [*plan.sentences, *describe_devices(devices), *(f"Goes on with {one}." for one in changed)]:
+    sentences = [*plan.sentences, *describe_devices(devices), *describe_places(settings, environments)]
+    for sentence in [*sentences, *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if not launcher_class(settings.placement).runs_in_this_process:  # tensors in cycles live elsewhere
@@ -172,7 +174,7 @@ def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], 
         requests.add(asyncio.ensure_future(stop))
 
     def end_at_once(code: ExitCode) -> None:
-        run.roles.kill()
+        run.kill()
         live.release_terminal()
         abort(code)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -118,9 +119,21 @@ class _Walk:
 
     async def _run_one(self, task: Task, number: int) -> Rollout:
         group_id = GroupId(f"{self._name}/{task.task_id}#{number}")
-        rollout = await self._runner.run(task, group_id=group_id, rollout_id=RolloutId(f"{group_id}.0"), attempt=0)
+        rollout = await self._play(task, group_id)
         await self._runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
         return rollout
+
+    async def _play(self, task: Task, group_id: GroupId) -> Rollout:
+        """Once; again where another rollout was to blame for its end."""
+        attempts = itertools.count()
+        while True:
+            attempt = next(attempts)
+            rollout_id = RolloutId(f"{group_id}.{attempt}")
+            try:
+                return await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+            except RolloutError as error:
+                if not error.is_blameless:
+                    raise
 
 
 async def evaluate(tasks: Iterable[Task], runner: GroupRunner, *, concurrency: int) -> dict[str, EvaluationResult]:

@@ -3,13 +3,15 @@
     task ─► members run, each over its attempts ─► scored together ─► advantages ─► filtered, or ready for a batch
                         └─ early release: each finished rollout is ready once enough siblings have finished
 
-A failed attempt is followed by up to `max_retries` more. Stopping a group cancels its running attempts and what they
+A failed attempt is followed by up to `max_retries` more, and by another one wherever some other rollout was to blame
+for its end. Stopping a group cancels its running attempts and what they
 wait for (agents, tools, rewards, requests); the group ends once all of them have ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,15 +100,17 @@ class GroupPlayer:
                 member.task.add_done_callback(lambda _: self._outstanding.member_ended(group))
 
     async def _run_member(self, task: Task, group: OpenGroup, member: Member, number: int) -> None:
-        """The first attempt that succeeds, or none after `max_retries` more."""
-        for attempt in range(self._settings.max_retries + 1):
+        """The first attempt that succeeds, or none after `max_retries` more; what others ended is no failure of it."""
+        for attempt in itertools.count():
+            if member.failures > self._settings.max_retries:
+                return
             if attempt and (pause_s := self._backoff.pause_left_s(task.environment, now_s=self._now_s())):
                 await asyncio.sleep(pause_s)
             if group.stop is not None:
                 return
             if member.rollout_id is None:
                 member.rollout_id = self._accounts.admit(RolloutId(f"{group.group_id}.{number}.{attempt}"))
-            member.rollout = await self._attempt(task, group, member.rollout_id, attempt)
+            member.rollout = await self._attempt(task, group, member, attempt)
             if member.rollout is not None:
                 self._observer.rollout_finished(member.rollout)
                 group.finished.append(member)
@@ -114,14 +118,18 @@ class GroupPlayer:
                 return
             member.rollout_id = None
 
-    async def _attempt(self, task: Task, group: OpenGroup, rollout_id: RolloutId, attempt: int) -> Rollout | None:
+    async def _attempt(self, task: Task, group: OpenGroup, member: Member, attempt: int) -> Rollout | None:
+        rollout_id = member.rollout_id
+        assert rollout_id is not None  # it was admitted
         try:
             rollout = await self._runner.run(task, group_id=group.group_id, rollout_id=rollout_id, attempt=attempt)
         except RolloutError as error:
             outcome, message = Outcome.failed(error.reason), str(error)
+            member.failures += not error.is_blameless
             self._back_off(group, error, "rollouts")
         except RequestRefused as error:
             outcome, message = Outcome.failed("request_refused"), str(error)
+            member.failures += 1
         else:
             self._backoff.came_back(task.environment, "rollouts", now_s=self._now_s())
             return rollout

@@ -26,6 +26,8 @@ class Member:
     """Of the newest attempt; None once that failed."""
     rollout: Rollout | None = None
     """Of the attempt that succeeded."""
+    failures: int = 0
+    """Attempts that failed by a fault of its own."""
     is_released: bool = False
     """Before the group was complete."""
     task: asyncio.Task[None] | None = None

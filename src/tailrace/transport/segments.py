@@ -10,6 +10,7 @@ it, of all tensors. A reader trusts nothing else.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import math
 import mmap
@@ -108,7 +109,10 @@ class SegmentFile:
     def nameless(cls, name: str) -> SegmentFile:
         """One in private memory; `name` is for messages. It is gone once closed."""
         if hasattr(os, "memfd_create"):
-            return cls(Path(name), file=os.memfd_create(name, os.MFD_CLOEXEC))
+            memory = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # Nobody can make it shorter under a reader, for whom that would be a signal (SIGBUS), no error.
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            return cls(Path(name), file=memory)
         with tempfile.TemporaryFile() as file:
             return cls(Path(name), file=os.dup(file.fileno()))
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -25,7 +26,7 @@ class Run:
         self,
         renderer: ChatRenderer,
         *names: str,
-        workers: int = 1,
+        workers: int | Literal["auto"] = 1,
         watch: WorkerWatch | None = None,
         args: dict[str, Json] | None = None,
         block_s: float = PATIENCE_S,
@@ -41,11 +42,13 @@ class Run:
             for name in names or ("agents",)
         }
         environments = {
-            name: LoadedEnvironment.of(load_environment(one), self.settings, one, is_apart=workers > 0)
+            name: LoadedEnvironment.of(load_environment(one), self.settings, one, is_apart=workers != 0)
             for name, one in chosen.items()
         }
         self.renderer, self._scripted_options = renderer, scripted
         self.scripted: dict[str, ScriptedGenerate] = {}
+        self.judge = ScriptedGenerate(renderer.tokenizer, ["the verdict"] * 8)
+        """Answers what has no owner."""
         self.lost: dict[str, Rollout] = {}
         self.asked: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Set once the rollout has asked for a completion."""
@@ -63,7 +66,8 @@ class Run:
         self.runner = self.rollouter.runner(on_lost=lambda rollout: self.lost.update({rollout.rollout_id: rollout}))
 
     async def _generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        assert request.owner is not None
+        if request.owner is None:
+            return await self.judge(request, on_chunk)
         self.asked[request.owner].set()
         if request.owner in self.held:
             try:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tailrace.errors import EnvironmentFailed, LifecycleError, SettingsError, WorkerLost
+from tailrace.records import Rollout
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
 from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes
@@ -27,8 +28,8 @@ BLOCK_S = 2.0
     [
         ("sleep", r"its event loop was held for over 2 s .* by misbehave \(.*agent_environments.py:\d+\)"),
         ("spin", r"its event loop was held for over 2 s .* by spin \(.*agent_environments.py:\d+\)"),
-        ("crash", r"died of SIGSEGV in misbehave \(.*agent_environments.py:\d+\)"),
-        ("exit", r"ended with status 3"),
+        ("crash", r"died of SIGSEGV in misbehave \(.*agent_environments.py:\d+\) while it ran rollout agents-0"),
+        ("exit", r"ended with status 3 while it ran rollout agents-0 of task agents/train/0"),
     ],
 )
 async def test_a_worker_that_ends_costs_what_it_held_and_is_replaced(
@@ -39,6 +40,7 @@ async def test_a_worker_that_ends_costs_what_it_held_and_is_replaced(
         bystander_waits = run.begin(behave), run.begin()
         lost = await asyncio.gather(*bystander_waits, return_exceptions=True)
         assert [type(error) for error in lost] == [WorkerLost, WorkerLost]
+        assert [error.is_blameless for error in lost if isinstance(error, WorkerLost)] == [False, True]
         with pytest.raises(WorkerLost, match=f"agents/train/0: agent worker 0 .*{where}"):
             raise lost[0]  # type: ignore[misc]
         assert run.lost["agents-0"].num_completion_tokens > 0  # what was sampled for it is known
@@ -80,7 +82,7 @@ async def test_a_copy_that_users_code_forked_neither_plays_nor_speaks(renderer: 
         assert run.agents.flush_figures()[0].restarts == 0
 
 
-@pytest.mark.parametrize("behave", ["leave a process", "leave a thread"])
+@pytest.mark.parametrize("behave", ["leave a process", "leave a thread", "block signals"])
 async def test_what_users_code_leaves_behind_ends_with_its_worker(renderer: ChatRenderer, behave: str) -> None:
     async with Run(renderer) as run:
         assert (await run.rollout(behave)).turns == 2  # and nothing is left, as after every test here
@@ -129,6 +131,36 @@ async def test_an_environment_that_cannot_be_loaded_there_says_why(
     async with Run(renderer, "broken", args={"ends": True}) as run:
         with pytest.raises(LifecycleError, match="agent worker 0 ended with status 7"):
             await run.rollout(name="broken")
+
+
+async def test_an_environment_that_no_other_process_can_load_stays_where_workers_are_not_asked_for(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
+    async with Run(renderer, "broken", "agents", workers="auto") as run:
+        await run.rollouter.start()
+        here, also_here, there = await asyncio.gather(
+            run.rollout(name="broken"), run.rollout(name="broken"), run.rollout(name="agents")
+        )
+        assert {pid_of(here), pid_of(also_here)} == {os.getpid()}
+        assert {pid_of(there)} == set(run.agents.pids().values())
+    warnings = [record.getMessage() for record in caplog.records if "played beside the scheduler" in record.message]
+    assert len(warnings) == 1
+    assert "environment 'broken' cannot be loaded in another process" in warnings[0]
+    assert "RuntimeError: only in the parent" in warnings[0]
+
+
+def pid_of(rollout: Rollout) -> float:
+    """Of the process that played it."""
+    assert rollout.reward is not None
+    return rollout.reward.components["pid"]
+
+
+async def test_an_exit_on_the_loop_itself_costs_one_rollout(renderer: ChatRenderer) -> None:
+    async with Run(renderer, workers=0) as run:
+        with pytest.raises(EnvironmentFailed, match=r"agents/train/0: users' code raised SystemExit\(3\)"):
+            await run.rollout("sys.exit")
+        assert (await run.rollout()).turns == 2
 
 
 async def test_closing_while_a_worker_starts_leaves_nothing(renderer: ChatRenderer) -> None:

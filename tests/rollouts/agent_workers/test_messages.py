@@ -26,6 +26,7 @@ from tailrace.rollouts.agent_workers.messages import (
     unpack_task,
     unpack_told,
 )
+from tailrace.rollouts.agent_workers.segments import Placed
 from tailrace.transport.channels import encode
 from tests.rollouts.agent_workers.test_playing import assert_equal_branches
 
@@ -62,6 +63,7 @@ def test_a_branch_arrives_as_it_was(turns: list[tuple[int, int, bool]], seed: in
     report = Played(
         rollout_id="r",
         branches=[BranchData.of(sent)],
+        placed=None,
         turns=len(turns),
         truncated=False,
         told=b"",  # type: ignore[arg-type]
@@ -109,12 +111,13 @@ def test_bytes_that_are_no_report_raise_one_kind_of_error(body: bytes) -> None:
 @given(st.integers(0, 400), st.integers(0, 255))
 def test_a_report_with_a_broken_byte_is_refused_or_is_one(place: int, value: int) -> None:
     data = BranchData.of(branch_of([(3, 4, True)], seed=2))
-    whole = bytearray(encode(Played(rollout_id="r", branches=[data], turns=1, truncated=False, told=b"")))  # type: ignore[arg-type]
+    report = Played(rollout_id="r", branches=[data], placed=Placed(1, 2), turns=1, truncated=False, told=b"")  # type: ignore[arg-type]
+    whole = bytearray(encode(report))
     whole[place % len(whole)] = value
     try:
-        report = unpack_report(bytes(whole))
-        if isinstance(report, Played):
-            for branch in report.branches:
+        received = unpack_report(bytes(whole))
+        if isinstance(received, Played):
+            for branch in received.branches:
                 branch.branch()
     except CorruptData:
         pass

@@ -46,7 +46,7 @@ def assert_equal_rollouts(first: Rollout, second: Rollout) -> None:
         assert_equal_branches(one, other)
 
 
-@pytest.mark.parametrize("behave", ["well", "rewrite", "columns", "stop"])
+@pytest.mark.parametrize("behave", ["well", "rewrite", "columns", "stop", "much"])
 @pytest.mark.parametrize("records_experts", [False, True], ids=["plain", "experts"])
 async def test_a_rollout_is_the_same_in_a_worker_and_on_the_loop(
     renderer: ChatRenderer, behave: str, records_experts: bool

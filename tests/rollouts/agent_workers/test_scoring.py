@@ -8,10 +8,12 @@ import os
 import numpy as np
 import pytest
 
-from tailrace.errors import RolloutError, ScoringFailed, WorkerLost
+from tailrace.errors import JudgeFailed, RolloutError, ScoringFailed, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
 from tests.rollouts.agent_workers.played import Run
+from tests.support.judge_endpoint import Answer, endpoint
+from tests.support.scripted_generate import ScriptedGenerate
 
 
 async def scored(run: Run, behave: str, name: str = "ranked") -> tuple[list[Rollout], list[Group]]:
@@ -89,3 +91,49 @@ async def test_a_score_that_crashes_is_tried_in_one_more_worker_and_then_fails(r
         assert isinstance(raised.value, WorkerLost)
         await asyncio.wait_for(scored(run, "well"), 60)
         assert run.agents.flush_figures()[0].restarts == 2
+
+
+@pytest.mark.parametrize(
+    "replies", [["the verdict"], ["nonsense", "the verdict"]], ids=["at once", "at the second call"]
+)
+async def test_a_judge_scores_in_a_worker_as_on_the_loop(renderer: ChatRenderer, replies: list[str]) -> None:
+    found = []
+    for workers in (0, 1):
+        async with Run(renderer, "judged", workers=workers) as run:
+            run.judge = ScriptedGenerate(renderer.tokenizer, replies)
+            _, (group,) = await scored(run, "well", "judged")
+            process = group.metadata.pop("judged in")
+            assert process in ([os.getpid()] if workers == 0 else run.agents.pids().values())
+            usage = run.rollouter.judge_usage
+            assert (usage.calls, usage.retries) == (len(replies), len(replies) - 1)
+            assert group.metrics["judge_calls"] == len(replies)
+            rewards = [rollout.reward for rollout in group.rollouts]
+            found.append([(one.value, one.components["judge"], one.components["own"]) for one in rewards if one])
+    assert found[0] == found[1] == [(number / 10 + 0.5, number / 10, 1.0) for number in range(3)]
+
+
+async def test_a_judge_at_an_endpoint_is_asked_by_the_worker(renderer: ChatRenderer) -> None:
+    async with (
+        endpoint(Answer(content="the verdict")) as serving,
+        Run(renderer, "judged", args={"url": serving.url}) as run,
+    ):
+        for _ in range(2):
+            _, (group,) = await scored(run, "well", "judged")
+            assert group.metadata["judged in"] in run.agents.pids().values()
+        assert len(serving.asked) == run.rollouter.judge_usage.calls == 2
+        assert serving.connections == 1
+
+
+async def test_a_judge_without_valid_scores_fails_its_group(renderer: ChatRenderer) -> None:
+    async with Run(renderer, "judged") as run:
+        run.judge = ScriptedGenerate(renderer.tokenizer, ["nonsense", "nonsense"])
+        with pytest.raises(JudgeFailed, match=r"judged/train/0: .* in 2 calls; the last: it said 'nonsense'"):
+            await scored(run, "well", "judged")
+        assert run.rollouter.judge_usage.failed_groups == 1
+
+
+async def test_a_judges_format_that_crashes_costs_its_group(renderer: ChatRenderer) -> None:
+    async with Run(renderer, "judged") as run:
+        with pytest.raises(WorkerLost, match=r"died of SIGSEGV in scores \(.*\) while it ran the score of group g"):
+            await scored(run, "crash in the judge", "judged")
+        assert (await run.rollout(name="judged")).turns == 2

@@ -38,6 +38,12 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
     supports: Supports | None
     columns: tuple[ColumnData, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its arrays."""
+        supports = 0 if self.supports is None else self.supports.token_ids.nbytes + self.supports.counts.nbytes
+        return 12 * len(self.token_ids) + supports + sum(len(column.values) for column in self.columns)
+
     @classmethod
     def of(cls, branch: Branch) -> BranchData:
         """What makes the same branch."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from typing_extensions import override
 
@@ -29,9 +30,17 @@ class AskedGenerate(Generate):
 
     @override
     async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """For the rollout that owns the request."""
+        return await self._ask(request.owner or "", request, on_chunk)
+
+    def of(self, key: str) -> Generate:
+        """For requests without an owner, of this score."""
+        return partial(self._ask, key)
+
+    async def _ask(self, key: str, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
         call_id, call = next(self._ids), _Call(asyncio.get_running_loop().create_future(), on_chunk)
         self._calls[call_id] = call
-        self._send(Ask(call_id=call_id, request=request, wants_chunks=on_chunk is not None))
+        self._send(Ask(call_id=call_id, key=key, request=request, wants_chunks=on_chunk is not None))
         try:
             return await call.answered
         except BaseException as error:

@@ -80,7 +80,7 @@ class GroupData(msgspec.Struct, frozen=True, array_like=True):
             group.group_id,
             group.index,
             [RolloutData.of(rollout) for rollout in group.rollouts],
-            pack_values({"metadata": group.metadata, "metrics": group.metrics}, f"group {group.group_id}"),
+            _values_of_group(group),
         )
 
     def group(self, task: Task) -> Group:
@@ -112,6 +112,8 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
     """What scoring made of a group."""
 
     rollouts: dict[RolloutId, RolloutChanges]
+    values: bytes
+    """Of the group itself."""
     results: bytes | None
     """`AgentResult`s, one per rollout; None where `parts` count."""
     parts: list[PartData]
@@ -127,9 +129,10 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
             member.rollout_id: RolloutChanges(_values_of(member), [columns_of(branch) for branch in member.branches])
             for member in members
         }
+        values = _values_of_group(group)
         if isinstance(returned, list | tuple) and returned and isinstance(returned[0], AgentResult):
-            return cls(changes, pack_values(list(returned), f"group {group.group_id}"), [])
-        return cls(changes, None, [_part(part, group) for part in adopted(returned, group, members)])
+            return cls(changes, values, pack_values(list(returned), f"group {group.group_id}"), [])
+        return cls(changes, values, None, [_part(part, group) for part in adopted(returned, group, members)])
 
     def applied(self, group: Group) -> list[Group] | list[AgentResult]:
         """Lay it over the group that was sent; what its `score_group` would have returned here.
@@ -143,6 +146,8 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
                 for branch, columns in zip(known[rollout_id].branches, changes.columns, strict=True):
                     set_columns(branch, columns)
             if self.results is not None:
+                values = unpack_values(self.values)
+                group.metadata, group.metrics = values["metadata"], values["metrics"]
                 return [AgentResult(**fields) for fields in unpack_values(self.results)]
             return [_applied(part, group, known) for part in self.parts]
 
@@ -152,7 +157,7 @@ def _part(part: Group, group: Group) -> PartData:
         part is group,
         [rollout.rollout_id for rollout in part.rollouts],
         None if part.advantages is None else [_packed(one) for one in part.advantages],
-        pack_values({"metadata": part.metadata, "metrics": part.metrics}, f"group {group.group_id}"),
+        _values_of_group(part),
     )
 
 
@@ -172,6 +177,10 @@ def _packed(advantage: float | Float32Array) -> float | bytes:
 
 def _unpacked(advantage: float | bytes) -> float | Float32Array:
     return np.frombuffer(advantage, np.float32) if isinstance(advantage, bytes) else advantage
+
+
+def _values_of_group(group: Group) -> bytes:
+    return pack_values({"metadata": group.metadata, "metrics": group.metrics}, f"group {group.group_id}")
 
 
 def _values_of(rollout: Rollout) -> bytes:

@@ -1,6 +1,6 @@
 """Messages between the orchestrator and an agent worker: length-prefixed msgpack over a pair of sockets, no pickle.
 
-orchestrator ── Hello; Play, Score, Cancel; Answer, AnswerChunk, AnswerError; Close ──► worker
+orchestrator ── Hello; Play, Score, Cancel; Answer, AnswerChunk, AnswerError; Taken; Close ──► worker
 orchestrator ◄── Ready; Ask, Withdraw; Played, Scored; Beat ─────────────────────────── worker
 
 A rollout is known by its id, a request by a number that the worker chose. Values that users' code made travel as bytes
@@ -9,6 +9,7 @@ inside a message: they may be anything that msgpack knows, NumPy's numbers and a
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -29,9 +30,11 @@ from tailrace.records import (
 )
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.groups import GroupChanges, GroupData
+from tailrace.rollouts.agent_workers.segments import Placed
 from tailrace.rollouts.agent_workers.values import pack_values, require_shallow
 from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.rollouts.endpoints import EndpointsEntry
+from tailrace.rollouts.scoring.usage import JudgeUsage
 from tailrace.transport.channels import decode_array
 
 
@@ -48,6 +51,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     """Section `rollouts` of the settings, as JSON."""
     environments: dict[str, str]
     """Settings of every environment by its name, as JSON."""
+    needs_all: bool
+    """Whether the worker is of no use where it cannot load one of them."""
     renderer: RendererSource
     max_model_tokens: int | None
     max_steps: int
@@ -64,6 +69,8 @@ class Hello(_Message, frozen=True, kw_only=True):
 class Play(_Message, frozen=True, kw_only=True):
     """Play a rollout."""
 
+    number: int
+    """By which the process says, when it ends, that it ran this."""
     rollout_id: RolloutId
     group_id: GroupId
     task: bytes
@@ -74,14 +81,24 @@ class Play(_Message, frozen=True, kw_only=True):
     is_evaluation: bool
 
 
+class ScoredBy(enum.StrEnum):
+    """What scores a group."""
+
+    SCORE_GROUP = "score_group"
+    REWARDS = "rewards"
+    """Named reward functions for whole groups."""
+    JUDGE = "judge"
+
+
 class Score(_Message, frozen=True, kw_only=True):
     """Score a group."""
 
+    number: int
+    """As of `Play`."""
     key: str
     task: bytes
     group: GroupData
-    together: bool
-    """By named reward functions for whole groups; else by `score_group`."""
+    by: ScoredBy
 
 
 class Cancel(_Message, frozen=True, kw_only=True):
@@ -112,6 +129,12 @@ class AnswerError(_Message, frozen=True, kw_only=True):
     failure: Failure
 
 
+class Taken(_Message, frozen=True, kw_only=True):
+    """Branches that lay in shared memory were read."""
+
+    segment: int
+
+
 class Close(_Message, frozen=True, kw_only=True):
     """End the process."""
 
@@ -122,12 +145,16 @@ class Ready(_Message, frozen=True, kw_only=True):
     thread_id: int
     """Of the thread that runs the event loop."""
     failure: Failure | None = None
+    not_loaded: dict[str, Failure] = {}
+    """Environments that are played elsewhere, where not all are needed."""
 
 
 class Ask(_Message, frozen=True, kw_only=True):
-    """Sample a completion for the rollout that owns the request."""
+    """Sample a completion."""
 
     call_id: int
+    key: str
+    """Of the rollout or score that asks, as in `Cancel`."""
     request: GenerationRequest
     wants_chunks: bool
 
@@ -145,6 +172,8 @@ class Played(_Message, frozen=True, kw_only=True):
 
     rollout_id: RolloutId
     branches: list[BranchData]
+    placed: Placed | None
+    """Where branches lie that are too large for the message; it has none then."""
     turns: int
     truncated: bool
     told: bytes
@@ -159,6 +188,8 @@ class Scored(_Message, frozen=True, kw_only=True):
     """What came of a score."""
 
     key: str
+    judge: JudgeUsage
+    """What a judge took for it."""
     changes: GroupChanges | None = None
     failure: Failure | None = None
 
@@ -231,7 +262,7 @@ class _ToldFields(msgspec.Struct):
     scored: dict[str, Any] | None
 
 
-Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Close
+Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Taken | Close
 Report: TypeAlias = Ready | Ask | Withdraw | Played | Scored | Beat
 
 _ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from tailrace.environments import AgentResult, EnvironmentSettings
 from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
 from tailrace.records import Generate, Group, Rollout
-from tailrace.rollouts.agent_workers.messages import Hello
+from tailrace.rollouts.agent_workers.held import PlayedRollout
+from tailrace.rollouts.agent_workers.messages import Hello, ScoredBy
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
-from tailrace.rollouts.agent_workers.worker import AgentWorker, PlayedRollout
+from tailrace.rollouts.agent_workers.worker import AgentWorker
 from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.rollouts.endpoints import EndpointsEntry
+from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.output import OutputLog
 from tailrace.tracing.phase_totals import PhaseUsage
@@ -23,6 +25,11 @@ from tailrace.transport.channels import wait_until
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """Between a process that ended with nothing played and its successor; each pause is twice the one before."""
+
+_STAYS = (
+    "environment %r cannot be loaded in another process, so it is played beside the scheduler, where what blocks or "
+    "crashes concerns the whole run: %s"
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +58,7 @@ class AgentWorkers:
             module_path=sys.path,
             rollouts=settings.model_dump_json(),
             environments={name: chosen.model_dump_json() for name, chosen in environments.items()},
+            needs_all=settings.agent_workers != "auto",
             renderer=renderer,
             max_model_tokens=max_model_tokens,
             max_steps=max_steps,
@@ -70,6 +78,8 @@ class AgentWorkers:
         self._failure: TailraceError | None = None
         self._played = 0
         """Rollouts that came back."""
+        self._not_loaded: set[str] = set()
+        """Environments that are played elsewhere, since one of the workers could not load them."""
 
     async def start(self) -> None:
         """Start every worker, and wait until all take rollouts. Raises what keeps one from starting."""
@@ -78,31 +88,50 @@ class AgentWorkers:
         if self._failure is not None:
             raise self._failure
 
+    async def loads(self, environment: str) -> bool:
+        """Whether this environment is played here: with `auto`, one that workers cannot load is not.
+
+        Waits until a worker is there. Raises as `play` does.
+        """
+        await self._least_busy()
+        return environment not in self._not_loaded
+
     async def play(self, rollout: Rollout, *, is_evaluation: bool) -> PlayedRollout:
         """Play and score a rollout in the worker that holds the fewest; see `AgentWorker.play`.
 
         Waits for one that is there. Raises what keeps all of them from starting.
         """
         worker = await self._least_busy()
+        if rollout.task.environment in self._not_loaded:  # by a worker that has just been started
+            raise WorkerLost(f"task {rollout.task.task_id}: {worker.name} could not load it").of_another()
         played = await worker.play(rollout, is_evaluation=is_evaluation)
         self._played += 1
         return played
 
-    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
-        """Score a group by its environment's `score_group`, or by its named functions for groups; once more where the
-        worker is lost. Raises as `play` does."""
-        try:
-            return await (await self._least_busy()).score(group, together=together)
-        except WorkerLost:
-            return await (await self._least_busy()).score(group, together=together)
+    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult]:
+        """Score a group by its environment's `score_group`, its named functions for groups, or its judge.
+
+        Once more where the worker is lost, and wherever another rollout was to blame for that. Raises as `play` does.
+        """
+        tries_left = 2
+        while True:
+            try:
+                return await (await self._least_busy()).score(group, by=by)
+            except WorkerLost as lost:
+                tries_left -= not lost.is_blameless
+                if not tries_left:
+                    raise
 
     async def _least_busy(self) -> AgentWorker:
         """Waits until one takes rollouts."""
-        self._begin()
-        await wait_until(self._changed, lambda: self._failure is not None or any(one.is_ready for one in self._workers))
-        if self._failure is not None:
-            raise self._failure
-        return min((one for one in self._workers if one.is_ready), key=lambda one: one.rollouts)
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if ready := [one for one in self._workers if one.is_ready]:
+                return min(ready, key=lambda one: one.rollouts)
+            self._begin()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def close(self) -> None:
         """End every worker. No rollout may be running."""
@@ -115,10 +144,23 @@ class AgentWorkers:
         if self._output is not None:
             await asyncio.to_thread(self._output.close)
 
+    def kill(self) -> None:
+        """End every worker at once, without waiting."""
+        for worker in self._workers:
+            worker.kill()
+
     def pids(self) -> dict[str, int]:
         """Of the processes that run now, by the names of their metrics."""
         numbered = ((f"agent_worker_{number}", one.pid) for number, one in enumerate(self._workers))
         return {name: pid for name, pid in numbered if pid is not None}
+
+    @property
+    def judge_usage(self) -> JudgeUsage:
+        """What judges took here so far."""
+        usage = JudgeUsage()
+        for worker in self._workers:
+            usage.add(worker.judge_usage)
+        return usage
 
     def flush_figures(self) -> list[AgentWorkerFigures]:
         """Of every worker; their lag since it was last asked for."""
@@ -147,7 +189,8 @@ class AgentWorkers:
                 played = self._played
                 lost = await worker.ended()
                 worker.restarts += 1
-                pause_s = 0.0 if self._played > played else min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                goes_on = self._played > played or worker.has_blamed  # what is to blame is not tried without end
+                pause_s = 0.0 if goes_on else min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 _logger.error("%s\nA new one is started.", lost)
                 await asyncio.sleep(pause_s)
         except (TailraceError, OSError) as error:
@@ -161,4 +204,8 @@ class AgentWorkers:
         except LifecycleError as error:
             _logger.warning("%s; it is started once more", error)
             await worker.start()
+        for environment, failure in worker.not_loaded.items():
+            if environment not in self._not_loaded:
+                self._not_loaded.add(environment)
+                _logger.warning(_STAYS, environment, failure.message)
         self._changed.set()

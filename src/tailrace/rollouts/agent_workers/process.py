@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -27,7 +27,8 @@ from typing_extensions import override
 
 from tailrace.environments import AgentResult, EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, RolloutError, ScoringFailed, TailraceError
-from tailrace.records import Rollout, Task
+from tailrace.records import Group, Rollout, Task
+from tailrace.rollouts.agent_workers.blame import BlameMark, context_of
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.connection import Connection
 from tailrace.rollouts.agent_workers.generating import AskedGenerate
@@ -44,22 +45,29 @@ from tailrace.rollouts.agent_workers.messages import (
     Ready,
     Score,
     Scored,
+    ScoredBy,
+    Taken,
     Told,
     pack_told,
     unpack_order,
     unpack_task,
 )
+from tailrace.rollouts.agent_workers.segments import BranchWriter
+from tailrace.rollouts.attribution import exit_refused
 from tailrace.rollouts.chat import ChatRenderer
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
+from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge
+from tailrace.rollouts.scoring.judge import Chat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
 from tailrace.tracing.traces import TraceWriter
+from tailrace.tracing.watched_tasks import watching_task_factory
 
 _BEAT_S = 0.5
 _LOOKS_PER_LIMIT = 5
@@ -85,13 +93,17 @@ class _Outcome:
 class AgentWorkerProcess:
     """The rollouts that are played here."""
 
-    def __init__(self, end: socket.socket, stacks: int) -> None:
-        """`end` of the pair of sockets that leads to the orchestrator; `stacks` is a file for the last words."""
+    def __init__(self, end: socket.socket, stacks: int, segments: Sequence[int]) -> None:
+        """`end` of the pair of sockets that leads to the orchestrator; `stacks` is a file for the last words, and
+        `segments` are shared memory for branches."""
         self._end, self._stacks = end, stacks
+        self._branches = BranchWriter(segments)
         self._attempts = Attempts()
         self._running: dict[str, asyncio.Task[None]] = {}
         """Rollouts and scores, by their keys."""
         self._environments: dict[str, LoadedEnvironment] = {}
+        self._chats: dict[str, Chat] = {}
+        """With judges at endpoints, by environment."""
         self._endpoints: Endpoints | None = None
 
     async def run(self) -> None:
@@ -103,6 +115,7 @@ class AgentWorkerProcess:
         self._generate = AskedGenerate(self._connection.send)
         hello = await self._hello
         sys.path[:] = hello.module_path
+        self._name = hello.name
         settings = RolloutSettings.model_validate_json(hello.rollouts)
         self._expect_end_within(_START_SHARE * settings.worker_start_timeout_s)
         loadable = {
@@ -111,7 +124,7 @@ class AgentWorkerProcess:
         workers = WorkerPool(settings, loadable)
         try:
             try:
-                self._load(hello, settings, loadable, workers)
+                not_loaded = self._load(hello, settings, loadable, workers)
             except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
                 self._connection.send(Ready(thread_id=0, failure=Failure.of(error)))
                 await self._closed.wait()
@@ -119,11 +132,13 @@ class AgentWorkerProcess:
             with self._recording(hello) as phases:
                 self._context = contextvars.copy_context()
                 async with LoopLagMonitor(hello.lag_interval_s, stall_s=hello.stall_s, phases=phases) as lag:
-                    self._connection.send(Ready(thread_id=threading.get_ident()))
+                    self._connection.send(Ready(thread_id=threading.get_ident(), not_loaded=not_loaded))
                     with self._ending_when_held(settings.agent_block_s, phases):
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
             await workers.close()
+            for chat in self._chats.values():
+                await chat.close()
             for environment in self._environments.values():
                 if environment.spec.close is not None:
                     await environment.spec.close()
@@ -135,12 +150,19 @@ class AgentWorkerProcess:
 
     def _load(
         self, hello: Hello, settings: RolloutSettings, loadable: dict[str, EnvironmentSettings], workers: WorkerPool
-    ) -> None:
-        """Environments and renderer: users' modules are imported here."""
+    ) -> dict[str, Failure]:
+        """Environments and renderer: users' modules are imported here. Why some environments were not loaded."""
+        not_loaded = {}
         self._endpoints = None if hello.endpoints is None else hello.endpoints.make()
         for name, chosen in loadable.items():
-            spec = load_environment(chosen, with_tasks=False)
-            self._environments[name] = LoadedEnvironment.of(spec, settings, chosen)
+            try:
+                spec = load_environment(chosen, with_tasks=False)
+            except TailraceError as error:
+                if hello.needs_all:
+                    raise
+                not_loaded[name] = Failure.of(error)
+            else:
+                self._environments[name] = LoadedEnvironment.of(spec, settings, chosen)
         source = hello.renderer
         self._player = RolloutPlayer(
             settings,
@@ -153,6 +175,7 @@ class AgentWorkerProcess:
             takes_demonstrations=hello.takes_demonstrations,
             endpoints=self._endpoints,
         )
+        return not_loaded
 
     @contextlib.contextmanager
     def _recording(self, hello: Hello) -> Iterator[PhaseRecorder]:
@@ -164,6 +187,8 @@ class AgentWorkerProcess:
                 _logger.warning("there will be no trace of this process: %s", error.strerror)
         try:
             with PhaseRecorder(trace, other=f"{OTHER} ({hello.name})").recording() as phases:
+                turns = BlameMark(self._stacks, phases.clock())
+                asyncio.get_running_loop().set_task_factory(watching_task_factory(turns))
                 yield phases
         finally:
             if trace is not None:
@@ -224,20 +249,22 @@ class AgentWorkerProcess:
             case Hello():
                 self._hello.set_result(order)
             case Play():
-                self._begin(order.rollout_id, self._play(order))
+                self._begin(order.rollout_id, order.number, self._play(order))
             case Score():
-                self._begin(order.key, self._score(order))
+                self._begin(order.key, order.number, self._score(order))
             case Cancel():
                 if (running := self._running.get(order.key)) is not None:
                     running.cancel()
+            case Taken():
+                self._branches.taken(order.segment)
             case Close():
                 self._closed.set()
             case _:
                 self._generate.answered(order)
 
-    def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, key: str, number: int, work: Coroutine[Any, Any, None]) -> None:
         """In the context of the recording of phases; that of the connection is older."""
-        task = self._running[key] = asyncio.create_task(work, name=key, context=self._context.copy())
+        task = self._running[key] = asyncio.create_task(work, name=key, context=context_of(number, self._context))
         task.add_done_callback(lambda _: self._running.pop(key, None))
 
     async def _score(self, order: Score) -> None:
@@ -245,11 +272,11 @@ class AgentWorkerProcess:
         task = unpack_task(order.task)
         group, environment = order.group.group(task), self._environments[task.environment]
         members, failure, changes = list(group.rollouts), None, None
-        score = self._player.score_together if order.together else self._player.score_group
+        judge = self._judge(order, environment) if order.by is ScoredBy.JUDGE else None
         try:
             with phase("score_group", track="groups", about={"group": group.group_id}):
                 returned = await self._attempts.run(
-                    _without_exits(score(group, environment), task, ScoringFailed),
+                    _uninterrupted(self._scoring(order.by, group, environment, judge), task, ScoringFailed),
                     what=f"task {task.task_id}: score_group of group {group.group_id}",
                     limit_s=environment.score_timeout_s,
                 )
@@ -258,7 +285,27 @@ class AgentWorkerProcess:
             failure = Failure("RolloutError", f"the score of group {group.group_id} was cancelled")
         except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
             failure = Failure.of(error)
-        self._connection.send(Scored(key=order.key, changes=changes, failure=failure))
+        usage = JudgeUsage() if judge is None else judge.usage
+        self._connection.send(Scored(key=order.key, changes=changes, judge=usage, failure=failure))
+
+    def _scoring(
+        self, by: ScoredBy, group: Group, environment: LoadedEnvironment, judge: RelativeJudge | None
+    ) -> Coroutine[Any, Any, object]:
+        if judge is not None:
+            return self._player.judge(group, judge, environment)
+        score = self._player.score_together if by is ScoredBy.REWARDS else self._player.score_group
+        return score(group, environment)
+
+    def _judge(self, order: Score, environment: LoadedEnvironment) -> RelativeJudge:
+        """One for each score, so that what it takes is known; connections to an endpoint are kept."""
+        spec = environment.spec
+        chat = self._chats.get(spec.name)
+        if chat is None:
+            name = f"judge/{self._name}/{order.key}"
+            chat = self._player.judge_chat(spec, generate=self._generate.of(order.key), name=name)
+        if spec.judge is not None and spec.judge.url is not None:
+            self._chats[spec.name] = chat
+        return RelativeJudge(chat, spec.judge, form=spec.judge_format)
 
     async def _play(self, order: Play) -> None:
         """Play and score a rollout; say what came of it, whatever that is."""
@@ -287,48 +334,50 @@ class AgentWorkerProcess:
         except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
             failure = Failure.of(error)
         leave_out_empty_branches(rollout)
-        self._connection.send(_played(rollout, outcome, failure))
+        self._connection.send(self._played(rollout, outcome, failure))
 
     async def _attempt(
         self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: _Outcome
     ) -> None:
         task = rollout.task
-        outcome.reported = await _without_exits(self._player.play(rollout, policy, environment), task)
+        outcome.reported = await _uninterrupted(self._player.play(rollout, policy, environment), task)
         if not environment.spec.scores_rollouts:
             return
         try:
             with phase("score"):
-                outcome.scored = await _without_exits(self._player.score(rollout, outcome.reported, environment), task)
+                outcome.scored = await _uninterrupted(self._player.score(rollout, outcome.reported, environment), task)
         except TailraceError as error:
             outcome.score_failure = Failure.of(error)
 
+    def _played(self, rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
+        told = Told(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
+        try:
+            packed = pack_told(told)
+        except EnvironmentFailed as error:
+            failure = failure or Failure.of(EnvironmentFailed(f"task {rollout.task.task_id}: {error}"))
+            packed = pack_told(Told([], rollout.metrics, None, None))
+        branches = [BranchData.of(branch) for branch in rollout.branches]
+        placed = self._branches.place(branches)
+        return Played(
+            rollout_id=rollout.rollout_id,
+            branches=branches if placed is None else [],
+            placed=placed,
+            turns=rollout.turns,
+            truncated=rollout.truncated,
+            told=packed,
+            failure=failure,
+            score_failure=outcome.score_failure,
+        )
 
-async def _without_exits(
+
+async def _uninterrupted(
     work: Coroutine[Any, Any, ResultT], task: Task, failure: type[RolloutError] = EnvironmentFailed
 ) -> ResultT:
-    """What users' code returns; an attempt to end the process is its `failure`."""
+    """What users' code returns. No user interrupts this process: where its code says so, that is its `failure`."""
     try:
         return await work
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run") from error
-
-
-def _played(rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
-    told = Told(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
-    try:
-        packed = pack_told(told)
-    except EnvironmentFailed as error:
-        failure = failure or Failure.of(EnvironmentFailed(f"task {rollout.task.task_id}: {error}"))
-        packed = pack_told(Told([], rollout.metrics, None, None))
-    return Played(
-        rollout_id=rollout.rollout_id,
-        branches=[BranchData.of(branch) for branch in rollout.branches],
-        turns=rollout.turns,
-        truncated=rollout.truncated,
-        told=packed,
-        failure=failure,
-        score_failure=outcome.score_failure,
-    )
+    except KeyboardInterrupt as error:
+        raise exit_refused(error, task, failure) from error
 
 
 class _OwnSelector(selectors.DefaultSelector):
@@ -349,9 +398,9 @@ def main() -> int:
     """Play rollouts until the orchestrator says that it is over, or is gone."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # to all of a job: the orchestrator decides, and closes
     os.dup2(2, 1)  # what users' code prints goes to the log
-    end, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    end_number = end.fileno()
-    for descriptor in (end_number, stacks):
+    end_number, stacks, *segments = map(int, sys.argv[1:])
+    end = socket.socket(fileno=end_number)
+    for descriptor in (end_number, stacks, *segments):
         os.set_inheritable(descriptor, False)
     faulthandler.enable(stacks)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -359,7 +408,7 @@ def main() -> int:
     os.register_at_fork(after_in_child=lambda: _disconnect((end_number, stacks), selector))
     loop = asyncio.SelectorEventLoop(selector)
     asyncio.set_event_loop(loop)
-    working = loop.create_task(AgentWorkerProcess(end, stacks).run())
+    working = loop.create_task(AgentWorkerProcess(end, stacks, segments).run())
     while not working.done():
         try:
             loop.run_until_complete(working)

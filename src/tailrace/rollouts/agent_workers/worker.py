@@ -17,9 +17,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections import defaultdict
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
 from typing import IO, Any, NoReturn
 
 import msgspec
@@ -27,9 +25,11 @@ import psutil
 
 from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
-from tailrace.records import Branch, Completion, Generate, Group, Rollout, SessionId
+from tailrace.records import Completion, Generate, Group, Rollout
+from tailrace.rollouts.agent_workers.blame import MARK_BYTES, blamed
 from tailrace.rollouts.agent_workers.connection import Connection
 from tailrace.rollouts.agent_workers.groups import GroupData
+from tailrace.rollouts.agent_workers.held import Held, PlayedRollout, fill_with_known
 from tailrace.rollouts.agent_workers.last_words import LastWords
 from tailrace.rollouts.agent_workers.messages import (
     Answer,
@@ -46,14 +46,18 @@ from tailrace.rollouts.agent_workers.messages import (
     Ready,
     Score,
     Scored,
+    ScoredBy,
+    Taken,
     Told,
     Withdraw,
     pack_task,
     unpack_report,
     unpack_told,
 )
+from tailrace.rollouts.agent_workers.segments import BranchReader
 from tailrace.rollouts.agent_workers.watching import BeatSums
 from tailrace.rollouts.deadline import CANCEL_S
+from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.output import OutputLog
 from tailrace.rollouts.workers.starting import worker_environment
@@ -69,35 +73,6 @@ _SILENCES, _LONG_SILENCES = 4, 40
 """A worker is looked at so often within the time after which one that is stopped is killed, and any other one."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlayedRollout:
-    """What came of a rollout that was played to its end."""
-
-    reported: AgentResult
-    scored: AgentResult | None
-    """By reward functions in place of it; None where there are none."""
-    score_failure: Failure | None
-
-    def scored_or_raise(self) -> AgentResult:
-        """What reward functions said. Raises what they raised."""
-        if self.score_failure is not None:
-            raise self.score_failure.error()
-        return self.scored or self.reported
-
-
-@dataclass(slots=True)
-class _Held:
-    """A rollout that the worker plays, or a group that it scores."""
-
-    ended: asyncio.Future[Played | Scored]
-    requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """That are being sampled, by the worker's number for them."""
-    enough: set[int] = field(default_factory=set)
-    """Those whose next chunk ends them."""
-    sampled: defaultdict[SessionId, list[Completion]] = field(default_factory=lambda: defaultdict(list))
-    """What it was sent so far: all that is left of it where the worker dies."""
-
-
 class _HasEnough(Exception):
     """The agent has heard all that it wanted of a request."""
 
@@ -111,10 +86,13 @@ class AgentWorker:
         self.name = f"agent worker {number}"
         self.restarts = 0
         self.beats = BeatSums()
+        self.not_loaded: dict[str, Failure] = {}
+        """Environments that the newest process could not load, and does not need to."""
         self._hello, self._settings, self._generate, self._output = hello, settings, generate, output
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         """By the rollout's id, or the score's key."""
-        self._scores = itertools.count()
+        self._numbers = itertools.count(1)
+        """Of what it is told to play and score."""
         self._process: Process | None = None
         self._ends: list[asyncio.Task[Any]] = []
         """Wait for the end of the process, and of its socket."""
@@ -122,6 +100,10 @@ class AgentWorker:
         self._is_ready = False
         self._killed_for = ""
         """Why the process was killed from here."""
+        self.judge_usage = JudgeUsage()
+        """Of judges that scored here."""
+        self.has_blamed = False
+        """Whether it is known which rollout, or score, ended the newest process."""
 
     @property
     def is_ready(self) -> bool:
@@ -150,7 +132,9 @@ class AgentWorker:
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._gone = asyncio.Event()
         self._killed_for, self._heard = "", False
-        self._last_words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `ended`
+        self._last_words: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `_let_go`
+        self._last_words.write(bytes(MARK_BYTES))
+        self._branches = BranchReader()
         limit_s = self._settings.worker_start_timeout_s
         process = self._process = await self._spawn()
         self._ends = [loop.create_task(process.wait()), loop.create_task(self._gone.wait())]
@@ -169,7 +153,7 @@ class AgentWorker:
         if ready.failure is not None:
             await self.close()
             raise ready.failure.error()
-        self._thread_id = ready.thread_id
+        self._thread_id, self.not_loaded = ready.thread_id, ready.not_loaded
         self._is_ready = True
 
     async def ended(self) -> WorkerLost:
@@ -187,11 +171,20 @@ class AgentWorker:
         self._connection.abort()
         status = await process.wait()
         await asyncio.wait(self._ends)
-        lost = WorkerLost(self._why(status))
-        await self._lose_all(lost)
-        self._last_words.close()
+        self._last_words.seek(0)
+        last_words = self._last_words.read()
+        number = blamed(last_words)
+        to_blame = next((held for held in self._held.values() if held.number == number), None)
+        lost = WorkerLost(self._why(status, last_words[MARK_BYTES:], to_blame))
+        self.has_blamed = to_blame is not None
+        await self._lose_all(lost, to_blame)
+        self._let_go()
         self._process = None
         return lost
+
+    def kill(self) -> None:
+        """End the process at once, without waiting, also where it is stopped."""
+        self._kill("the run ends at once")
 
     async def close(self) -> None:
         """End the process; where it does not end by itself, it is killed."""
@@ -205,7 +198,7 @@ class AgentWorker:
             self._connection.abort()
             await asyncio.wait(self._ends)
             await self._lose_all(WorkerLost(f"{self.name} was closed"))
-            self._last_words.close()
+            self._let_go()
             self._process = None
 
     async def _spawn(self) -> Process:
@@ -213,7 +206,7 @@ class AgentWorker:
         ours, its = socket.socketpair()
         with its, nullcontext() if self._output is None else self._output.writer() as log:
             self._connection = await Connection.over(ours, self._receive, self._gone.set)
-            passed = (its.fileno(), self._last_words.fileno())
+            passed = (its.fileno(), self._last_words.fileno(), *self._branches.files)
             try:
                 return await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -226,7 +219,7 @@ class AgentWorker:
                 )
             except BaseException:
                 self._connection.abort()
-                self._last_words.close()
+                self._let_go()
                 raise
 
     async def _watch_silence(self) -> NoReturn:
@@ -256,22 +249,29 @@ class AgentWorker:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _why(self, status: int) -> str:
+    def _let_go(self) -> None:
+        """Of what only that process wrote."""
+        self._last_words.close()
+        self._branches.close()
+
+    def _why(self, status: int, last_words: bytes, to_blame: Held | None) -> str:
         """Why it ended, for people."""
-        self._last_words.seek(0)
-        words = LastWords.read(self._last_words.read().decode(errors="replace"), self._thread_id)
+        words = LastWords.read(last_words.decode(errors="replace"), self._thread_id)
+        at_what = "" if to_blame is None else f" while it ran {to_blame.what}"
         if self._killed_for:
-            return f"{self.name} was killed: {self._killed_for}"
+            return f"{self.name} was killed{at_what}: {self._killed_for}"
         how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if words is None:
             by = "; users' code ended it (os._exit, ...), or something outside did"
-            return f"{self.name} {how}{by}"
+            return f"{self.name} {how}{at_what}{by}"
         if words.was_held:
             limit = f"over {self._settings.agent_block_s:g} s (rollouts.agent_block_s)"
             if not self._ready.done():
                 limit = f"most of {self._settings.worker_start_timeout_s:g} s (rollouts.worker_start_timeout_s)"
-            return f"{self.name} was ended, as its event loop was held for {limit} by {words.where}:\n{words.stack}"
-        return f"{self.name} {how} in {words.where}:\n{words.stack}"
+            how = f"was ended, as its event loop was held for {limit} by {words.where}"
+        else:
+            how += f" in {words.where}"
+        return f"{self.name} {how}{at_what}:\n{words.stack}"
 
     # ---- rollouts
 
@@ -280,10 +280,12 @@ class AgentWorker:
 
         Cancelling this ends the rollout there, and its requests here. Raises `WorkerLost`, and what else was raised.
         """
-        task = pack_task(rollout.task)
+        task, number = pack_task(rollout.task), next(self._numbers)
         held = self._hold(
             rollout.rollout_id,
+            f"rollout {rollout.rollout_id} of task {rollout.task.task_id}",
             Play(
+                number=number,
                 rollout_id=rollout.rollout_id,
                 group_id=rollout.group_id,
                 task=task,
@@ -299,17 +301,22 @@ class AgentWorker:
             await self._cancel(rollout, held)
             raise
         except WorkerLost as lost:
-            _fill_with_known(rollout, held)
-            raise WorkerLost(f"task {rollout.task.task_id}: {lost}") from lost
+            fill_with_known(rollout, held)
+            raise lost.of_task(rollout.task.task_id) from lost
         return self._filled(rollout, played)
 
-    async def score(self, group: Group, *, together: bool) -> list[Group] | list[AgentResult]:
+    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult]:
         """Score a group there, and lay what came of it over this one.
 
         Cancelling this ends the score. Raises `WorkerLost`, and what else was raised.
         """
-        key, data = f"score {next(self._scores)}", GroupData.of(group)
-        held = self._hold(key, Score(key=key, task=pack_task(group.task), group=data, together=together))
+        number = next(self._numbers)
+        key, task, data = f"score {number}", pack_task(group.task), GroupData.of(group)
+        held = self._hold(
+            key,
+            f"the score of group {group.group_id}",
+            Score(number=number, key=key, task=task, group=data, by=by),
+        )
         try:
             scored = await asyncio.shield(held.ended)
         except asyncio.CancelledError:
@@ -325,12 +332,12 @@ class AgentWorker:
         except CorruptData as error:
             raise WorkerLost(f"task {group.task.task_id}: {self.name}: {error}") from error
 
-    def _hold(self, key: str, order: Play | Score) -> _Held:
-        held = self._held[key] = _Held(asyncio.get_running_loop().create_future())
+    def _hold(self, key: str, what: str, order: Play | Score) -> Held:
+        held = self._held[key] = Held(what, order.number, asyncio.get_running_loop().create_future())
         self._connection.send(order)
         return held
 
-    async def _cancel(self, rollout: Rollout, held: _Held) -> None:
+    async def _cancel(self, rollout: Rollout, held: Held) -> None:
         """Wait until the worker says that it has ended, or has ended itself; not for long."""
         self._connection.send(Cancel(key=rollout.rollout_id))
         for request in held.requests.values():
@@ -340,9 +347,9 @@ class AgentWorker:
                 played = await asyncio.shield(held.ended)
             self._fill(rollout, played)
         except (TimeoutError, TailraceError):
-            _fill_with_known(rollout, held)
+            fill_with_known(rollout, held)
         except asyncio.CancelledError:
-            _fill_with_known(rollout, held)
+            fill_with_known(rollout, held)
             raise
 
     def _filled(self, rollout: Rollout, played: Played | Scored) -> PlayedRollout:
@@ -365,15 +372,15 @@ class AgentWorker:
             rollout.turns, rollout.truncated = played.turns, played.truncated
         return told, played
 
-    async def _lose_all(self, lost: WorkerLost) -> None:
-        """Nothing of what it held comes back."""
+    async def _lose_all(self, lost: WorkerLost, to_blame: Held | None = None) -> None:
+        """Nothing of what it held comes back; where one is to blame for that, the others are not."""
         for held in list(self._held.values()):
             requests = list(held.requests.values())
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
             if not held.ended.done():
-                held.ended.set_exception(lost)
+                held.ended.set_exception(lost if to_blame in (None, held) else lost.of_another())
                 held.ended.exception()  # retrieved: who waited for it may be gone
         self._held.clear()
 
@@ -396,13 +403,31 @@ class AgentWorker:
                 self._ask(report)
             case Withdraw():
                 self._withdraw(report)
-            case Played() | Scored():
-                held = self._held.pop(report.rollout_id if isinstance(report, Played) else report.key, None)
-                if held is not None and not held.ended.done():
-                    held.ended.set_result(report)
+            case Played():
+                self._end(report.rollout_id, report if report.placed is None else self._with_branches(report))
+            case Scored():
+                self.judge_usage.add(report.judge)
+                self._end(report.key, report)
+
+    def _end(self, key: str, report: Played | Scored) -> None:
+        held = self._held.pop(key, None)
+        if held is not None and not held.ended.done():
+            held.ended.set_result(report)
+
+    def _with_branches(self, played: Played) -> Played:
+        """With those that lie in shared memory; lost where they are not what was written there."""
+        assert played.placed is not None  # else the message has them
+        try:
+            with phase("receive_rollout"):
+                return msgspec.structs.replace(played, branches=self._branches.read(played.placed))
+        except CorruptData as error:
+            lost = WorkerLost(f"rollout {played.rollout_id}: {self.name}: {error}")
+            return msgspec.structs.replace(played, failure=Failure.of(lost))
+        finally:
+            self._connection.send(Taken(segment=played.placed.segment))
 
     def _ask(self, ask: Ask) -> None:
-        held = self._held.get(ask.request.owner or "")
+        held = self._held.get(ask.key)
         if held is None or ask.call_id in held.requests:
             return
         request = held.requests[ask.call_id] = asyncio.get_running_loop().create_task(self._answer(held, ask))
@@ -416,7 +441,7 @@ class AgentWorker:
                 else:
                     request.cancel()
 
-    async def _answer(self, held: _Held, ask: Ask) -> None:
+    async def _answer(self, held: Held, ask: Ask) -> None:
         call_id = ask.call_id
 
         def forward(chunk: Completion) -> None:
@@ -433,14 +458,3 @@ class AgentWorker:
             return
         held.sampled[ask.request.session_id].append(completion)
         self._connection.send(Answer(call_id=call_id, completion=completion))
-
-
-def _fill_with_known(rollout: Rollout, held: _Held) -> None:
-    """What was sampled for a rollout whose worker says nothing of it any more: completions, without their context."""
-    rollout.branches = []
-    for completions in held.sampled.values():
-        branch = Branch()
-        for completion in completions:
-            branch.extend_completion(replace(completion, routed_experts=()))
-        rollout.branches.append(branch)
-        rollout.turns += len(completions)

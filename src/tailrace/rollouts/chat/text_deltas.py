@@ -28,7 +28,8 @@ class TextDeltas:
         stop: Sequence[str] = (),
     ) -> None:
         self._on_text, self._decode, self._stop_token_ids = on_text, decode, stop_token_ids
-        self._ends = (*MARKERS, *stop)
+        self._ends = (*MARKERS, *stop, _REPLACEMENT)
+        self._beginnings = {end[:length] for end in self._ends for length in range(1, len(end))}
         self._longest = max(len(end) for end in self._ends)
         self._token_ids: list[int] = []
         self._context_start = self._read = 0
@@ -67,7 +68,7 @@ class TextDeltas:
         return text[len(known) :]
 
     def _hand_on(self, text: str) -> None:
-        ends = [place for end in (*self._ends, _REPLACEMENT) if (place := text.find(end)) >= 0]
+        ends = [place for end in self._ends if (place := text.find(end)) >= 0]
         if ends:
             self._is_over = True
             text, self._held = text[: min(ends)], ""
@@ -80,7 +81,6 @@ class TextDeltas:
     def _beginning_of_an_end(self, text: str) -> int:
         """How many of its last characters may be the first ones of a marker or of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(end.startswith(tail) for end in self._ends):
+            if text[-length:] in self._beginnings:
                 return length
         return 0

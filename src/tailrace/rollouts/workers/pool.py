@@ -101,6 +101,11 @@ class WorkerPool:
                 f"process, but {missing}; make it async, or say `trusted = true` if it always returns soon"
             )
 
+    def kill(self) -> None:
+        """End every worker at once, without waiting."""
+        for worker in self._workers:
+            worker.kill()
+
     async def close(self) -> None:
         """End every worker; those that do not end by themselves are killed."""
         async with asyncio.TaskGroup() as closing:
@@ -225,7 +230,7 @@ class _Worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await process.wait()
-            self._kill()
+            self.kill()
             await process.wait()
 
     async def _start(self) -> Process:
@@ -257,7 +262,7 @@ class _Worker:
                 self._send(call, what)
                 answer = answer_decoder.decode(await self._read())
         except TimeoutError:
-            self._kill()
+            self.kill()
             await process.wait()
             raise RolloutTimeout(
                 f"{what} did not return within {limit_s:g} s (rollouts.worker_timeout_s); its worker process was killed"
@@ -266,11 +271,11 @@ class _Worker:
             await self._finish_cancelled_call(process)
             raise
         except (asyncio.IncompleteReadError, ConnectionError):
-            self._kill()
+            self.kill()
             status = await process.wait()
             raise EnvironmentFailed(f"{what} ended its worker process (status {status})") from None
         except CorruptData as error:  # code of users wrote into our pipe, or nests without end
-            self._kill()
+            self.kill()
             raise EnvironmentFailed(f"{what} answered with what cannot be read: {error}") from error
         if answer.failure is not None:
             raise EnvironmentFailed(f"{what} raised {answer.failure}")
@@ -298,13 +303,13 @@ class _Worker:
             async with asyncio.timeout(CANCELLED_CALL_S):
                 await self._read()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            self._kill()
+            self.kill()
             await process.wait()
         except asyncio.CancelledError:
-            self._kill()
+            self.kill()
             raise
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """End the process group at once; a reader of its pipe sees the end."""
         if self._process is not None:
             with suppress(ProcessLookupError):

@@ -5,8 +5,9 @@ In: a complete group. Out: the same group, each rollout's reward the judge's sco
 be read as valid scores is requested again and then fails; it never becomes a reward.
 """
 
+from tailrace.rollouts.scoring.judge.chat import Chat
 from tailrace.rollouts.scoring.judge.endpoint import EndpointChat
 from tailrace.rollouts.scoring.judge.engine import EngineChat
 from tailrace.rollouts.scoring.judge.relative import RelativeJudge
 
-__all__ = ["EndpointChat", "EngineChat", "RelativeJudge"]
+__all__ = ["Chat", "EndpointChat", "EngineChat", "RelativeJudge"]

@@ -27,14 +27,18 @@ class EngineChat(Chat):
 
     _numbers = count()
 
-    def __init__(self, renderer: Renderer, generate: Generate, *, max_model_tokens: int | None = None) -> None:
+    def __init__(
+        self, renderer: Renderer, generate: Generate, *, max_model_tokens: int | None = None, name: str = "judge"
+    ) -> None:
+        """`name` tells its requests from those of judges in other processes."""
+        self._name = name
         self._renderer = renderer
         self._generate = generate
         self._max_model_tokens = max_model_tokens
 
     @override
     async def __call__(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> ChatAnswer:
-        name = f"judge/{next(self._numbers)}"
+        name = f"{self._name}/{next(self._numbers)}"
         try:
             prompt = self._renderer.render(messages)
             sampling = SamplingParams(
