@@ -27,6 +27,7 @@ def begun_message(request: MessagesRequest, answer_id: str) -> dict[str, Json]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
+        "stop_details": None,
         "usage": {"input_tokens": 0, "output_tokens": 0},
     }
 
@@ -60,7 +61,7 @@ def stopped(answer: Answer) -> dict[str, Json]:
         reason = "stop_sequence"
     elif reply.tool_calls:
         reason = "tool_use"
-    return {"stop_reason": reason, "stop_sequence": reply.stop_string}
+    return {"stop_reason": reason, "stop_sequence": reply.stop_string, "stop_details": None}
 
 
 def usage(answer: Answer) -> dict[str, Json]:
