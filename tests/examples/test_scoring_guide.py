@@ -40,7 +40,7 @@ async def test_the_judge_on_the_page_judges(page: dict[str, Any]) -> None:
 
 
 def test_the_rewards_on_the_page_have_weights(page: dict[str, Any]) -> None:
-    assert {name: reward.weight for name, reward in page["capitals"].rewards.items()} == {"right": 1.0, "brief": 0.1}
+    assert {name: reward.weight for name, reward in page["first_name"].rewards.items()} == {"right": 1.0, "brief": 0.1}
 
 
 def test_the_settings_on_the_page_are_settings() -> None:

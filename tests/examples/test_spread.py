@@ -13,7 +13,7 @@ from tailrace.config import load_settings
 from tailrace.run.trying import try_environments
 
 ROOT = Path(__file__).parents[2]
-GUIDES = {"environments": ["backwards", "guess", "quiz", "count"], "scoring": ["capitals"]}
+GUIDES = {"environments": ["all_but_last", "guess", "quiz", "count"], "scoring": ["first_name"]}
 EXAMPLES = [
     "own_agent:first_names",
     "own_environment:guess_the_name",

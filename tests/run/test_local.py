@@ -39,7 +39,7 @@ def assert_the_trace_shows_every_process(path: Path) -> None:
 
 
 async def test_a_run_finishes_and_the_orchestrator_never_imports_torch(tmp_path: Path) -> None:
-    with command(tmp_path, "--max_steps", "3") as run:
+    with command(tmp_path, "--max_steps", "3", "--rollouts.agent_workers", "0") as run:
         run.wait_for_steps(1)
         children = family(run)
         status, printed = run.wait()

@@ -200,6 +200,13 @@ def test_a_policy_that_settled_below_the_highest_reward_fails_and_is_told_so(
     assert "Replies: '" in str(error)
 
 
+def test_one_penalty_among_the_first_rewards_makes_no_other_reward_high() -> None:
+    learning = after_learning(lambda group: 0.5)
+    error, _ = run_in_virtual_time(end_of(lambda number: -100.0 if number == 0 else learning(number)))
+    assert type(error) is TrainingError
+    assert "0 of 80 are the highest reward" in str(error)
+
+
 def test_a_resumed_run_knows_what_was_learned_before() -> None:
     _, world = run_in_virtual_time(end_of(after_learning(lambda group: 0.5)))
     step = max(world.states)

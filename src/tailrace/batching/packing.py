@@ -97,7 +97,7 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     ([0, 3, 2, 1], [0, 2, 4])
     >>> plan = drained(plan_rows([5, 3, 4, 2], Packing(row_tokens=16, num_ranks=2)))
     >>> plan.order.tolist(), plan.rank_offsets.tolist()
-    ([0, 1, 2, 3], [0, 1, 2])
+    ([0, 3, 2, 1], [0, 1, 2])
     """
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > packing.row_tokens:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tailrace.cpu.products import fast_product, filled_rows, gains_in_float32, gains_packed, outer_product, product
+from tailrace.cpu.products import (
+    fast_product,
+    filled_rows,
+    for_several_products,
+    gains_in_float32,
+    gains_packed,
+    outer_product,
+    product,
+)
 
 _PROBE_ROWS = 32
 _USUAL_ROWS = 64
@@ -125,15 +133,17 @@ class _TrainedProducts(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         parts = [weight.to(inputs.dtype) for weight in weights]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ctx.count = len(inputs)
+        inputs = for_several_products(inputs)
         ctx.save_for_backward(inputs, matrix)
         ctx.rows = [len(weight) for weight in weights]
-        return fast_product(inputs, matrix, None if bias is None else bias.to(inputs.dtype))
+        return fast_product(inputs, matrix, None if bias is None else bias.to(inputs.dtype))[: ctx.count]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, matrix = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_inputs = fast_product(grad, matrix.t()) if ctx.needs_input_grad[0] else None
+        grad = for_several_products(grads[0].contiguous())
+        grad_inputs = fast_product(grad, matrix.t())[: ctx.count] if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if not any(ctx.needs_input_grad[2:]):
             return grad_inputs, grad_bias, *(None for _ in ctx.rows)

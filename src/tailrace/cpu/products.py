@@ -127,6 +127,11 @@ def filled_rows(count: int) -> int:
     return -(-count // step) * step
 
 
+def for_several_products(rows: Tensor) -> Tensor:
+    """`rows` as the products above take them, with zeros below where they would be copied each time."""
+    return _filled(rows) if _is_onednns(rows) else rows
+
+
 def _filled(rows: Tensor) -> Tensor:
     """`rows` [num_rows, size] and zeros below them: [filled_rows(num_rows), size]."""
     count = filled_rows(len(rows))

@@ -10,7 +10,10 @@ from tailrace.records import Group, Rollout
 SAMPLE_REPLIES = 2
 """Shown where rewards never differ."""
 HARDLY_LESS = 0.1
-"""Share of the range of an environment's rewards: a long right answer may earn a little less than a short one."""
+"""Share of the highest reward, and of the range of rewards: a long right answer may earn less than a short one.
+
+Of both, since one penalty of -100 makes a range in which all else is high, and 100 may be the lowest of rewards.
+"""
 HIGHEST = "the highest reward there was, or hardly less"
 KEEPS_TRYING = (
     "and nothing moves it any more (a lower trainer.learning_rate, a higher rollouts.temperature or a bonus for "
@@ -79,7 +82,7 @@ class EqualRewards:
         if (rewards := self._reward_range(environment)) is None:
             return False
         lowest, highest = rewards
-        return reward >= highest - HARDLY_LESS * (highest - lowest)
+        return reward >= highest - HARDLY_LESS * min(highest - lowest, abs(highest))
 
 
 _MEANINGS = {0.0: "the task is too hard for this model", 1.0: "the task is too easy for this model"}

@@ -11,7 +11,7 @@ from tailrace.records import Group, Outcome, Rollout, RolloutId, TerminalState
 from tailrace.scheduling.equal_rewards import EqualRewards
 from tailrace.scheduling.observer import SchedulerObserver
 
-CONVERGED_SHARE = 0.9
+CONVERGED_SHARE = 0.8
 """Of a streak's rollouts: where as many earned the highest reward there was, or hardly less, all is learned."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tailrace.cli import main
 from tailrace.environments import (
     AgentResult,
     EnvironmentSettings,
@@ -60,6 +61,15 @@ async def ask(server: McpServer, *replies: str | Said) -> ScriptedPolicy:
     result = await mcp_agent(server)(task, policy)
     assert isinstance(result, AgentResult)
     return policy
+
+
+def running(mode: str) -> list[psutil.Process]:
+    """Servers that this process has started and that have not ended."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child] if mode in child.cmdline() else []
+    return found
 
 
 def told(policy: ScriptedPolicy) -> str:
@@ -159,7 +169,7 @@ async def test_a_server_that_misbehaves_costs_its_rollout_and_leaves_no_process(
     calls_s = {"call_timeout_s": 0.5} if mode in ("hangs", "endless") else {}
     with pytest.raises(EnvironmentFailed, match=says):
         await ask(small(mode, **starts, **calls_s))
-    assert not [child for child in psutil.Process().children() if mode in child.cmdline()]
+    assert not running(mode)
 
 
 @pytest.mark.parametrize("mode", ["never-starts", "no-tools"])
@@ -171,6 +181,15 @@ def test_it_is_tried_once_before_a_run(mode: str) -> None:
         spec.check()
 
 
+def test_a_server_that_does_not_start_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Shout."}\n')
+    command = json.dumps([*mcp_servers.COMMAND, "never-starts"])
+    arguments = ["--environment.name", "mcp", "--environment.args.command", command, "--environment.data", str(rows)]
+    assert main(["train", "quickstart", *arguments, "--dry-run"]) == 2
+    assert "it wrote: no licence" in capsys.readouterr().err
+
+
 async def test_a_server_is_started_per_rollout_or_shared_by_all() -> None:
     async def process_of(server: McpServer) -> str:
         return told(await ask(server))
@@ -178,13 +197,13 @@ async def test_a_server_is_started_per_rollout_or_shared_by_all() -> None:
     own, shared = small("pid"), small("pid", shared=True)
     assert len({await process_of(own) for _ in range(2)}) == 2
     assert len({*await asyncio.gather(*(process_of(shared) for _ in range(4)))}) == 1
-    assert [child for child in psutil.Process().children() if "pid" in child.cmdline()]
+    assert running("pid")
     await shared.close()
-    assert not [child for child in psutil.Process().children() if "pid" in child.cmdline()]
+    assert not running("pid")
 
 
 async def test_a_shared_server_that_was_lost_is_started_again(tmp_path: Path) -> None:
-    server = small("hangs-once", shared=True, call_timeout_s=3, cwd=str(tmp_path))
+    server = small("hangs-once", shared=True, call_timeout_s=5, cwd=str(tmp_path))
     with pytest.raises(EnvironmentFailed, match="did not answer"):
         await ask(server)
     assert told(await ask(server)) == "HUSH"
@@ -205,7 +224,7 @@ async def test_a_cancelled_rollout_takes_its_server_along() -> None:
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
-    assert not [child for child in psutil.Process().children() if "cancelled" in child.cmdline()]
+    assert not running("cancelled")
 
 
 async def test_two_servers_must_not_have_one_tool(monkeypatch: pytest.MonkeyPatch) -> None:

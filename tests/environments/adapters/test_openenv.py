@@ -118,7 +118,7 @@ async def test_a_full_server_is_waited_for() -> None:
 async def test_a_server_that_is_full_with_others_is_told() -> None:
     async with fakes.served(fakes.FakeServer(capacity=0)) as server:
         with pytest.raises(EnvironmentFailed, match="has no free session: 1 of 1 sessions"):
-            await rollout(at(server.url, start_timeout_s=0.1), "hush")
+            await rollout(at(server.url, start_timeout_s=4), "hush")
 
 
 async def test_http_is_the_fallback_of_a_server_without_a_websocket() -> None:
@@ -159,6 +159,13 @@ async def test_it_is_tried_once_before_a_run() -> None:
         with pytest.raises(SettingsError, match="reach it as an MCP server"):
             await asyncio.to_thread(spec.check)
         server.action = fakes.WORD
+        await asyncio.to_thread(spec.check)
+
+
+async def test_a_package_whose_server_does_not_start_is_told_with_what_it_wrote() -> None:
+    spec = load_environment(EnvironmentSettings(name="openenv", args={"package": "no_such_env"}))
+    assert spec.check is not None
+    with pytest.raises(SettingsError, match=r"(?s)the OpenEnv server no_such_env .*No module named 'no_such_env'"):
         await asyncio.to_thread(spec.check)
 
 

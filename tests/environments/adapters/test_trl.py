@@ -94,7 +94,7 @@ async def test_a_class_takes_arguments_of_the_settings(renderer: ChatRenderer) -
 
 
 async def test_a_tool_that_never_returns_costs_its_rollout(renderer: ChatRenderer) -> None:
-    settings = RolloutSettings(workers=1, worker_timeout_s=1)
+    settings = RolloutSettings(workers=1, worker_timeout_s=3)
     with pytest.raises(RolloutTimeout, match="step of the environment did not return"):
         await play(renderer, EnvironmentSettings(name=f"{HOME}:said"), [call("say", word="stall")], settings=settings)
 

@@ -22,7 +22,7 @@ from tailrace.transport.batches.stores import BatchRef, FileSource, ValueSource
 from tailrace.transport.segments import SegmentFile, TensorBuffers, map_segment, read_segment, verify_body
 from tests.transport.transport_builders import COLUMNS, assert_same_batch, plan
 
-SENT = plan([9, 3, 0, 5, 1], num_ranks=2, row_tokens=10)
+SENT = plan([9, 3, 0, 5, 2], num_ranks=2, row_tokens=10)
 FUZZED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 

@@ -245,6 +245,8 @@ class _Connection:
             raise self._failed(f"did not answer a call of {name} within {limit_s:g} s") from None
         except MCPError as error:
             if self._has_ended:
+                if self._transport is not None:
+                    await self._transport.said_all()
                 raise self._failed(f"was lost in a call of {name}") from error
             raise ToolError(error.message) from error
         except Exception as error:

@@ -25,6 +25,8 @@ MAX_GARBAGE_LINES = 1_000
 """That are no message, and skipped; a server that writes more of them is ended."""
 CLOSE_S = 1.0
 """That a server has to end by itself once its input is closed; then its process group is killed."""
+_READ_OUT_S = 5.0
+"""For what a killed server had written; another process may hold its pipes for ever."""
 _KEPT_CHARACTERS = 2_000
 _INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 
@@ -38,7 +40,6 @@ class StdioTransport:
         self._command, self._cwd = list(command), cwd
         self._env = {**server_environment(), **env}
         self._process: Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._trouble = ""
         self._written = ""
         self.is_open = True
@@ -66,11 +67,8 @@ class StdioTransport:
         )
         self._to_client, received = anyio.create_memory_object_stream[_Received](0)
         sent, self._from_client = anyio.create_memory_object_stream[SessionMessage](0)
-        self._tasks = [
-            asyncio.create_task(self._read(process)),
-            asyncio.create_task(self._write(process)),
-            asyncio.create_task(self._listen(process)),
-        ]
+        self._passing = [asyncio.create_task(self._read(process)), asyncio.create_task(self._write(process))]
+        self._listening = asyncio.create_task(self._listen(process))
         return received, sent
 
     async def __aexit__(
@@ -86,10 +84,25 @@ class StdioTransport:
                     await process.wait()
         finally:
             _kill_group(process)
-            for task in self._tasks:
+            for task in self._passing:
                 task.cancel()
-        await asyncio.wait(self._tasks)
-        await _drain(process)
+        await asyncio.wait(self._passing)
+        await self._read_out(process)
+
+    async def said_all(self) -> None:
+        """Wait until what it wrote before its end has been read; it has ended, or its output has."""
+        await asyncio.wait({self._listening}, timeout=CLOSE_S)
+
+    async def _read_out(self, process: Process) -> None:
+        """Read what is left: pipes, and the process with them, are closed by the loop where their end was read."""
+        assert process.stdout is not None  # it has pipes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READ_OUT_S):
+                while await process.stdout.read(1 << 16):
+                    pass
+                await process.wait()
+                await self._listening
+        self._listening.cancel()
 
     async def _read(self, process: Process) -> None:
         """Pass its messages on. Its end, or what cannot be endured, ends the stream, and calls with it."""
@@ -134,18 +147,6 @@ def server_environment() -> dict[str, str]:
     """Variables that a server inherits: none that may be secret. Commands beside this Python are found first."""
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     return {**kept, "PATH": os.pathsep.join([os.path.dirname(sys.executable), kept.get("PATH", os.defpath)])}
-
-
-async def _drain(process: Process) -> None:
-    """Read what is left: pipes, and the process with them, are closed by the loop where their end was read."""
-    assert process.stdout is not None  # it has pipes
-    assert process.stderr is not None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_S):  # another process may hold them
-            for pipe in (process.stdout, process.stderr):
-                while await pipe.read(1 << 16):
-                    pass
-            await process.wait()
 
 
 def _kill_group(process: Process) -> None:

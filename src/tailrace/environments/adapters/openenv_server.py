@@ -30,6 +30,8 @@ _MAX_MESSAGE_BYTES = 64 << 20
 _FULL_PAUSE_S = (0.05, 1.0)
 """Between attempts to get a session of a server that is full: nothing tells when others leave it."""
 _KEPT_CHARACTERS = 2_000
+_READ_OUT_S = 2.0
+"""For what a server had written; another process may hold its pipe for ever."""
 _UVICORN = """
 import os, runpy, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
@@ -120,7 +122,9 @@ class OpenEnvServer:
         return EnvironmentFailed(f"{self} {what}{self._running.described()}")
 
     def _http(self, base: str) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=base, headers=dict(self.headers), timeout=self.step_timeout_s)
+        return httpx.AsyncClient(
+            base_url=base, headers=dict(self.headers), timeout=self.step_timeout_s, trust_env=not _is_here(base)
+        )
 
 
 class _Running:
@@ -197,7 +201,7 @@ class _Running:
                         open_timeout=self._server.start_timeout_s,
                         max_size=_MAX_MESSAGE_BYTES,
                         additional_headers=dict(self._server.headers),
-                        proxy=None,
+                        proxy=None if _is_here(base) else True,
                     )
                 )
                 return _WebSocketSession(self._server, socket_)
@@ -227,7 +231,7 @@ class _Running:
             base = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._tasks = [asyncio.create_task(self._listen(process)), asyncio.create_task(self._hold(process))]
         async with self._server._http(base) as client:
-            health = asyncio.ensure_future(client.get("/health"))
+            health = asyncio.ensure_future(client.get("/health", timeout=self._server.start_timeout_s))
             ended = asyncio.ensure_future(process.wait())
             await asyncio.wait(
                 {health, ended}, timeout=self._server.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -246,9 +250,9 @@ class _Running:
         if process is not None and self._loop is asyncio.get_running_loop():
             _kill_group(process)
             await process.wait()
+            await asyncio.wait(self._tasks, timeout=_READ_OUT_S)
             for task in self._tasks:
                 task.cancel()
-            await asyncio.wait(self._tasks)
 
     async def _listen(self, process: Process) -> None:
         assert process.stderr is not None  # it has a pipe
@@ -343,6 +347,11 @@ def _with_scheme(url: str, scheme: Literal["http", "ws"]) -> str:
     parts = urlsplit(url)
     secure = "s" if parts.scheme in ("https", "wss") else ""
     return urlunsplit(parts._replace(scheme=scheme + secure)).rstrip("/")
+
+
+def _is_here(url: str) -> bool:
+    """Whether it is on this machine, where no proxy stands between."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def _kill_group(process: Process) -> None:
