@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from collections.abc import Callable
 
 import pytest
 
-from tailrace.errors import NothingLeft, ScoringFailed, TrainingError
+from tailrace.errors import JudgeFailed, NothingLeft, ScoringFailed, TrainingError
 from tailrace.records import Group, TerminalState
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S, Backoff
@@ -159,13 +161,16 @@ async def end_of(fate: Callable[[int], float], *, step: int = 0, state: bytes = 
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        (lambda group: 2.0, "converged: 80 of the last 80 rollouts earned 2, the highest reward there was"),
-        (lambda group: 1.0, "converged: 80 of the last 80 rollouts earned 1, the highest"),
+        (lambda group: 2.0, "converged: 80 of the last 80 scored rollouts earned 2, the highest reward there was"),
+        (lambda group: 1.0, "converged: 80 of the last 80 scored rollouts earned 1, the highest"),
         (
             lambda group: 0.9 + group % 3 / 20,
-            "converged: 80 of the last 80 rollouts earned the highest reward there was, or",
+            "converged: 80 of the last 80 scored rollouts earned the highest reward there was, or",
         ),
-        (lambda group: 1.0 if group % 20 else 0.5, "converged: 76 of the last 80 rollouts earned 1, the highest"),
+        (
+            lambda group: 1.0 if group % 20 else 0.5,
+            "converged: 76 of the last 80 scored rollouts earned 1, the highest",
+        ),
     ],
 )
 def test_a_run_in_which_nearly_every_reward_is_the_highest_there_was_has_converged(
@@ -198,6 +203,28 @@ def test_a_policy_that_settled_below_the_highest_reward_fails_and_is_told_so(
         in str(error)
     )
     assert "Replies: '" in str(error)
+
+
+def test_groups_that_could_not_be_scored_do_not_hide_that_all_others_are_solved() -> None:
+    async def run() -> Exception:
+        world = make_world(after_learning(lambda group: 1.0), rows=8, epochs=None, pauses=lambda number: 0)
+        score, scored = world.runner.score, itertools.count()
+
+        async def judged(group: Group) -> list[Group]:
+            if (number := next(scored)) > 16 and number % 2:
+                raise JudgeFailed("no verdict")
+            return await score(group)
+
+        world.runner.score = judged  # type: ignore[method-assign]
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        return caught.value
+
+    error = run_in_virtual_time(run())
+    while isinstance(error, ExceptionGroup):
+        [error] = error.exceptions
+    assert type(error) is NothingLeft
+    assert re.match(r"converged: (\d+) of the last \1 scored rollouts earned 1, the highest", str(error))
 
 
 def test_one_penalty_among_the_first_rewards_makes_no_other_reward_high() -> None:

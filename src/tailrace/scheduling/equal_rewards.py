@@ -7,6 +7,10 @@ from collections.abc import Callable
 
 from tailrace.records import Group, Rollout
 
+CONVERGED_SHARE = 0.8
+"""Of the rollouts of such groups: where as many earned the highest reward there was, or hardly less, all is learned."""
+SCORED_SHARE = 0.25
+"""Of all rollouts in a row that could not be trained on: those of such groups, at least, where they speak for all."""
 SAMPLE_REPLIES = 2
 """Shown where rewards never differ."""
 HARDLY_LESS = 0.1
@@ -48,13 +52,18 @@ class EqualRewards:
         """Rollouts that earned the highest reward of their environment, or hardly less."""
         return sum(count for (name, reward), count in self._rollouts.items() if self._is_solved(name, reward))
 
-    def describe_converged(self, rollouts: int) -> str:
-        """Why the last `rollouts` leave nothing to learn."""
+    def have_converged(self, rollouts: int) -> bool:
+        """Whether the last `rollouts`, failed ones among them, leave nothing to learn."""
+        scored = self._rollouts.total()
+        return scored >= SCORED_SHARE * rollouts and self.solved >= CONVERGED_SHARE * scored
+
+    def describe_converged(self) -> str:
+        """Why nothing is left to learn."""
         rewards = {reward for name, reward in self._rollouts if self._is_solved(name, reward)}
         earned = f"{rewards.pop():g}, the highest reward there was" if len(rewards) == 1 else HIGHEST
         return (
-            f"{self.solved} of the last {rollouts} rollouts earned {earned}, and rewards are equal inside each group: "
-            "nothing is left to learn"
+            f"{self.solved} of the last {self._rollouts.total()} scored rollouts earned {earned}, and rewards are "
+            "equal inside each group: nothing is left to learn"
         )
 
     def describe(self) -> str:

@@ -11,9 +11,6 @@ from tailrace.records import Group, Outcome, Rollout, RolloutId, TerminalState
 from tailrace.scheduling.equal_rewards import EqualRewards
 from tailrace.scheduling.observer import SchedulerObserver
 
-CONVERGED_SHARE = 0.8
-"""Of a streak's rollouts: where as many earned the highest reward there was, or hardly less, all is learned."""
-
 
 class Ledger:
     """Counts every rollout. Its invariant: `admitted = terminal + in flight`.
@@ -152,12 +149,12 @@ class UntrainableStreak:
     def extend(self, rollouts: int) -> None:
         """A group of `rollouts` came back not trainable. Raises `TrainingError` with the reasons at the limit.
 
-        Raises `NothingLeft` where nearly all of them earned the highest reward there was, or hardly less.
+        Raises `NothingLeft` where nearly all that were scored earned the highest reward there was, or hardly less.
         """
         self._rollouts += rollouts
         if self._rollouts >= self._limit:
-            if self._equal.solved >= CONVERGED_SHARE * self._rollouts:
-                raise NothingLeft(f"converged: {self._equal.describe_converged(self._rollouts)}")
+            if self._equal.have_converged(self._rollouts):
+                raise NothingLeft(f"converged: {self._equal.describe_converged()}")
             raise TrainingError(
                 f"the last {self._rollouts} rollouts held nothing to train on{self._equal.describe()}. So far "
                 f"{self._reasons()}; the log tells the first failure of each kind"
