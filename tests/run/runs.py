@@ -9,10 +9,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -98,13 +99,22 @@ class Command:
 
 
 @contextmanager
-def command(parent: Path, *overrides: str, name: str = "run") -> Iterator[Command]:
-    """Start `tailrace train` with the tiny settings; whatever it started is gone afterwards."""
+def command(
+    parent: Path,
+    *overrides: str,
+    name: str = "run",
+    variables: Mapping[str, str] = MappingProxyType({}),
+    within: Sequence[str] = (),
+) -> Iterator[Command]:
+    """Start `tailrace train` with the tiny settings; whatever it started is gone afterwards.
+
+    `variables` are of its environment, `within` is a command that becomes the one that it is given.
+    """
     arguments = ["train", "quickstart", *TINY, *environment("words"), "--name", name, *overrides]
     process = subprocess.Popen(
-        [Path(sys.executable).with_name("tailrace"), *arguments],
+        [*within, Path(sys.executable).with_name("tailrace"), *arguments],
         cwd=parent,
-        env={**os.environ, **IMPORTS},
+        env={**os.environ, **IMPORTS, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -150,6 +150,7 @@ def test_an_owner_whose_lock_cannot_be_seen_is_believed_until_it_falls_silent(tm
     [
         ("ours", True, 0.0, False),
         ("ours", False, 0.0, True),
+        ("ours", False, -86_400.0, False),
         ("ours", False, LAPSES_AFTER_S, False),
         ("another", True, 0.0, True),
         ("another", True, LAPSES_AFTER_S, False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from pathlib import Path
@@ -12,13 +13,16 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.keys import CurveKeys, write_keys
 from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.reporting.summary import read_summary
+from tailrace.run.serving import serve
 from tests.run.runs import PATIENCE_S, command, records
-from tests.run.served import address_of, http_address_of, refusal, serving
+from tests.run.served import SMALL, address_of, http_address_of, refusal, serving
 
 STEPS_WITH_NEWEST_WEIGHTS = ("--max_steps", "4", "--scheduling.max_staleness", "0")
 """Nothing is admitted before every generator holds what the trainer published last."""
@@ -41,6 +45,27 @@ def test_a_run_trains_with_generators_that_run_already_and_so_does_the_next(tmp_
         first.send_signal(signal.SIGTERM)
         second.send_signal(signal.SIGINT)
         assert (first.wait(PATIENCE_S), second.wait(PATIENCE_S)) == (143, 130)
+
+
+async def test_a_second_signal_ends_a_service_at_once_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[int, list[Path]]] = []
+    serving_here, left = asyncio.Event(), f"tailrace-run-{os.getpid()}-*"
+
+    def end(status: int) -> None:
+        """In place of the end of this process: what was left at that moment."""
+        ended.append((status, list(shared_memory_folder().glob(left))))
+
+    monkeypatch.setattr(os, "_exit", end)
+    settings = load_serve_settings("bundled:quickstart", [*SMALL])
+    service = asyncio.create_task(serve(settings, "tcp://127.0.0.1:0", None, lambda said: serving_here.set()))
+    async with asyncio.timeout(PATIENCE_S):
+        await serving_here.wait()
+        await asyncio.sleep(0)  # it says so before it waits for signals
+        assert list(shared_memory_folder().glob(left)) != []
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [(143, [])]
+        assert await service == 130  # of the first, where the second ended nothing
 
 
 def test_http_clients_are_answered_as_they_ask_and_by_their_key(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from tailrace.records import ModelStateDictPublished, RunStatus, TrainerStarted
 from tailrace.reporting.summary import read_summary
-from tests.run.runs import Command, command, records, trained_tasks
+from tailrace.run.trainer_lives import describe_lives
+from tests.run.runs import Command, command, records, tiny_settings, trained_tasks
 from tests.support.event_files import read_events
 from tests.support.losses import MARK
 
@@ -140,3 +142,23 @@ def test_a_trainer_that_ends_too_often_fails_the_run_by_its_name(tmp_path: Path)
     summary = read_summary(run.folder)
     assert "the trainer left early, killed by SIGKILL; the end of its log" in summary.reason
     assert summary.ledger.balances
+
+
+@pytest.mark.parametrize(
+    ("overrides", "launched", "why"),
+    [
+        ((), False, None),
+        (("--generator.return_routed_experts", "true"), False, r"return_routed_experts, which it would need again"),
+        (("--trainer.ranks", "2"), True, "another launcher started its ranks"),
+        (("--trainer.ranks", "2", "--restarts.per_role", "0"), True, None),
+    ],
+)
+def test_a_run_whose_trainer_is_not_started_again_says_so_when_it_starts(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], launched: bool, why: str | None
+) -> None:
+    if launched:
+        monkeypatch.setenv("SLURM_PROCID", "0")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+        monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    sentences = describe_lives(tiny_settings(*overrides))
+    assert [why is not None and re.search(why, sentence) is not None for sentence in sentences] == [True] * bool(why)

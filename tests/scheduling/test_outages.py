@@ -78,6 +78,18 @@ def test_an_outage_of_half_a_minute_costs_some_rollouts_and_not_the_run() -> Non
     run_in_virtual_time(run())
 
 
+def test_a_lost_worker_pauses_nothing_though_it_took_many_rollouts_with_it() -> None:
+    async def run() -> None:
+        lost = range(2 * FAILURES_IN_A_ROW)
+        world = make_world(lambda number: "worker_lost" if number in lost else spread(number), rows=64, max_running=16)
+        await world.run()
+        assert world.scheduler.ledger.reasons(TerminalState.FAILED) == {"worker_lost": len(lost)}
+        assert world.scheduler.statistics.waited_s.get("environments_fail", 0.0) == 0.0  # type: ignore[call-overload]
+        assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 4 * 64 - len(lost)
+
+    run_in_virtual_time(run())
+
+
 def test_an_outage_without_end_ends_the_run_after_its_time_and_names_the_reason() -> None:
     async def run() -> None:
         world = failing_until(1e9, max_failing_s=100.0)

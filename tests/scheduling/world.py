@@ -11,7 +11,7 @@ import numpy as np
 
 from tailrace.batching import FormedBatch
 from tailrace.environments import EnvironmentSpec, Policy
-from tailrace.errors import EnvironmentFailed, RolloutTimeout
+from tailrace.errors import EnvironmentFailed, RolloutTimeout, WorkerLost
 from tailrace.records import (
     Branch,
     Completion,
@@ -31,7 +31,7 @@ from tailrace.records import (
 )
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
-FAILURES = {error.reason: error for error in (RolloutTimeout, EnvironmentFailed)}
+FAILURES = {error.reason: error for error in (RolloutTimeout, EnvironmentFailed, WorkerLost)}
 
 
 async def _agent(task: Task, policy: Policy) -> float:

@@ -1,29 +1,33 @@
 """A trainer and generators without a model, as processes: real sockets, stores, files and signals; made-up weights.
 
-One fault can be asked for by an environment variable: which role does what to itself, and where. It happens once, or as
-often as it is asked for, and leaves a file that names the process.
+They say where they are, so that a fault finds them there (`faults`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import itertools
 import shutil
-import signal
+import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from typing_extensions import override
 
+from tailrace.environments import EnvironmentSpec, Policy, Task
+from tailrace.errors import TailraceError
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engines.simulated import SimulatedEngine
+from tailrace.generation.engines.protocol import SampledTokens
+from tailrace.generation.engines.simulated import SimulatedEngine, simulated_logprobs
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.records import (
+    Batch,
     CheckpointWritten,
     ModelStateDictPublished,
     RunStatus,
@@ -34,36 +38,14 @@ from tailrace.records import (
 )
 from tailrace.run.roles import RoleSettings
 from tailrace.run.transports import TrainerEnds
+from tailrace.transport.batches.queue import BatchReceiver
 from tailrace.transport.events.log import EventLog
+from tests.support.faults import PATIENCE_S, is_deaf, passing, stands_ready
 
-FAULT = "TAILRACE_TEST_FAULT"
 _STEP_S = 0.01
-
-
-class Fault(NamedTuple):
-    """What a role does to itself."""
-
-    role: str
-    where: str
-    """startup, step, save or end."""
-    blow: str
-    """killed, stopped, leaves (with status 0), hangs (whatever it is asked)."""
-    mark: Path
-    """Made when it happens."""
-    times: int = 1
-
-    @property
-    def variable(self) -> str:
-        """Of the environment."""
-        return "|".join(map(str, self))
-
-    @classmethod
-    def asked_for(cls) -> Fault | None:
-        """In this process."""
-        if not (text := os.environ.get(FAULT)):
-            return None
-        role, where, blow, mark, times = text.split("|")
-        return cls(role, where, blow, Path(mark), int(times))
+_SOME = 4
+"""Steps, versions and rollouts after which a run is in its middle."""
+_VOCABULARY = 1024
 
 
 class LightLauncher(LocalLauncher):
@@ -71,68 +53,108 @@ class LightLauncher(LocalLauncher):
 
     @override
     def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
+        stands_ready("orchestrator")
         entry = f"{__name__}:{'trainer' if spec.name.startswith('trainer') else 'generator'}"
-        return super().start(replace(spec, entry=entry), is_replaceable=is_replaceable)
+        handle = super().start(replace(spec, entry=entry), is_replaceable=is_replaceable)
+        passing("orchestrator startup")  # with a child that has just been started
+        return handle
 
 
-def suffer(role: str, where: str) -> None:
-    """The fault, if it is asked for here and has not happened often enough; one that hangs never returns."""
-    fault = Fault.asked_for()
-    if fault is None or (fault.role, fault.where) != (role, where):
-        return
-    happened = fault.mark.read_text().split() if fault.mark.exists() else []
-    if len(happened) >= fault.times:
-        return
-    fault.mark.write_text(" ".join([*happened, str(os.getpid())]))
-    match fault.blow:
-        case "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "leaves":
-            os._exit(0)
-        case _:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            while True:
-                signal.pause()
+async def stay_if_deaf() -> None:
+    """For as long as nobody kills this process, where it is to hear of no wish."""
+    while is_deaf():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(PATIENCE_S)
+
+
+def playing() -> EnvironmentSpec:
+    """One short turn, in an agent worker."""
+    rows = [{"word": f"word {number}"} for number in range(256)]
+    if getattr(sys.modules["__main__"].__spec__, "name", "") == "tailrace.rollouts.agent_workers.process":
+        stands_ready("worker")
+        passing("worker startup")
+    return EnvironmentSpec(name="playing", agent=_play, train_tasks=rows)
+
+
+_played = itertools.count()
+
+
+async def _play(task: Task, policy: Policy) -> float:
+    try:
+        reply = await policy.chat([{"role": "user", "content": str(task["word"])}])
+    except asyncio.CancelledError:
+        await stay_if_deaf()
+        raise
+    if next(_played) >= _SOME:
+        passing("worker step")
+    return zlib.crc32(reply.content.encode()) % 97 / 97
 
 
 async def generator(role: Role) -> None:
     """Samples tokens of no model."""
-    suffer(role.spec.name, "startup")
+    stands_ready("generator")
+    passing("generator startup")
     settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     weights = settings.run.generator.weights
 
     def engine() -> SimulatedEngine:
-        return _FaultyEngine(slots=8, vocab_size=1024, max_model_tokens=512, chunk_tokens=4, step_s=0.001)
+        return _FaultyEngine(slots=8, vocab_size=_VOCABULARY, max_model_tokens=512, chunk_tokens=4, step_s=0.001)
 
     await settings.transports().serve_generator(role, lambda payloads: Generator(engine, weights, payloads=payloads))
-    suffer(role.spec.name, "end")
+    passing("generator end")
+    await stay_if_deaf()
 
 
 class _FaultyEngine(SimulatedEngine):
     @override
+    def step(self) -> list[SampledTokens]:
+        if self._running and self._version >= _SOME:
+            passing("generator step")
+        return super().step()
+
+    @override
     def load_model_state_dict(self, tensors: object, version: int) -> None:
-        if version >= 4:
-            suffer("generator", "step")
+        if version >= _SOME:
+            passing("generator transfer")
         super().load_model_state_dict({}, version)
 
 
 async def trainer(role: Role) -> None:
-    """Takes steps that cost nothing, and saves as often as its settings say."""
-    suffer("trainer", "startup")
+    """One rank. Rank 0 takes steps that cost nothing, and saves as often as its settings say; others read along."""
+    name = role.spec.name
+    stands_ready(name)
+    passing(f"{name} startup")
     settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
-    async with settings.transports().trainer() as ends:
+    rank = settings.run.trainer.rank_names.index(name)
+    async with settings.transports().trainer(rank) as ends:
         role.ready()
-        stop = asyncio.create_task(_stop_request(ends.log))
+        other = asyncio.create_task(_stop_request(ends.log) if rank == 0 else _read_along(ends.batches))
         try:
-            await _Training(settings, ends).run(stop)
+            if rank == 0:
+                await _Training(settings, ends).run(other)
             async for _ in ends.log.follow():
                 pass
         finally:
-            stop.cancel()
-            await asyncio.gather(stop, return_exceptions=True)
-    suffer("trainer", "end")
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+    passing(f"{name} end")
+    await stay_if_deaf()
+
+
+async def _read_along(batches: BatchReceiver) -> None:
+    for count in itertools.count():
+        batch = await batches.receive()
+        require_whole(batch)
+        if count == _SOME:
+            passing("trainer-1 step")
+        await batches.acknowledge(batch.summary.step)
+
+
+def require_whole(batch: Batch) -> None:
+    """Everything that was sampled is as the engine samples it."""
+    sampled = batch.loss_mask
+    if not np.array_equal(batch.logprobs[sampled], simulated_logprobs(batch.token_ids[sampled])):
+        raise AssertionError(f"step {batch.summary.step} was given damaged bytes")
 
 
 async def _stop_request(log: EventLog) -> StopRequested:
@@ -147,32 +169,41 @@ class _Training:
         self._ends, self._epoch = ends, settings.epoch
         self._folder, self._max_steps = settings.paths.checkpoints, settings.run.max_steps or 0
         self._every_steps = settings.run.trainer.checkpoint_every_steps or 0
-        saved = [int(path.name.removeprefix("step_")) for path in self._folder.glob("step_*")]
-        self._step = max(saved, default=0)
+        newest = max(self._folder.glob("step_*"), default=None)
+        self._step = 0 if newest is None else load_checkpoint(newest)
 
     async def run(self, stop: asyncio.Task[StopRequested]) -> None:
-        """Until the last step, or a wish."""
-        log, step = self._ends.log, self._step
-        await log.append(TrainerStarted(epoch=self._epoch, step=step, version=step))
+        """Until the last step, or a wish; the terminal record is written on every way out."""
+        try:
+            status, reason = await self._until_stopped(stop)
+            passing("trainer last save")
+            await self._save()
+        except Exception as error:
+            reason, kind = f"{type(error).__name__}: {error}", type(error).__name__
+            await self._end(RunStatus.FAILED, reason, kind if isinstance(error, TailraceError) else "")
+            raise
+        await self._end(status, reason)
+
+    async def _until_stopped(self, stop: asyncio.Task[StopRequested]) -> tuple[RunStatus, str]:
+        await self._ends.log.append(TrainerStarted(epoch=self._epoch, step=self._step, version=self._step))
         await self._publish()
-        status, reason = RunStatus.FINISHED, f"max_steps = {self._max_steps} reached"
         while self._step < self._max_steps:
             receiving = asyncio.create_task(self._ends.batches.receive())
             await asyncio.wait({receiving, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
-                status, reason = stop.result().status, stop.result().reason
                 receiving.cancel()
                 await asyncio.wait({receiving})
-                break
-            await self._train(receiving.result().summary.step)
-        await self._save()
-        await log.append(TrainerEnded(epoch=self._epoch, status=status, step=self._step, reason=reason))
+                return stop.result().status, stop.result().reason
+            await self._train(receiving.result())
+        return RunStatus.FINISHED, f"max_steps = {self._max_steps} reached"
 
-    async def _train(self, step: int) -> None:
+    async def _train(self, batch: Batch) -> None:
+        step = batch.summary.step
         assert step == self._step + 1
+        require_whole(batch)
         await asyncio.sleep(_STEP_S)
-        if step == 5:
-            suffer("trainer", "step")
+        if step > _SOME:
+            passing("trainer step")
         self._step = step
         await self._publish()
         await self._ends.log.append(StepTrained(epoch=self._epoch, step=step, version=step, metrics={}))
@@ -182,6 +213,8 @@ class _Training:
 
     async def _publish(self) -> None:
         ref = self._ends.model_state_dicts.publish({}, self._step)
+        if self._step > _SOME:
+            passing("trainer transfer")
         await self._ends.log.append(ModelStateDictPublished(epoch=self._epoch, ref=ref))
 
     async def _save(self) -> None:
@@ -191,7 +224,20 @@ class _Training:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(part)
             part.mkdir(parents=True)
+            (part / "state").write_bytes(self._step.to_bytes(4, "little"))
             if self._step > self._every_steps:
-                suffer("trainer", "save")
+                passing("trainer save")
+            (part / "sum").write_bytes(zlib.crc32(self._step.to_bytes(4, "little")).to_bytes(4, "little"))
             part.rename(path)
         await self._ends.log.append(CheckpointWritten(epoch=self._epoch, step=self._step, path=str(path)))
+
+    async def _end(self, status: RunStatus, reason: str, error: str = "") -> None:
+        ended = TrainerEnded(epoch=self._epoch, status=status, step=self._step, reason=reason, error=error)
+        await self._ends.log.append(ended)
+
+
+def load_checkpoint(path: Path) -> int:
+    """Its step. Raises where a part of it is missing or damaged."""
+    state, expected = (path / "state").read_bytes(), int.from_bytes((path / "sum").read_bytes(), "little")
+    assert zlib.crc32(state) == expected, f"{path} is damaged"
+    return int.from_bytes(state, "little")

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn
 
@@ -29,6 +30,13 @@ from tailrace.lifecycle.roles import EntryFunction, Role, resolve_entry
 
 _logger = logging.getLogger(__name__)
 
+_PARENT = os.getppid()
+"""Until it has ended."""
+
+_END_TOLD_S = 0.2
+"""From the first to the last of what tells that the parent ended."""
+_ENDS_S, _LOOK_S = 2.0, 0.01
+"""How long a parent that ended may still hold its locks, and how often that is looked at."""
 _IDLE_BEAT_S = 1.0
 """Between two turns of the loop where nobody hears of them."""
 
@@ -51,7 +59,7 @@ def main() -> int:
         threading.Thread(target=parent.tell_beats, args=(pulse, launch.beat_every_s), daemon=True).start()
     status = _run_role(launch, parent, stop, pulse)
     logging.shutdown()
-    if parent.is_gone.is_set():
+    if parent.is_gone.wait(_END_TOLD_S if status == ExitCode.FAILED else 0):  # its sockets may end before it is missed
         _remove_leftovers()
         _kill_own_group()
     return status
@@ -163,9 +171,15 @@ def _take_standard_input() -> int:
 
 
 def _remove_leftovers() -> None:
-    """The parent's folders of shared memory and sockets: it cannot. The last of its children to leave removes all."""
+    """The parent's folders of shared memory and sockets, once it holds them no more: it cannot.
+
+    The last of its children to leave removes all.
+    """
     from tailrace.lifecycle.resources import remove_leftovers
 
+    deadline_s = time.monotonic() + _ENDS_S
+    while os.getppid() == _PARENT and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
     remove_leftovers()
 
 

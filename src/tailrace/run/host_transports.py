@@ -25,11 +25,13 @@ from tailrace.transport.batches.channels import (
     ChannelBatchSender,
     file_receiver,
     file_sender,
+    rank_address,
     shared_memory_receiver,
     shared_memory_sender,
     value_receiver,
     value_sender,
 )
+from tailrace.transport.channels import require_listener
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import EventLogClient, EventLogServer
 from tailrace.transport.payloads.accounts import PayloadAccounts
@@ -95,6 +97,8 @@ class HostTransports(Transports):
     @override
     @asynccontextmanager
     async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
+        for address in (self.where.events, rank_address(self.where.batches, rank)):
+            require_listener(address)
         log = EventLogClient(self.where.events, self.where.epoch)
         batches = self._batch_receiver(rank)
         store = self._published(rank)
@@ -153,7 +157,9 @@ class HostTransports(Transports):
             case "zmq":
                 return value_sender(address, **ranks, **kept)
             case _:
-                return shared_memory_sender(address, self._shared_memory, spill=self._files, **ranks, **kept)
+                return shared_memory_sender(
+                    address, self._shared_memory, spill=self._files, checksum_bodies=True, **ranks, **kept
+                )
 
     def _batch_receiver(self, rank: int) -> ChannelBatchReceiver:
         address, ranks = self.where.batches, self._trainer_ranks

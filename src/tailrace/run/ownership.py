@@ -123,10 +123,11 @@ def _holders(folder: Path) -> str:
 def may_be_alive(owner: Owner, *, is_locked_by_us: bool, silent_s: float) -> bool:
     """Whether an owner that did not remove its file may still run. A pure decision.
 
-    Where we hold the lock, an owner of this very kernel is gone. Of any other we only know when it renewed its file.
+    Where we hold the lock, an owner of this very kernel is gone. Of any other we only know when it renewed its file. A
+    time that is still to come is of before a clock was set back, and nobody has renewed it since.
     """
     is_known = is_locked_by_us and owner.kernel == _kernel()
-    return not is_known and silent_s < LAPSES_AFTER_S
+    return not is_known and abs(silent_s) < LAPSES_AFTER_S
 
 
 def _take(path: Path) -> int:

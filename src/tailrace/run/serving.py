@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from tailrace.config.serving import ServeSettings
 from tailrace.errors import SettingsError
@@ -22,7 +23,7 @@ from tailrace.generation.rpc.keys import CurveKeys, read_keys, require_safe_addr
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.resources import own_shared_memory, remove_leftovers
+from tailrace.lifecycle.resources import OwnedFolder, own_shared_memory, remove_leftovers
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights, tokenizer_folder
@@ -91,7 +92,7 @@ async def serve(
         await generator.ready()
         say(f"{settings.model.name} is served at {server.address}; use it with --generator.connect {server.address}")
         async with _http(settings, server, http_key, say):
-            return await _until_signal(server)
+            return await _until_signal(server, shared_memory)
 
 
 @contextlib.asynccontextmanager
@@ -148,9 +149,15 @@ def _http_key(path: Path | None, say: Callable[[str], None]) -> str:
     return key
 
 
-async def _until_signal(server: GeneratorServer) -> int:
+async def _until_signal(server: GeneratorServer, shared_memory: OwnedFolder) -> int:
+    """Once: it ends its requests, and closes. Twice: at once."""
     serving = asyncio.ensure_future(server.serve())
-    with StopSignals(lambda code: serving.cancel(), abort=lambda code: None) as signals:
+
+    def end_at_once(code: ExitCode) -> NoReturn:
+        shared_memory.remove()
+        os._exit(code)
+
+    with StopSignals(lambda code: serving.cancel(), abort=end_at_once) as signals:
         try:
             await serving
         except asyncio.CancelledError:

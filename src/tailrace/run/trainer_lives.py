@@ -13,15 +13,29 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol
 
+from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError, TransportError
 from tailrace.lifecycle.exit_codes import is_from_outside
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
+from tailrace.run.trainer_ranks import launched_rank
 from tailrace.transport.batches.channels import ChannelBatchSender
 from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 
 _logger = logging.getLogger(__name__)
+
+
+def describe_lives(settings: RunSettings) -> list[str]:
+    """For people: why a trainer that ends early is not started again, where restarts are granted."""
+    if not settings.restarts.per_role:
+        return []
+    why = ""
+    if settings.generator.return_routed_experts:
+        why = "generator.return_routed_experts, which it would need again, are released with their rollouts"
+    elif launched_rank(settings.trainer) is not None:
+        why = "another launcher started its ranks"
+    return [f"A trainer that ends early ends the run: {why}."] if why else []
 
 
 class TrainerStarter(Protocol):
@@ -54,9 +68,9 @@ class TrainerLives:
     def __init__(self, starter: TrainerStarter, log: MemoryEventLog, restarts: RestartHistory) -> None:
         self.restarts = 0
         self._starter, self._log, self._history = starter, log, restarts
-        self._ranks = starter.start_trainer()
-        self.batches = starter.batch_sender()
+        self.batches = starter.batch_sender()  # before there is a trainer that looks for them
         self._end_log = starter.serve_log(log)
+        self._ranks = starter.start_trainer()
         self._has_worked = self._is_over = False
         self._ended_pids: list[int] = []
         """Of lives that ended; what they published last may be on its way through the log until the next one starts."""

@@ -49,6 +49,7 @@ from tailrace.run.parts import (
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
 from tailrace.run.teacher import require_teacher
+from tailrace.run.trainer_lives import describe_lives
 from tailrace.run.watchdog import end_when_still
 from tailrace.training.settings.lora import require_peft
 
@@ -128,7 +129,7 @@ async def _train_in(
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
     settings = with_decay_end(settings, plan)
     sentences = [*plan.sentences, *describe_devices(devices), *describe_places(settings, environments)]
-    for sentence in [*sentences, *(f"Goes on with {one}." for one in changed)]:
+    for sentence in [*sentences, *describe_lives(settings), *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if not launcher_class(settings.placement).runs_in_this_process:  # tensors in cycles live elsewhere

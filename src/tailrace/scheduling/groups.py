@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tailrace.batching import ZERO_SPREAD, compute_advantages, filter_reason, teaches_anyway
-from tailrace.errors import RequestRefused, RolloutError
+from tailrace.errors import RequestRefused, RolloutError, WorkerLost
 from tailrace.records import Float32Array, Group, GroupId, Outcome, Rollout, RolloutId, Task
 from tailrace.scheduling.backoff import Backoff, Part
 from tailrace.scheduling.ledger import Accounts, UntrainableStreak
@@ -137,9 +137,14 @@ class GroupPlayer:
         return None
 
     def _back_off(self, group: OpenGroup, error: RolloutError, part: Part) -> None:
-        """A rollout or a group's score failed: where that may pass and goes on, its environment pauses."""
+        """A rollout or a group's score failed: where that may pass and goes on, its environment pauses.
+
+        A lost worker took all that it held with it, which says nothing of the rest; whoever replaces it pauses.
+        """
         if error.may_pass:
             group.failure = str(error).partition("\n")[0]
+            if isinstance(error, WorkerLost):
+                return
             if pause_s := self._backoff.failed(group.key.environment, part, now_s=self._now_s()):
                 asyncio.get_running_loop().call_later(pause_s, self._outstanding.wake)
 

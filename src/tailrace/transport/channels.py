@@ -28,6 +28,8 @@ from tailrace.records import Float32Array, Int32Array
 MAX_ADDRESS_CHARS = 107
 """Longest path of a Unix socket that Linux takes (macOS takes 103)."""
 
+_IPC = "ipc://"
+
 SILENCE_MS = 15_000
 """How long a peer on another host may answer no heartbeat before it counts as gone."""
 
@@ -56,6 +58,15 @@ def create_socket_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="tailrace-", dir=runtime_folder()))
 
 
+def require_listener(address: str) -> None:
+    """Raise `TransportError` where the file of a socket is gone: to connect would be tried without end.
+
+    For what listens before anybody is told of it.
+    """
+    if address.startswith(_IPC) and not Path(address.removeprefix(_IPC)).exists():
+        raise TransportError(f"nobody can be reached at {address}: the file of the socket is gone")
+
+
 def ipc_address(folder: Path, name: str) -> str:
     """The address of the socket `name` in `folder`. Raises `SettingsError` when its path is too long for a socket."""
     path = str(folder / name)
@@ -64,7 +75,7 @@ def ipc_address(folder: Path, name: str) -> str:
             f"the socket path {path} has {len(path)} characters, of {MAX_ADDRESS_CHARS} at most; "
             "set XDG_RUNTIME_DIR to a folder with a shorter path"
         )
-    return f"ipc://{path}"
+    return f"{_IPC}{path}"
 
 
 def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:

@@ -121,6 +121,33 @@ async def test_a_worker_that_is_killed_from_outside_is_replaced(renderer: ChatRe
         assert (await run.rollout()).turns == 2
 
 
+async def test_a_worker_that_has_played_may_be_killed_again_and_again_while_it_is_started(
+    renderer: ChatRenderer,
+) -> None:
+    async with Run(renderer) as run:
+        await run.rollout()
+        killed: set[int] = set()
+        while len(killed) < 4:
+            for pid in {*run.agents.pids().values()} - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            await asyncio.sleep(0.01)
+        assert (await run.rollout()).turns == 2
+
+
+async def test_a_worker_that_is_stopped_while_it_starts_is_killed_and_started_once_more(
+    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Run(renderer, block_s=0.5) as run:
+        playing = run.begin()
+        while not run.agents.pids():  # noqa: ASYNC110  (nothing tells of a process that has begun)
+            await asyncio.sleep(0.01)
+        (pid,) = run.agents.pids().values()
+        os.kill(pid, signal.SIGSTOP)
+        assert (await playing).turns == 2
+    assert "agent worker 0 was killed: it said nothing for 3 s, as a process that is stopped" in caplog.text
+
+
 async def test_an_environment_that_cannot_be_loaded_there_says_why(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

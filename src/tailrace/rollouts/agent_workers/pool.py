@@ -26,6 +26,9 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """Between a process that ended with nothing played and its successor; each pause is twice the one before."""
 
+_TRIES, _TRIES_AGAIN = 2, 5
+"""Starts in a row that may fail, less one: somebody may have killed it who meant another."""
+
 _STAYS = (
     "environment %r cannot be loaded in another process, so it is played beside the scheduler, where what blocks or "
     "crashes concerns the whole run: %s"
@@ -198,12 +201,18 @@ class AgentWorkers:
             self._changed.set()
 
     async def _start(self, worker: AgentWorker) -> None:
-        """Once more where the process ends meanwhile. Raises what keeps it from starting."""
-        try:
-            await worker.start()
-        except LifecycleError as error:
-            _logger.warning("%s; it is started once more", error)
-            await worker.start()
+        """Once more where the process ends meanwhile, and more often where it could be started before.
+
+        Raises what keeps it from starting.
+        """
+        for left in reversed(range(_TRIES_AGAIN if worker.restarts else _TRIES)):
+            try:
+                await worker.start()
+                break
+            except LifecycleError as error:
+                if not left:
+                    raise
+                _logger.warning("%s; it is started once more", error)
         for environment, failure in worker.not_loaded.items():
             if environment not in self._not_loaded:
                 self._not_loaded.add(environment)

@@ -139,6 +139,7 @@ class AgentWorker:
         process = self._process = await self._spawn()
         self._ends = [loop.create_task(process.wait()), loop.create_task(self._gone.wait())]
         self._connection.send(msgspec.structs.replace(self._hello, name=self.name))
+        silence = loop.create_task(self._watch_silence())
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.wait([self._ready, *self._ends], return_when=asyncio.FIRST_COMPLETED)
@@ -147,6 +148,8 @@ class AgentWorker:
         except asyncio.CancelledError:
             await self.close()
             raise
+        finally:
+            silence.cancel()
         if not self._ready.done():
             raise LifecycleError(str(await self.ended()))
         ready = self._ready.result()
@@ -230,7 +233,8 @@ class AgentWorker:
             await asyncio.sleep(limit_s / _SILENCES)
             silences = 0 if self._heard else silences + 1  # counted, since this event loop may have been held itself
             self._heard = False
-            if self._is_ready and (silences >= _LONG_SILENCES or (silences >= _SILENCES and self._is_stopped())):
+            is_too_long = self._is_ready and silences >= _LONG_SILENCES  # to start has a limit of its own
+            if is_too_long or (silences >= _SILENCES and self._is_stopped()):
                 self._kill(f"it said nothing for {silences * limit_s / _SILENCES:g} s, as a process that is stopped")
 
     def _is_stopped(self) -> bool:
