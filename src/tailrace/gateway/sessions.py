@@ -20,6 +20,7 @@ from typing_extensions import override
 from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import AgentResult, Endpoint, Offer
 from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed
+from tailrace.gateway.conversations import Conversations
 from tailrace.gateway.dialects.protocol import ChatRequest, Failure, RequestInvalid
 from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.offers import Offers
@@ -40,6 +41,7 @@ class Session(Endpoint):
         self.keeps_sampling = settings.sampling == "run"
         self.system_messages = FirstSystemMessages() if settings.system_messages == "first" else None
         self.turns = Turns()
+        self.conversations = Conversations()
         self.context = contextvars.copy_context()
         """Of whoever plays the rollout: what its turns take is counted there."""
         self._has_no_budget = False

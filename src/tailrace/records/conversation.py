@@ -80,6 +80,8 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     """Which of the rollout's `branches` it is on."""
     start_token: int = 0
     """Place of its first token there."""
+    stop_string: str | None = None
+    """The one of the turn's own strings that ended it, where one did."""
     prompt_token_ids: Int32Array = msgspec.field(default_factory=lambda: as_token_ids([]))
     """What it was sampled after, [start_token]: a view of the branch."""
 

@@ -481,6 +481,7 @@ class RolloutPolicy:
             malformed_tool_calls=parsed.malformed_tool_calls,
             branch=conversation.index,
             start_token=len(prompt),
+            stop_string=None if listener is None else listener.found,
             prompt_token_ids=prompt,
         )
 

@@ -22,7 +22,10 @@ from tailrace.gateway.dialects.fields import (
     stop_strings,
     text_of,
 )
+from tailrace.gateway.dialects.openai_errors import openai_error
 from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Dialect, Events, Failure, RequestInvalid
+from tailrace.gateway.dialects.server_sent import unsent
+from tailrace.gateway.dialects.tool_calls import arguments_text
 from tailrace.records import FinishReason, Json, Message, ToolCall, ToolSpec
 
 _READ = frozenset(
@@ -147,12 +150,7 @@ class ChatCompletions(Dialect):
 
     @override
     def error(self, failure: Failure) -> dict[str, Json]:
-        kind = _ERRORS.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
-        code = "insufficient_quota" if failure.status == 429 else None
-        return {"error": {"message": failure.message, "type": kind, "param": failure.parameter, "code": code}}
-
-
-_ERRORS = {401: "authentication_error", 410: "rollout_ended", 429: "insufficient_quota"}
+        return openai_error(failure)
 
 
 class _Chunks(Events):
@@ -183,9 +181,9 @@ class _Chunks(Events):
     @override
     def end(self, answer: Answer) -> Iterable[bytes]:
         reply = answer.reply
-        if rest := rest_of(reply.message.get("reasoning_content") or "", self._sent_reasoning):
+        if rest := unsent(self._sent_reasoning, reply.message.get("reasoning_content") or ""):
             yield from self.reasoning(rest)
-        if rest := rest_of(reply.content, self._sent_text):
+        if rest := unsent(self._sent_text, reply.content):
             yield from self.text(rest)
         for place, call in enumerate(reply.tool_calls):
             yield self._chunk({"tool_calls": [{"index": place, **_call(call)}]})
@@ -211,15 +209,6 @@ class _Chunks(Events):
     def _chunk(self, delta: Mapping[str, Json], *, finish_reason: str | None = None, **more: Json) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **more}
         return self._head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"
-
-
-def rest_of(text: str, sent: str) -> str:
-    """What of a text is still to be sent; of one that turned out otherwise than it was streamed, nothing.
-
-    >>> rest_of("Hello", "He"), rest_of("Hello", " He")
-    ('llo', '')
-    """
-    return text[len(sent) :] if text.startswith(sent) else ""
 
 
 def _message(message: Json, name: str) -> Message:
@@ -317,12 +306,10 @@ def _head(kind: str, request: ChatRequest, answer_id: str, created_s: int) -> di
 
 def _call(call: ToolCall) -> dict[str, Json]:
     """As clients expect it: arguments are JSON."""
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     return {
         "id": call.get("id", ""),
         "type": "function",
-        "function": {"name": call["function"]["name"], "arguments": text},
+        "function": {"name": call["function"]["name"], "arguments": arguments_text(call)},
     }
 
 

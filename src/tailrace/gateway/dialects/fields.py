@@ -12,6 +12,7 @@ from tailrace.records import Json, Message, ToolSpec
 
 ValueT = TypeVar("ValueT")
 
+NO_REASONS: Mapping[str, str] = {}
 NO_PARAMETERS: dict[str, Json] = {"type": "object", "properties": {}}
 
 
@@ -20,16 +21,17 @@ def require_known(
     *,
     read: Collection[str],
     neutral: Mapping[str, Sequence[Json]],
-    without_effect: Collection[str],
-    reasons: Mapping[str, str],
+    without_effect: Collection[str] = (),
+    reasons: Mapping[str, str] = NO_REASONS,
+    within: str = "",
 ) -> None:
-    """Refuse, by name, fields that are none of these.
+    """Refuse, by name, fields that are none of these; `within` is the place of the object that has them.
 
     `read` are understood. `neutral` ones may have a value that changes nothing (or be null), for others the `reasons`
     say why they cannot be had. Those `without_effect` concern somebody else (accounting, caches).
 
-    >>> require_known({"n": 1}, read=(), neutral={"n": (1,)}, without_effect=(), reasons={})
-    >>> require_known({"n": 2}, read=(), neutral={"n": (1,)}, without_effect=(), reasons={"n": "ask twice"})
+    >>> require_known({"n": 1}, read=(), neutral={"n": (1,)})
+    >>> require_known({"n": 2}, read=(), neutral={"n": (1,)}, reasons={"n": "ask twice"})
     Traceback (most recent call last):
         ...
     tailrace.gateway.dialects.protocol.RequestInvalid: n = 2 is not supported: ask twice
@@ -37,11 +39,12 @@ def require_known(
     for name, value in body.items():
         if name in read or name in without_effect or value is None:
             continue
+        place = f"{within}.{name}" if within else name
         if name not in neutral:
-            raise RequestInvalid(f"unknown field {name!r}: leave it out", parameter=name)
+            raise RequestInvalid(f"unknown field {place!r}: leave it out", parameter=place)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
             why = reasons.get(name, "leave it out")
-            raise RequestInvalid(f"{name} = {shown(value)} is not supported: {why}", parameter=name)
+            raise RequestInvalid(f"{place} = {shown(value)} is not supported: {why}", parameter=place)
 
 
 def shown(value: Json) -> str:
@@ -67,6 +70,20 @@ def optional(body: Mapping[str, Json], name: str, kind: type[ValueT]) -> ValueT 
     return None if value is None else of_type(value, kind, name)
 
 
+def whole_number(body: Mapping[str, Json], name: str, *, least: int) -> int | None:
+    """A field that may be missing or null, and otherwise is a whole number, `least` or more."""
+    value = optional(body, name, int)
+    if value is not None and value < least:
+        raise RequestInvalid(f"{name} is {value}; it must be {least} or more", parameter=name)
+    return value
+
+
+def objects(value: Json, name: str) -> list[tuple[str, dict[str, Json]]]:
+    """The objects of a list that may be missing, each with its own name."""
+    items = [] if value is None else of_type(value, list, name)
+    return [(f"{name}[{place}]", of_type(one, dict, f"{name}[{place}]")) for place, one in enumerate(items)]
+
+
 def number(body: Mapping[str, Json], name: str) -> float | None:
     """A field that may be missing or null, and otherwise is a number."""
     value = body.get(name)
@@ -86,8 +103,11 @@ def stop_strings(value: Json, name: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def text_of(content: Json, name: str, *, kinds: Collection[str] = ("text",)) -> str:
-    """The text of a message's content: a string, or a list of text parts. Raises `RequestInvalid` for other parts."""
+def text_of(content: Json, name: str, *, kinds: Collection[str] = ("text",), between: str = "") -> str:
+    """The text of a message's content: a string, or a list of text parts, with what stands `between` them.
+
+    Raises `RequestInvalid` for other parts.
+    """
     if isinstance(content, str):
         return content
     parts = []
@@ -98,7 +118,7 @@ def text_of(content: Json, name: str, *, kinds: Collection[str] = ("text",)) -> 
                 f"{name}[{place}] is of type {shown(kind)}: the policy reads text only", parameter=f"{name}[{place}]"
             )
         parts.append(of_type(part.get("text"), str, f"{name}[{place}].text"))
-    return "".join(parts)
+    return between.join(parts)
 
 
 def arguments_of(arguments: Json, name: str) -> dict[str, Json] | str:

@@ -34,6 +34,12 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     wants_logprobs: bool = False
     wants_token_ids: bool = False
     """vLLM's `return_token_ids`: the answer tells `prompt_token_ids` and `token_ids`."""
+    follows: str | None = None
+    """The `answer_id` of an earlier answer to this client: `messages` go on from there. None: they are all there is."""
+    is_followed: bool = False
+    """Whether a later request may follow its answer."""
+    num_instructions: int = 0
+    """Messages at the front that hold for this turn alone: one that follows it leaves them behind."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

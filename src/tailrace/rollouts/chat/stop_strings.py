@@ -21,6 +21,8 @@ class StopStrings:
         """Tokens that the longest of them can have at most."""
         self.cut_tokens = 0
         """Tokens that were sampled after one of them."""
+        self.found: str | None = None
+        """The one that ended the reply: the first in its text."""
         self._chunks: list[Completion] = []
         self._token_ids: list[int] = []
 
@@ -45,6 +47,8 @@ class StopStrings:
         ends = range(1, len(token_ids) + 1)
         end = next(end for end in ends if self._holds(token_ids[max(0, end - self._window) : end]))
         self.cut_tokens = len(token_ids) - end
+        text = self._decode(token_ids[:end])
+        self.found = min((one for one in self._strings if one in text), key=text.index)
         return head(completion, end)
 
     def before(self, text: str) -> str:
