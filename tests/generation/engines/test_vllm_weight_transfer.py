@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from tailrace.errors import EngineFailed, ModelError, TransportError
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.transport.channels import create_socket_folder
 from tailrace.transport.weights.transfers import TransferReceiver, TransferringModelStateDictStore
 from tests.generation.engine_kinds import require_vllm_installed
 from tests.generation.engine_support import SHAPE, Driver, greedy_reference, request
@@ -70,20 +72,28 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[TransferringModelStateDictStore]:
+def sockets() -> Iterator[Path]:
+    """A folder with a path short enough for sockets."""
+    folder = create_socket_folder()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def store(sockets: Path) -> Iterator[TransferringModelStateDictStore]:
     from tests.generation.engines.loopback_transfer import init_info
 
-    store = TransferringModelStateDictStore(tmp_path, DEADLINE_S, init_info)
+    store = TransferringModelStateDictStore(sockets, DEADLINE_S, init_info)
     yield store
     store.close()
     store.close()
 
 
 def test_an_engine_is_sent_each_version_between_its_steps(
-    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
 ) -> None:
     engine = VllmEngine(core)
-    with closing(TransferReceiver(tmp_path)) as receiver:
+    with closing(TransferReceiver(sockets)) as receiver:
         for version in (1, 2, 3):
             with receiver.open(store.publish(weights(version), version)) as offered:
                 assert offered.version == version
@@ -96,11 +106,11 @@ def test_an_engine_is_sent_each_version_between_its_steps(
 
 
 def test_what_was_lent_is_what_is_sent_though_newer_weights_were_published(
-    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path
+    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path
 ) -> None:
     engine = VllmEngine(core)
     ref = store.publish(weights(4), 4)
-    with closing(TransferReceiver(tmp_path)) as receiver:
+    with closing(TransferReceiver(sockets)) as receiver:
         with receiver.open(ref) as offered:
             prepared = engine.prepare(offered)
             store.publish(weights(5), 5)
@@ -112,10 +122,10 @@ def test_what_was_lent_is_what_is_sent_though_newer_weights_were_published(
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_sent(
-    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
 ) -> None:
     engine = VllmEngine(core)
-    with closing(TransferReceiver(tmp_path)) as receiver:
+    with closing(TransferReceiver(sockets)) as receiver:
         other = {**weights(1), "model.norm.weight": torch.ones(3)}
         with pytest.raises(ModelError, match=r"model\.norm\.weight"), receiver.open(store.publish(other, 1)) as offered:
             engine.prepare(offered)
@@ -125,7 +135,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_sent(
 
 
 def test_an_engine_that_fails_in_the_middle_ends_its_group_and_no_other(
-    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
 ) -> None:
     engine = VllmEngine(core)
     ref = store.publish(weights(1), 1)
@@ -134,7 +144,7 @@ def test_an_engine_that_fails_in_the_middle_ends_its_group_and_no_other(
         if method == "update_weights":
             raise MemoryError("no room")
 
-    with closing(TransferReceiver(tmp_path)) as broken, closing(TransferReceiver(tmp_path)) as receiver:
+    with closing(TransferReceiver(sockets)) as broken, closing(TransferReceiver(sockets)) as receiver:
         with pytest.raises(TransportError, match="update_weights: MemoryError: no room"), broken.open(ref) as offered:
             offered.receive(2, fails)
         with receiver.open(ref) as offered:
@@ -143,9 +153,9 @@ def test_an_engine_that_fails_in_the_middle_ends_its_group_and_no_other(
 
 
 def test_a_generator_that_dies_in_the_middle_ends_the_broadcast_to_it(
-    store: TransferringModelStateDictStore, tmp_path: Path, groups: list[LoopbackTrainer]
+    store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
 ) -> None:
-    receiver = TransferReceiver(tmp_path)
+    receiver = TransferReceiver(sockets)
 
     def dies(method: str, _: object) -> None:
         if method == "update_weights":
@@ -160,12 +170,12 @@ def test_a_generator_that_dies_in_the_middle_ends_the_broadcast_to_it(
 
 
 def test_a_trainer_that_is_gone_is_told_to_the_engine(
-    core: InprocClient, store: TransferringModelStateDictStore, tmp_path: Path
+    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path
 ) -> None:
     ref = store.publish(weights(1), 1)
     store.close()
     with (
-        closing(TransferReceiver(tmp_path)) as receiver,
+        closing(TransferReceiver(sockets)) as receiver,
         pytest.raises(TransportError, match="weights are not offered"),
         receiver.open(ref),
     ):
@@ -175,14 +185,14 @@ def test_a_trainer_that_is_gone_is_told_to_the_engine(
 def test_an_engine_that_fails_to_install_what_it_was_sent_has_failed(
     core: InprocClient,
     store: TransferringModelStateDictStore,
-    tmp_path: Path,
+    sockets: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tests.generation.engines.loopback_transfer import LoopbackEngine
 
     engine = VllmEngine(core)
     monkeypatch.setattr(LoopbackEngine, "receive_weights", lambda *_: 1 / 0)
-    with closing(TransferReceiver(tmp_path)) as receiver, receiver.open(store.publish(weights(9), 9)) as offered:
+    with closing(TransferReceiver(sockets)) as receiver, receiver.open(store.publish(weights(9), 9)) as offered:
         prepared = engine.prepare(offered)
         with pytest.raises(EngineFailed, match="division by zero"):
             engine.load_model_state_dict(prepared, 9)
