@@ -7,6 +7,7 @@ refused before that is refused with a status.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
@@ -84,7 +85,7 @@ class _SaysErrors(Protocol):
     def error(self, failure: Failure) -> dict[str, Json]: ...
 
 
-class _Exchange:
+class _Exchange(ABC):
     """A route: what is wrong with a request is answered in its dialect."""
 
     def __init__(self, hall: Hall, name: str, dialect: _SaysErrors) -> None:
@@ -103,9 +104,9 @@ class _Exchange:
         finally:
             self._hall.tally.answered(self._name, status)
 
+    @abstractmethod
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Answer it; the status, 0 where the client has gone. Raises `RequestInvalid` while nothing was sent yet."""
-        raise NotImplementedError
 
 
 class _Turns(_Exchange, Generic[RequestT]):
@@ -126,14 +127,17 @@ class _Turns(_Exchange, Generic[RequestT]):
         with _waiting(turn, receive) as client:
             return await self._answer(client, request, send)
 
+    @abstractmethod
     def _read(self, body: Mapping[str, Json]) -> RequestT:
-        raise NotImplementedError
+        """What is asked. Raises `RequestInvalid`."""
 
+    @abstractmethod
     def _ask(self, session: Session, request: RequestT) -> Ask:
-        raise NotImplementedError
+        """How it is sampled."""
 
+    @abstractmethod
     def _whole(self, request: RequestT, answer: Answer) -> dict[str, Json]:
-        raise NotImplementedError
+        """The body of an answer that is not streamed."""
 
     async def _answer(self, client: _Client, request: RequestT, send: Send) -> int:
         answer = await client.answer()
