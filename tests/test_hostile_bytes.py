@@ -90,6 +90,7 @@ from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 from tests.replay.test_capture import group
 from tests.scheduling.world import environment
 from tests.transport.batches.test_codec import forge
+from tests.transport.transport_builders import handed
 
 MOST_BYTES = 16 << 20
 """That a reader may take for any input, mostly to read files by blocks, beside `MOST_TIMES` the input's length."""
@@ -405,7 +406,7 @@ def streamed_samples(folder: Path) -> Reader:
     branch.extend_context([1, 2, 3])
     branch.extend_completion(completion())
     branch.set_column("weights", [0.5] * 6)
-    sent = TrainingSample(RolloutId("r"), GroupId("g"), 1.0, branch, 0.5)
+    sent = handed(TrainingSample(RolloutId("r"), GroupId("g"), 1.0, branch, 0.5))
     sample = encode_sample(sent, run="run", epoch="epoch")
     length = int.from_bytes(sample[:8], "little")
 

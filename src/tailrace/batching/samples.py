@@ -64,9 +64,6 @@ def _sample(
             oldest_version=oldest,
             branch_index=index,
             environment=rollout.task.environment,
-            task_id=rollout.task.task_id,
-            sampling=rollout.sampling,
-            reward=None if rollout.reward is None else rollout.reward.value,
         )
         for index, (branch, count) in enumerate(zip(rollout.branches, fresh, strict=True))
         if count or (branch.num_weighted and not branch.num_completion_tokens)

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array
 from tailrace.records.branch import Branch
-from tailrace.records.ids import GroupId, RolloutId, TaskId
+from tailrace.records.ids import GroupId, RolloutId
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload_table import PayloadTable
-from tailrace.records.sampling import SamplingParams
 from tailrace.records.supports import Supports
 
 
@@ -36,11 +35,6 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
     branch_index: int = 0
     """Its place among the rollout's branches."""
     environment: str = ""
-    task_id: TaskId = TaskId("")
-    sampling: SamplingParams = SamplingParams()
-    """Of the rollout; `temperature` is the branch's own."""
-    reward: float | None = None
-    """The rollout's, for people and for trainers outside."""
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array
-from tailrace.records.ids import GroupId, RolloutId, TaskId
+from tailrace.records.ids import GroupId, RolloutId, SampleId, TaskId
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.supports import Supports
 
@@ -22,8 +22,8 @@ class StreamedOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """The run's name."""
     epoch: str
     """Of the start of the run that made it."""
-    sample_id: str
-    """Of the branch, and of no other one in this epoch."""
+    sample_id: SampleId
+    """Of the branch, and of no other one of the run, however often it is handed over."""
     rollout_id: RolloutId
     group_id: GroupId
     """The rollouts of one task that were scored together."""
@@ -35,10 +35,14 @@ class StreamedOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """That its tokens were sampled at: a trainer divides its logits by it."""
     sampling: SamplingParams
     """The other settings of the rollout's sampling."""
-    reward: float | None
+    reward: float
     """The rollout's."""
+    trainer_version: int
+    """The version that the trainer had told of when the sample was handed over."""
     oldest_version: int
-    """Tokens of versions below it were too old to bear loss when the sample was handed over."""
+    """Tokens of versions below it were too old then, and bear no loss."""
+    group_rollouts: int
+    """Rollouts of its group that were handed over together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +62,7 @@ class StreamedSample:
     """Columns with a name of their own: float32 or int32, [num_tokens] or [num_tokens, k]."""
 
     @property
-    def sample_id(self) -> str:
+    def sample_id(self) -> SampleId:
         """What it is reported by."""
         return self.origin.sample_id
 

@@ -17,6 +17,7 @@ from tailrace.errors import CorruptData, OtherSchema
 from tailrace.records import (
     Branch,
     Completion,
+    FeedSample,
     FinishReason,
     GroupId,
     RolloutId,
@@ -25,13 +26,14 @@ from tailrace.records import (
     Supports,
     TaskId,
     TrainingSample,
+    sample_of,
 )
 from tailrace.transport.columns import DTYPE_NAMES
 from tailrace.transport.samples.codec import SCHEMA, decode_sample, encode_sample
 from tailrace.transport.segments import TensorBuffers, pack_segment, read_segment
-from tests.transport.transport_builders import make_sample
+from tests.transport.transport_builders import handed, make_sample
 
-SENT = make_sample(np.random.default_rng(0), 3, 9, oldest_version=4)
+SENT = handed(make_sample(np.random.default_rng(0), 3, 9, oldest_version=4))
 CONTENT = encode_sample(SENT, run="run", epoch="epoch")
 TRAILER_BYTES = 32
 
@@ -41,7 +43,7 @@ TURNS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()),
 
 
 @st.composite
-def training_samples(draw: st.DrawFn) -> TrainingSample:
+def feed_samples(draw: st.DrawFn) -> FeedSample:
     """Any number of turns, with or without what few samples have."""
     random, branch = np.random.default_rng(draw(SEEDS)), Branch()
     for context, sampled, restricted in draw(TURNS):
@@ -62,7 +64,7 @@ def training_samples(draw: st.DrawFn) -> TrainingSample:
         values = random.standard_normal((count, width) if width else count, dtype=np.float32)
         branch.set_column(name, values if draw(st.booleans()) else np.round(values).astype(np.int32))
     per_token = draw(st.booleans())
-    return TrainingSample(
+    sample = TrainingSample(
         rollout_id=RolloutId(draw(st.text(max_size=9))),
         group_id=GroupId(draw(st.text(max_size=9))),
         temperature=draw(st.floats(0.1, 2)),
@@ -71,19 +73,26 @@ def training_samples(draw: st.DrawFn) -> TrainingSample:
         oldest_version=draw(st.integers(0, 10)),
         branch_index=draw(st.integers(0, 99)),
         environment=draw(st.text(max_size=9)),
+    )
+    return FeedSample(
+        sample_id=sample_of(sample.rollout_id, sample.branch_index),
+        sample=sample,
         task_id=TaskId(draw(st.text(max_size=9))),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         sampling=SamplingParams(max_tokens=draw(st.integers(1, 99)), stop_token_ids=(1, 2)),
-        reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+        trainer_version=draw(st.integers(0, 10)),
+        group_rollouts=draw(st.integers(1, 99)),
     )
 
 
-def assert_same_sample(received: StreamedSample, sent: TrainingSample) -> None:
+def assert_same_sample(received: StreamedSample, handed: FeedSample) -> None:
     """What came out is what went in: a branch's columns, advantages spread, columns filled up with zeros."""
-    branch, told = sent.branch, received.origin
-    assert (told.rollout_id, told.group_id, told.task_id) == (sent.rollout_id, sent.group_id, sent.task_id)
-    assert (told.environment, told.branch_index, told.reward) == (sent.environment, sent.branch_index, sent.reward)
-    assert (told.sampling, told.temperature) == (sent.sampling, sent.temperature)
-    assert (told.oldest_version, told.sample_id) == (sent.oldest_version, f"{sent.rollout_id}/{sent.branch_index}")
+    sent, told = handed.sample, received.origin
+    branch = sent.branch
+    for name in ("sample_id", "task_id", "reward", "sampling", "trainer_version", "group_rollouts"):
+        assert getattr(told, name) == getattr(handed, name)
+    for name in ("rollout_id", "group_id", "environment", "branch_index", "temperature", "oldest_version"):
+        assert getattr(told, name) == getattr(sent, name)
     advantages = np.broadcast_to(np.asarray(sent.advantages, np.float32), branch.num_tokens)
     expected = {
         "token_ids": branch.token_ids,
@@ -109,12 +118,12 @@ def assert_same_sample(received: StreamedSample, sent: TrainingSample) -> None:
         assert not found[len(column) :].any()
 
 
-@given(sample=training_samples())
-def test_what_is_written_is_read(sample: TrainingSample) -> None:
+@given(sample=feed_samples())
+def test_what_is_written_is_read(sample: FeedSample) -> None:
     received = decode_sample(encode_sample(sample, run="a run", epoch="7"))
     assert (received.origin.run, received.origin.epoch) == ("a run", "7")
     assert_same_sample(received, sample)
-    assert received.num_loss_tokens == sum(sample.loss_versions().values())
+    assert received.num_loss_tokens == sum(sample.sample.loss_versions().values())
 
 
 def test_a_stale_token_stays_and_bears_no_loss() -> None:
@@ -126,8 +135,8 @@ def test_a_stale_token_stays_and_bears_no_loss() -> None:
 
 def test_any_reader_of_safetensors_opens_it() -> None:
     columns = safetensors.numpy.load(CONTENT)
-    np.testing.assert_array_equal(columns["token_ids"], SENT.branch.token_ids)
-    np.testing.assert_array_equal(columns["loss_mask"], SENT.loss_mask)
+    np.testing.assert_array_equal(columns["token_ids"], SENT.sample.branch.token_ids)
+    np.testing.assert_array_equal(columns["loss_mask"], SENT.sample.loss_mask)
     assert columns["column/top_ids"].shape == (9, 3)
 
 

@@ -19,8 +19,15 @@ from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData, OtherSchema
 from tailrace.guards import guarded
-from tailrace.records import TOKEN_COLUMNS, Int32Array, StreamedOrigin, StreamedSample, Supports, TrainingSample
-from tailrace.records.ids import session_of
+from tailrace.records import (
+    TOKEN_COLUMNS,
+    FeedSample,
+    Int32Array,
+    StreamedOrigin,
+    StreamedSample,
+    Supports,
+    TrainingSample,
+)
 from tailrace.transport.columns import DTYPE_NAMES, NAMED, spans_are_valid, view_column, view_named_columns
 from tailrace.transport.segments import Segment, TensorBuffers, pack_segment, read_segment, verify_body
 
@@ -32,26 +39,24 @@ _TOKENS = {name: DTYPE_NAMES[dtype] for name, dtype in TOKEN_COLUMNS.items()}
 _ORIGIN = msgspec.json.Decoder(StreamedOrigin)
 
 
-def sample_id_of(sample: TrainingSample) -> str:
-    """A branch's name, unique in its epoch: `RolloutId("task#1.0.0")` and branch 0 make `task#1.0.0/0`."""
-    return session_of(sample.rollout_id, sample.branch_index)
-
-
-def encode_sample(sample: TrainingSample, *, run: str, epoch: str) -> bytes:
+def encode_sample(handed: FeedSample, *, run: str, epoch: str) -> bytes:
     """The sample with the loss mask that it has now. O(tokens), each copied once."""
+    sample = handed.sample
     origin = StreamedOrigin(
         run=run,
         epoch=epoch,
-        sample_id=sample_id_of(sample),
+        sample_id=handed.sample_id,
         rollout_id=sample.rollout_id,
         group_id=sample.group_id,
-        task_id=sample.task_id,
+        task_id=handed.task_id,
         environment=sample.environment,
         branch_index=sample.branch_index,
         temperature=sample.temperature,
-        sampling=sample.sampling,
-        reward=sample.reward,
+        sampling=handed.sampling,
+        reward=handed.reward,
+        trainer_version=handed.trainer_version,
         oldest_version=sample.oldest_version,
+        group_rollouts=handed.group_rollouts,
     )
     tensors = {
         name: TensorBuffers(DTYPE_NAMES[column.dtype], column.shape, [column.reshape(-1).data])
