@@ -56,12 +56,13 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _teacher,
         _agent_workers,
         _gateway,
+        _stream,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
 
 def _end(settings: RunSettings) -> Iterator[Contradiction]:
-    if settings.max_steps is None and settings.max_epochs is None:
+    if settings.trainer.feed == "batch" and settings.max_steps is None and settings.max_epochs is None:
         yield Contradiction("this run would never end: set max_steps or max_epochs", "max_steps", "max_epochs")
 
 
@@ -148,6 +149,8 @@ def _groups(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _lengths(settings: RunSettings) -> Iterator[Contradiction]:
+    if settings.trainer.feed == "stream":  # whose rows are none of ours
+        return
     longest = min(settings.rollouts.max_rollout_tokens or settings.max_model_tokens, settings.max_model_tokens)
     if longest > settings.scheduling.row_tokens:
         yield Contradiction(
@@ -374,6 +377,38 @@ def _gateway(settings: RunSettings) -> Iterator[Contradiction]:
             "have a gateway each: leave gateway.port out, or write rollouts.agent_workers = 0",
             *("gateway.port", "rollouts.agent_workers"),
         )
+
+
+def _stream(settings: RunSettings) -> Iterator[Contradiction]:
+    """What a trainer that is not ours would ignore, or cannot be given."""
+    if settings.trainer.feed == "batch":
+        return
+    stream, scheduling, own = "trainer.feed = 'stream'", settings.scheduling, type(settings.trainer)()
+    odd = [f"trainer.{name}" for name, value in own if name != "feed" and getattr(settings.trainer, name) != value]
+    if odd:
+        are = "is" if len(odd) == 1 else "are"
+        yield Contradiction(
+            f"{stream} leaves training to a program of yours, and {', '.join(odd)} {are} of Tailrace's own trainer: "
+            f"leave {'it' if len(odd) == 1 else 'them'} out",
+            *(*odd, "trainer.feed"),
+        )
+    reasons = {
+        "max_steps": settings.max_steps is not None and "that program says when training is over",
+        "scheduling.on_stale": scheduling.on_stale == "wait" and "there is no batch that could be held",
+        "scheduling.over_sampling": scheduling.over_sampling > 1 and "there is no edge of a step",
+        "scheduling.whiten_advantages": scheduling.whiten_advantages
+        and "there is no batch to whiten over (tailrace.feed has a helper for the program)",
+        "scheduling.row_tokens": scheduling.row_tokens != type(scheduling).model_fields["row_tokens"].default
+        and "rows are laid by that program",
+        "generator.return_routed_experts": settings.generator.return_routed_experts
+        and "routed experts stay in this run's shared memory",
+        "transport.batches": settings.transport.batches is not None and "no batch is sent",
+        "transport.weights": settings.transport.weights == "nccl" and "weights come in a folder",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            message = f"{stream} hands samples to a program of yours, and {reason}: leave {key} out"
+            yield Contradiction(message, key, "trainer.feed")
 
 
 def _first_twice(names: Iterable[str]) -> str | None:

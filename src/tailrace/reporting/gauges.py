@@ -13,7 +13,7 @@ import psutil
 from tailrace.generation.router.replica import Replica
 from tailrace.rollouts.agent_workers import AgentWorkers
 from tailrace.rollouts.scoring import ModelUsage
-from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
+from tailrace.scheduling import EnvironmentFigures, FeedFigures, SchedulerStatistics, Verdict
 from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
@@ -117,6 +117,24 @@ def phase_gauge(phases: PhaseRecorder) -> Gauge:
 
 def _phase_metrics(taken: Mapping[str, PhaseUsage]) -> dict[str, float]:
     return {metric: value for name, usage in taken.items() for metric, value in usage.metrics(name).items()}
+
+
+def feed_gauge(figures: Callable[[], FeedFigures]) -> Gauge:
+    """Where the stream of samples to an outside trainer is."""
+    before = figures()
+
+    def read() -> dict[str, float]:
+        nonlocal before
+        earlier, before = before, figures()
+        return {
+            "feed/consumers": before.consumers,
+            "feed/samples_in_hand": before.in_hand,
+            "feed/wanted_samples": before.wanted,
+            "feed/returned_samples": before.returned - earlier.returned,
+            "feed/trained_again": before.trained_again - earlier.trained_again,
+        }
+
+    return read
 
 
 def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures]]) -> Gauge:

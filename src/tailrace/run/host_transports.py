@@ -37,6 +37,7 @@ from tailrace.transport.events.rpc import EventLogClient, EventLogServer
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
+from tailrace.transport.samples.stream import SampleSender
 from tailrace.transport.weights.lending import ModelStateDictLender
 from tailrace.transport.weights.stores import (
     ModelStateDictStore,
@@ -200,6 +201,14 @@ class HostTransports(Transports):
     def _trainer_ranks(self) -> _TrainerRanks:
         trainer = self._settings.trainer
         return {"num_ranks": trainer.ranks, "ranks_per_row": trainer.sequence_parallel}
+
+    @override
+    def sample_sender(self) -> SampleSender:
+        raise NotImplementedError("samples over Redis")
+
+    @override
+    def model_state_dicts(self) -> SharedMemoryModelStateDictStore:
+        return SharedMemoryModelStateDictStore(self._shared_memory)
 
     @override
     def payload_accounts(self) -> PayloadAccounts:

@@ -35,6 +35,7 @@ from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Generators
 from tailrace.run.host_transports import HostTransports, host_transports, restarts_trainer
 from tailrace.run.memory_transports import new_memory_transports
+from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import GENERATOR, TEACHER_ENTRY, TRAINER, RoleSettings
 from tailrace.run.teacher import TEACHER, teacher_settings
@@ -56,8 +57,7 @@ class StartedRoles:
     def __init__(self, starter: _RoleStarter, log: MemoryEventLog) -> None:
         self.shutdown = starter.settings.shutdown
         self._launcher, self._transports = starter.launcher, starter.transports
-        self.trainer = TrainerLives(starter, log, RestartHistory(starter.trainer_restarts))
-        self.batches = self.trainer.batches
+        self.trainer = starter.trainer_of(log)
         self.payloads = self._transports.payload_accounts()
         self.generators = starter.start_generators(payloads=self.payloads)
         self.teacher = starter.start_teacher()
@@ -88,7 +88,7 @@ class StartedRoles:
         """In this order, each stage with its deadline. Rollouts are cancelled and the trainer has saved before."""
         self.trainer.let_end()
         for stage, action in (
-            (ShutdownStage.CLOSE_TRANSPORTS, self.batches.close),
+            (ShutdownStage.CLOSE_TRANSPORTS, self.trainer.end_feed),
             (ShutdownStage.STOP_GENERATORS, self._stop_generators),
             (ShutdownStage.CLOSE_EVENT_LOG, self.trainer.leave),
         ):
@@ -155,6 +155,13 @@ class _RoleStarter:
         chosen, is_ours = self.settings.restarts, isinstance(self.transports, HostTransports) and self.launched is None
         is_restarted = is_ours and restarts_trainer(self.settings)
         return chosen if is_restarted else chosen.model_copy(update={"per_role": 0})
+
+    def trainer_of(self, log: MemoryEventLog) -> TrainerLives | OutsideTrainer:
+        """Ours, which this starts, or one that somebody else does."""
+        if self.settings.trainer.feed == "stream":
+            samples, store = self.transports.sample_sender(), self.transports.model_state_dicts()
+            return OutsideTrainer(samples, store, log)
+        return TrainerLives(self, log, RestartHistory(self.trainer_restarts))
 
     def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:
         """All of its ranks, rank 0 first; `earlier` are those of the life before, which have left."""

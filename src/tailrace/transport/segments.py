@@ -284,6 +284,31 @@ def read_segment(path: Path | str, mapping: mmap.mmap | memoryview) -> Segment:
     )
 
 
+def read_safetensors(path: Path) -> Mapping[str, TensorBuffers]:
+    """The tensors of a file that somebody else wrote in the format: views of a mapping. O(tensors).
+
+    Raises `TransportError` for a file that cannot be opened, and `CorruptData` for one that is not what it says.
+    """
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise TransportError(f"cannot open {path}: {error}") from error
+    content = memoryview(mapping)
+    length = _LENGTH.unpack_from(content)[0] if len(content) >= _LENGTH.size else _MAX_HEADER_BYTES + 1
+    start = _LENGTH.size + length
+    if length > _MAX_HEADER_BYTES or start > len(content):
+        raise CorruptData(f"{path} was cut short, or is no file of safetensors: it has {len(content):,} bytes")
+    entries, _ = _parse_header(path, bytes(content[_LENGTH.size : start]))
+    _require_gapless(path, entries, len(content) - start)
+    return {
+        name: TensorBuffers(
+            entry.dtype, entry.shape, [content[start + entry.data_offsets[0] : start + entry.data_offsets[1]]]
+        )
+        for name, entry in entries.items()
+    }
+
+
 def verify_body(path: Path | str, segment: Segment, *, required: bool = False) -> None:
     """Compare the tensors with their checksum, where there is one. O(bytes).
 
