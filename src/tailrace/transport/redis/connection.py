@@ -67,6 +67,7 @@ class RedisConnection:
         """How often: between two of them Redis may have lost what it was given."""
         self._closed = threading.Event()
         self._away_since_s: float | None = None
+        self._lock = threading.Lock()
         self._connection: ConnectionInterface = _make(url, answers_s)
 
     @property
@@ -83,8 +84,8 @@ class RedisConnection:
         """Send all of them, and wait for their replies; through outages, too.
 
         `waits_s`: how long a command among them may wait inside Redis. `repeats`: whether they may be sent twice; else
-        this raises `ConnectionLost` after an outage, once Redis is back. Raises `SettingsError` for what Redis refuses
-        whoever asks, and `PeerGone` when it was away for `outage_s` or this end is closed.
+        this raises `ConnectionLost` after an outage, once Redis is back. Raises `SettingsError` for a user or password
+        that is refused, `TransportError` when Redis was away for `outage_s`, and `PeerGone` once this end is closed.
         """
         pause_s = _PAUSE_S
         while True:
@@ -119,6 +120,7 @@ class RedisConnection:
         """Closing twice does nothing."""
         self._closed.set()
         self._connection.disconnect()
+        self._tell_away(None)
 
     def _once(self, commands: Sequence[Command], waits_s: float) -> list[Reply]:
         if self._closed.is_set():
@@ -163,21 +165,30 @@ class RedisConnection:
         """Before the next try. Raises `PeerGone` where Redis was away for too long."""
         now_s = time.monotonic()
         if self._away_since_s is None:
-            self._away_since_s = now_s
             _logger.warning("Redis at %s is away (%s); waiting for it", self.place, why)
-            self._on_away(True)
-        if now_s - self._away_since_s >= self._outage_s:
-            raise PeerGone(
-                f"Redis was away for {self._outage_s:g} s (transport.redis.outage_s), at last because of: {why}"
-            )
+            self._tell_away(now_s)
+        if now_s - (self._away_since_s or now_s) >= self._outage_s:
+            raise TransportError(
+                f"Redis at {self.place} was away for {self._outage_s:g} s (transport.redis.outage_s), at last because "
+                f"of: {why}"
+            ) from why
         if self._closed.wait(pause_s):
             raise PeerGone(f"the connection to Redis ({self.place}) is closed")
 
     def _is_back(self) -> None:
         if self._away_since_s is not None:
             _logger.warning("Redis at %s is back after %.1f s", self.place, time.monotonic() - self._away_since_s)
-            self._away_since_s = None
-            self._on_away(False)
+            self._tell_away(None)
+
+    def _tell_away(self, since_s: float | None) -> None:
+        """Once for each change; one that is closed is not away."""
+        with self._lock:
+            if self._closed.is_set():
+                since_s = None
+            has_changed = (since_s is None) != (self._away_since_s is None)
+            self._away_since_s = since_s
+        if has_changed:
+            self._on_away(since_s is not None)
 
 
 def raised(reply: Reply) -> Reply:
@@ -243,9 +254,8 @@ def require_redis(url: str) -> None:
         memory = _info(connection.one("INFO", "memory"))
     except TransportError as error:
         scheme = urlsplit(url).scheme
-        raise SettingsError(
-            f"no Redis that speaks {scheme}:// answers at {connection.place}: {error}", key=_URL
-        ) from error
+        message = f"no Redis answers at {connection.place} by {scheme}://: {error.__cause__ or error}"
+        raise SettingsError(message, key=_URL) from error
     finally:
         connection.close()
     version = server.get("redis_version", "0")

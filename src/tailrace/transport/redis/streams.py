@@ -11,7 +11,6 @@ Entries of another run or epoch are ignored and counted: a stale start of a run 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tailrace.errors import CorruptData, TransportError
+from tailrace.errors import TransportError
 from tailrace.transport.redis.connection import (
     Command,
     ConnectionLost,
@@ -52,10 +51,7 @@ class Origin:
 
 
 class StreamWriter:
-    """The one writer of a stream. Its calls block: one thread at a time, off the event loop.
-
-    What an earlier start of the run left there is removed when this one first writes.
-    """
+    """The one writer of a stream. Its calls block: one thread at a time, off the event loop."""
 
     def __init__(self, connection: RedisConnection, key: str, origin: Origin) -> None:
         self.key = key
@@ -75,7 +71,7 @@ class StreamWriter:
     def append(self, messages: Sequence[tuple[str, bytes | memoryview]]) -> int:
         """Write messages of these kinds, through outages; returns the number of the last. Large data is not copied.
 
-        They count as appended even where this raises. Raises `PeerGone` where Redis was away for too long.
+        They count as appended even where this raises. Raises `TransportError` where Redis was away for too long.
         """
         for kind, data in messages:
             self._kept.append(Message(next(self._numbers), kind, data))
@@ -124,8 +120,6 @@ class StreamWriter:
     def _look(self, asks: bool) -> bool:
         """Ask what of this epoch is there, after a reconnect or where asked to; whether something is lost."""
         if self._looked_at != self._redis.times_connected or not self._redis.times_connected:
-            if not self._exists:
-                self._remove_leftovers()
             last = self._last_there()
             self._looked_at = self._redis.times_connected
         elif asks and self._kept and self._kept[0].number < self._next:
@@ -192,23 +186,6 @@ class StreamWriter:
             messages.append(message)
         return messages
 
-    def _remove_leftovers(self) -> None:
-        """Of earlier epochs, whose entries nobody reads any more, and their parts."""
-        keys, start = [self.key], "-"
-        while found := self._entries_from(start):
-            for _, fields in found:
-                with contextlib.suppress(CorruptData):  # of another schema: parts that it may have stay
-                    header, _data = read_header(self.key, fields)
-                    if header.epoch == self._origin.epoch:
-                        return
-                    keys += [part_key(self.key, header.number, part) for part in range(header.num_parts)]
-            start = f"({found[-1][0].decode()}"
-        self._redis.execute([("UNLINK", *keys)], repeats=False)
-
-    def _entries_from(self, start: str) -> list[tuple[bytes, object]]:
-        (reply,) = self._redis.execute([("XRANGE", self.key, start, "+", "COUNT", _LOOKED_AT)], repeats=False)
-        return _entries(raised(reply))
-
 
 class GroupReader:
     """One consumer of a group: each message goes to one of them. Its calls block: one thread at a time."""
@@ -219,6 +196,8 @@ class GroupReader:
         """Of this epoch: a consumer of an earlier one that lives on takes nothing from these."""
         self.num_ignored = 0
         """Entries of another run or epoch."""
+        self.known = 0
+        """Number of a message up to which none is to be read again, whatever is written again."""
         self._redis, self._origin = connection, origin
         self._has_group = False
         self._missing_since_s: dict[int, float] = {}
@@ -232,7 +211,7 @@ class GroupReader:
     def read(self, count: int = 1, wait_s: float = 1.0) -> list[Entry]:
         """Messages that no consumer of the group was given; waits for one, for so long at most.
 
-        Raises `CorruptData` for what cannot be read, and `PeerGone` where Redis was away for too long.
+        Raises `CorruptData` for what cannot be read, and `TransportError` where Redis was away for too long.
         """
         if not self._has_group and not self._join():
             return []
@@ -297,6 +276,9 @@ class GroupReader:
                 self.num_ignored += 1
                 others.append(entry_id)
                 continue
+            if header.number <= self.known:
+                others.append(entry_id)
+                continue
             whole = data if not header.num_parts else self._parts(header)
             if whole is not None:
                 entries.append(Entry(entry_id, header.number, header.kind, checked(self.key, header, whole)))
@@ -336,6 +318,7 @@ class OrderedReader:
     def __init__(self, reader: GroupReader, *, after: int | None = 0) -> None:
         """`after` is the number of the last message that is known; None: begin with the oldest that is there."""
         self.reader = reader
+        self.reader.known = after or 0
         self._last = after
         self._ahead: dict[int, Entry] = {}
         self._gap_since_s: float | None = None
@@ -353,6 +336,7 @@ class OrderedReader:
             self._wait_for_gap(self._last + 1)
             return None
         self._last, self._gap_since_s = entry.number, None
+        self.reader.known = entry.number
         return entry
 
     def acknowledge(self, entry: Entry) -> None:
@@ -363,11 +347,7 @@ class OrderedReader:
         entries = self.reader.read(_READ_AHEAD, wait_s)
         if self.reader.misses or self._gap_since_s is not None:
             entries += self.reader.reclaim(0.0)
-        known = [entry for entry in entries if self._last is not None and entry.number <= self._last]
-        self.reader.acknowledge(known)  # copies of what was handled
-        for entry in entries:
-            if entry not in known:
-                self._ahead[entry.number] = entry
+        self._ahead |= {entry.number: entry for entry in entries}
 
     def _wait_for_gap(self, number: int) -> None:
         """A later message is there, and this one is not: its writer may be about to write it again."""
