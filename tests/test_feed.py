@@ -34,17 +34,15 @@ from tailrace.records import (
 from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.samples.codec import decode_sample, encode_sample
 from tests.support.fed_runs import PATIENCE_S, FedRun, feed_samples
+from tests.support.redis_servers import needs_redis, redis_server
 
 ResultT = TypeVar("ResultT")
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    pytest.importorskip("redis")
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
+    with redis_server(tmp_path / "redis") as server:
+        yield server
 
 
 @pytest.fixture
@@ -59,6 +57,7 @@ async def trained(work: Callable[[], ResultT]) -> ResultT:
     return await asyncio.wait_for(asyncio.to_thread(work), PATIENCE_S)
 
 
+@needs_redis
 async def test_a_trainer_takes_steps_of_its_own_size_and_ends_the_run(
     server: RedisServer, run: FedRun, tmp_path: Path
 ) -> None:
@@ -97,6 +96,7 @@ async def test_a_trainer_takes_steps_of_its_own_size_and_ends_the_run(
     assert wanted == [3, 1, 2, 1]
 
 
+@needs_redis
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
@@ -116,6 +116,7 @@ async def test_a_trainer_that_raises_writes_the_terminal_record(
     assert await run.hears(TrainingOver) == TrainingOver(consumer="trainer", status=status, reason=reason)
 
 
+@needs_redis
 async def test_a_trainer_that_is_asked_to_stop_ends_as_it_is_asked(server: RedisServer, run: FedRun) -> None:
     def train() -> tuple[list[StreamedSample], list[StreamedSample]]:
         with Feed(server.url, run="run") as feed:
@@ -132,6 +133,7 @@ async def test_a_trainer_that_is_asked_to_stop_ends_as_it_is_asked(server: Redis
     )
 
 
+@needs_redis
 async def test_a_rank_that_does_not_lead_only_leaves(server: RedisServer, run: FedRun) -> None:
     def train() -> int:
         with Feed(server.url, run="run", name="rank-1", leads=False) as feed:
@@ -144,6 +146,7 @@ async def test_a_rank_that_does_not_lead_only_leaves(server: RedisServer, run: F
     assert not [report for report in run.told if isinstance(report, TrainingBegan | TrainingOver)]
 
 
+@needs_redis
 async def test_a_run_that_ends_first_says_why(server: RedisServer, run: FedRun) -> None:
     def train() -> None:
         with Feed(server.url, run="run") as feed:
@@ -156,6 +159,7 @@ async def test_a_run_that_ends_first_says_why(server: RedisServer, run: FedRun) 
         await training
 
 
+@needs_redis
 async def test_a_run_s_folder_tells_where_its_samples_are(server: RedisServer, run: FedRun, tmp_path: Path) -> None:
     (tmp_path / FEED_FILE).write_text(json.dumps({"url": server.url, "run": "run", "prefix": "tailrace"}))
 

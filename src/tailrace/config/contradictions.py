@@ -311,15 +311,17 @@ def _batches(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _redis(settings: RunSettings) -> Iterator[Contradiction]:
-    chosen, is_used = settings.transport.redis, settings.uses_redis
+    chosen, feeds = settings.transport.redis, settings.feeds_through_redis
+    is_used = settings.uses_redis or feeds
     if not is_used and (chosen.url is not None or chosen.start):
         yield Contradiction(
             'transport.redis is used by nothing: write transport.batches = "redis", or leave it out',
             *("transport.redis", "transport.batches"),
         )
     elif is_used and (chosen.url is None) != chosen.start:
+        what = "trainer.feed = 'stream'" if feeds else "transport.batches = 'redis'"
         yield Contradiction(
-            "transport.batches = 'redis' needs either the address of one (transport.redis.url) or "
+            f"{what} needs either the address of one (transport.redis.url) or "
             f"transport.redis.start = true, and {'both are' if chosen.start else 'neither is'} there",
             *("transport.redis.url", "transport.redis.start"),
         )
@@ -443,6 +445,7 @@ def _stream(settings: RunSettings) -> Iterator[Contradiction]:
         and "routed experts stay in this run's shared memory",
         "transport.batches": settings.transport.batches is not None and "no batch is sent",
         "transport.weights": settings.transport.weights == "nccl" and "weights come in a folder",
+        "placement": settings.placement == "redis" and "the trainer of placement = 'redis' is Tailrace's own",
     }
     for key, reason in reasons.items():
         if reason:

@@ -13,12 +13,13 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.config import RunSettings
+from tailrace.feed import FeedPlace
 from tailrace.generation.rpc.client import GeneratorClient, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.lifecycle.launchers import Launcher
 from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, remove_leftovers
 from tailrace.lifecycle.roles import Role, RoleSpec
-from tailrace.run.folder import RunPaths
+from tailrace.run.folder import RunPaths, told_in, writing
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
 from tailrace.transport.batches.channels import (
     ChannelBatchReceiver,
@@ -39,6 +40,7 @@ from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadSto
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.connection import require_redis, with_password
+from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.streams import Origin
 from tailrace.transport.samples.stream import SampleSender
 from tailrace.transport.weights.lending import ModelStateDictLender
@@ -69,6 +71,8 @@ class Whereabouts(msgspec.Struct, frozen=True):
     """Folder for those that shared memory has no room for."""
     redis: str = ""
     """URL of the Redis that events and batches go through; empty where they do not."""
+    samples: str = ""
+    """URL of the one that samples for an outside trainer go through; empty without one."""
     trainer_life: int = 0
     """How often the trainer was started before; each life has addresses of its own for events and batches."""
 
@@ -223,7 +227,7 @@ class HostTransports(Transports):
 
     @override
     def sample_sender(self) -> SampleSender:
-        raise NotImplementedError("samples over Redis")
+        return RedisSampleSender(redis_place(self.where, self._settings, self.where.samples))
 
     @override
     def model_state_dicts(self) -> SharedMemoryModelStateDictStore:
@@ -272,10 +276,10 @@ class HostTransports(Transports):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def redis_place(where: Whereabouts, settings: RunSettings) -> RedisPlace:
+def redis_place(where: Whereabouts, settings: RunSettings, url: str = "") -> RedisPlace:
     """Where one start of a run keeps its streams."""
     chosen = settings.transport.redis
-    return RedisPlace(where.redis, Origin(settings.name, where.epoch), chosen.outage_s, chosen.prefix)
+    return RedisPlace(url or where.redis, Origin(settings.name, where.epoch), chosen.outage_s, chosen.prefix)
 
 
 @asynccontextmanager
@@ -283,6 +287,7 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
     """With fresh folders, which are removed at the end; those of dead runs are removed before."""
     await asyncio.to_thread(remove_leftovers)
     redis = await _redis_url(settings, launcher) if settings.uses_redis else ""
+    samples = await _redis_url(settings, launcher) if settings.feeds_through_redis else ""
     with ExitStack() as stack:
         if launcher.has_trainer_elsewhere:  # which sees the run's folder alone
             await asyncio.to_thread(remove_leftovers, paths.root)
@@ -301,7 +306,14 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             shared_memory=str(shared_memory),
             payloads=str(payloads),
             redis=redis,
+            samples=samples,
         )
+        if samples:
+            place = redis_place(where, settings, samples)
+            await asyncio.to_thread(place.remove_keys)
+            told = FeedPlace(settings.transport.redis.url or samples, settings.name, place.prefix)
+            with writing(paths.root):
+                stack.enter_context(told_in(paths.feed, msgspec.json.encode(told)))
         if redis:
             place = redis_place(where, settings)
             await asyncio.to_thread(place.remove_keys)

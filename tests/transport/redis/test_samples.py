@@ -7,13 +7,9 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import pytest
-from tailrace.transport.redis.server import RedisServer
-from tests.support.fed_runs import PATIENCE_S, FedRun, feed_samples
-from tests.transport.samples.test_codec import assert_same_sample
 
 from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone, SettingsError
 from tailrace.records import (
@@ -31,19 +27,16 @@ from tailrace.transport.redis.connection import RedisConnection
 from tailrace.transport.redis.entries import Message
 from tailrace.transport.redis.sample_messages import FeedKeys, OpenFeed
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
+from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.samples.codec import SCHEMA, encode_sample
+from tests.support.fed_runs import PATIENCE_S, FedRun, feed_samples
+from tests.support.redis_servers import ask, needs_redis
+from tests.transport.samples.test_codec import assert_same_sample
+
+pytestmark = needs_redis
 
 LEASE_S = 2.0
 KEYS = FeedKeys("tailrace", "run")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    pytest.importorskip("redis")
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture
@@ -248,9 +241,7 @@ async def test_a_redis_that_forgets_loses_nothing_and_gives_nothing_twice(
     await run.sender.offer(sent[:4])
     received = await receiver.pull_all(2)
     if how == "flushed":
-        connection = RedisConnection(server.url)
-        connection.one("FLUSHALL")
-        connection.close()
+        ask(server, "FLUSHALL")
     else:
         server.kill()
         server.start()
@@ -271,12 +262,12 @@ class Forger:
     """Writes into the stream to the only rank, or from it, what nobody writes there."""
 
     def __init__(self, server: RedisServer, pattern: str = KEYS.down("*")) -> None:
-        self._connection = RedisConnection(server.url)
-        (self._stream,) = self._connection.one("KEYS", pattern)  # type: ignore[misc, union-attr]
+        self._server = server
+        (self._stream,) = ask(server, "KEYS", pattern)  # type: ignore[misc, union-attr]
 
     def add(self, *fields: str | bytes) -> None:
-        self._connection.one("XADD", self._stream, *fields)  # type: ignore[arg-type]
-        self._connection.close()
+        with contextlib.closing(RedisConnection(self._server.url)) as connection:
+            connection.one("XADD", self._stream, *fields)  # type: ignore[arg-type]
 
 
 async def test_an_entry_of_another_epoch_is_ignored_and_counted(server: RedisServer, run: FedRun, join: Join) -> None:
@@ -330,12 +321,10 @@ async def test_an_entry_that_is_not_what_its_header_says_is_named(server: RedisS
 
 
 async def test_a_run_of_another_schema_is_told_apart_before_anything_is_taken(server: RedisServer) -> None:
-    connection = RedisConnection(server.url)
-    connection.one("SET", KEYS.open, msgspec.json.encode(OpenFeed(SCHEMA + 1, "epoch", LEASE_S)))
+    ask(server, "SET", KEYS.open, msgspec.json.encode(OpenFeed(SCHEMA + 1, "epoch", LEASE_S)).decode())
     with pytest.raises(OtherSchema, match="'run' hands out samples of schema 2, and this Tailrace reads schema 1"):
         await Receiver.join(server.url, "trainer")
-    assert connection.one("DBSIZE") == 1
-    connection.close()
+    assert ask(server, "DBSIZE") == 1
 
 
 async def test_a_run_that_is_started_again_is_told_apart(server: RedisServer, run: FedRun, join: Join) -> None:

@@ -8,6 +8,7 @@ A thread of its own renews the name, and notices that the run is gone, or that t
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone, TailraceError
+from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone, TailraceError, TransportError
 from tailrace.guards import guarded
 from tailrace.records import StopRequested, StreamedSample
 from tailrace.transport.redis import sample_messages
@@ -24,6 +25,8 @@ from tailrace.transport.redis.entries import Entry, Message
 from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, OwnReport, Pull
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter, claim_name
 from tailrace.transport.samples.codec import SCHEMA, decode_sample
+
+_logger = logging.getLogger(__name__)
 
 _WAIT_S = 1.0
 """Within which a wait notices what another thread found."""
@@ -106,18 +109,31 @@ class RedisSampleReceiver:
         self._tell(sample_messages.REPORT, report)
 
     def leave(self) -> None:
-        """As `SampleReceiver.leave`: returns once all that was told was heard. Leaving twice does nothing."""
-        if not self._ended.is_set() and self._failure is None:
-            self._ended.set()
-            self._keeper.join()
-            last = self._tell(sample_messages.LEFT)
-            for _ in _until(self._open.lease_s, f"run {self._run!r} did not hear that the rank {self.name!r} leaves"):
-                if self._hears(last):
-                    break
-                time.sleep(_LOOK_S / 4)
-            self._writer.expire(4 * self._open.lease_s)
-            self._keeping.execute([("DEL", self._keys.name(self.name))])
-        self._close()
+        """As `SampleReceiver.leave`: returns once all that was told was heard, or after a lease in which it was not.
+
+        Leaving twice does nothing.
+        """
+        if self._ended.is_set() or self._failure is not None:
+            self._close()
+            return
+        self._ended.set()
+        giving_up = threading.Timer(self._open.lease_s, self._close)
+        giving_up.start()
+        try:
+            self._say_goodbye()
+        except TransportError as error:
+            _logger.warning("the rank %r left before run %r heard all that it told: %s", self.name, self._run, error)
+        finally:
+            giving_up.cancel()
+            self._close()
+
+    def _say_goodbye(self) -> None:
+        self._keeper.join()  # its connection is this thread's from now on
+        last = self._tell(sample_messages.LEFT)
+        while not self._hears(last):
+            time.sleep(_LOOK_S / 4)
+        self._writer.expire(4 * self._open.lease_s)
+        self._keeping.one("DEL", self._keys.name(self.name))
 
     def _hears(self, number: int) -> bool:
         """Whether so many messages were heard, or nobody is left who could."""
