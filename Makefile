@@ -85,8 +85,9 @@ gpu: install-dev  ## On a machine with a GPU: its tests, then each benchmark in 
 		done && rm -f $(GPU_JSON).part; \
 	fi
 
-test-system:  ## System packages that some tests need: a compiler, for native kernels and the stand-in for a GPU.
+test-system:  ## System packages that some tests need: a compiler, for kernels and the stand-in for a GPU; Redis.
 	@command -v g++ > /dev/null || { apt-get update -qq && apt-get install -y -qq g++; }
+	@command -v redis-server > /dev/null || { apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server; }
 
 lint: install-dev
 	$(BIN)/ruff check .

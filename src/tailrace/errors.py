@@ -11,7 +11,8 @@ Each message says what was found, what was expected and what to do about it, and
     ├── ErrorBudgetSpent                            an exception group of what failed
     ├── ToolError                                   the policy reads it, the rollout continues
     ├── GenerationError                             RequestRefused, ChatFailed, EngineFailed
-    ├── TransportError                              CorruptData, NoRoom, PayloadLost, PeerGone, ConsumerRefused
+    ├── TransportError                              CorruptData (OtherSchema), NoRoom, PayloadLost, PeerGone,
+    │                                               ConsumerRefused
     ├── TrainingError                               Diverged, CheckpointError, NothingLeft, RankLost, Misreported
     ├── AccountingError, LifecycleError
     └── SimulationError ── Deadlock
@@ -171,6 +172,10 @@ class TransportError(TailraceError):
 
 class CorruptData(TransportError):
     """Bytes are not what their header promises."""
+
+
+class OtherSchema(CorruptData):
+    """Another version of Tailrace wrote it, in a format that this one does not read."""
 
 
 class PayloadLost(TransportError):

@@ -52,6 +52,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _supports,
         _support_room,
         _batches,
+        _redis,
         _weights,
         _teacher,
         _agent_workers,
@@ -296,12 +297,52 @@ def _support_room(settings: RunSettings) -> Iterator[Contradiction]:
 
 def _batches(settings: RunSettings) -> Iterator[Contradiction]:
     placement, batches = settings.placement, settings.transport.batches
-    if batches is not None and (batches == "memory") != (placement == "inline"):
+    if placement == "redis" and batches not in {None, "redis"}:
+        yield Contradiction(
+            f"transport.batches = {batches!r} does not reach a trainer elsewhere (placement = 'redis'): leave it out",
+            *("transport.batches", "placement"),
+        )
+    elif batches is not None and (batches == "memory") != (placement == "inline"):
         yield Contradiction(
             f"transport.batches = {batches!r} does not go with placement = {placement!r}: batches stay in memory where"
             " all is one process, and only there; leave it out, or choose the other placement",
             *("transport.batches", "placement"),
         )
+
+
+def _redis(settings: RunSettings) -> Iterator[Contradiction]:
+    chosen, feeds = settings.transport.redis, settings.feeds_through_redis
+    is_used = settings.uses_redis or feeds
+    if not is_used and (chosen.url is not None or chosen.start):
+        yield Contradiction(
+            'transport.redis is used by nothing: write transport.batches = "redis", or leave it out',
+            *("transport.redis", "transport.batches"),
+        )
+    elif is_used and (chosen.url is None) != chosen.start:
+        what = "trainer.feed = 'stream'" if feeds else "transport.batches = 'redis'"
+        yield Contradiction(
+            f"{what} needs either the address of one (transport.redis.url) or "
+            f"transport.redis.start = true, and {'both are' if chosen.start else 'neither is'} there",
+            *("transport.redis.url", "transport.redis.start"),
+        )
+    if settings.placement != "redis":
+        return
+    refused = {
+        "transport.redis.start": (
+            chosen.start,
+            "starts a Redis that only this machine reaches: give transport.redis.url",
+        ),
+        "trainer.ranks": (settings.trainer.ranks > 1, "above 1 needs ranks that meet on one machine: leave it out"),
+        "generator.return_routed_experts": (
+            settings.generator.return_routed_experts,
+            "leaves routed experts in the memory of the generators' machine: leave it out",
+        ),
+        "transport.weights": (settings.transport.weights == "nccl", "= 'nccl' needs one machine: leave it out"),
+    }
+    for key, (is_chosen, why) in refused.items():
+        if is_chosen:
+            message = f"placement = 'redis' has a trainer on another machine, and {key} {why}"
+            yield Contradiction(message, key, "placement")
 
 
 def _teacher(settings: RunSettings) -> Iterator[Contradiction]:
@@ -404,6 +445,7 @@ def _stream(settings: RunSettings) -> Iterator[Contradiction]:
         and "routed experts stay in this run's shared memory",
         "transport.batches": settings.transport.batches is not None and "no batch is sent",
         "transport.weights": settings.transport.weights == "nccl" and "weights come in a folder",
+        "placement": settings.placement == "redis" and "the trainer of placement = 'redis' is Tailrace's own",
     }
     for key, reason in reasons.items():
         if reason:

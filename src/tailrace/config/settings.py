@@ -78,6 +78,16 @@ class RunSettings(BaseModel):
         chosen = self.model.max_model_tokens
         return min(chosen or self.generator.max_cache_tokens, self.generator.max_cache_tokens)
 
+    @property
+    def uses_redis(self) -> bool:
+        """Whether batches and the event log go through Redis."""
+        return self.transport.batches == "redis" or self.placement == "redis"
+
+    @property
+    def feeds_through_redis(self) -> bool:
+        """Whether samples go to a trainer outside through Redis."""
+        return self.trainer.feed == "stream" and self.placement == "local"
+
     def group_size(self, environment: EnvironmentSettings) -> int:
         """Rollouts per task of one of the run's environments."""
         return environment.group_size or self.rollouts.group_size

@@ -52,6 +52,7 @@ from tailrace.records.planned_batch import SUPPORT_COLUMNS, TOKEN_COLUMNS, Plann
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.scores import NO_TOKEN, TokenScores
+from tailrace.records.streamed import StreamedOrigin, StreamedSample
 from tailrace.records.supports import Supports, ragged_places
 from tailrace.records.task import Task
 
@@ -115,6 +116,8 @@ __all__ = [
     "StepSkipped",
     "StepTrained",
     "StopRequested",
+    "StreamedOrigin",
+    "StreamedSample",
     "Supports",
     "Task",
     "TaskId",

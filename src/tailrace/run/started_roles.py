@@ -126,7 +126,11 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     is_alone = settings.generator.replicas == 1 and not settings.generator.connect
     plays_nothing = settings.rollouts.model_copy(update={"agent_workers": 0})  # roles do not; their caller may
     placed = settings.model_copy(
-        update={"placement": "inline" if is_alone else "local", "rollouts": plays_nothing},
+        update={
+            "placement": "inline" if is_alone else "local",
+            "rollouts": plays_nothing,
+            "transport": settings.transport.model_copy(update={"batches": None}),  # there are none
+        },
     )
     async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
         generators = starter.start_generators(with_trainer=False)
