@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,21 @@ class Publisher:
         """Nothing is open."""
 
 
+class WatchedStream(MemorySampleStream):
+    """Says how many samples are about to be offered."""
+
+    def __init__(self, before_offer: Callable[[int], None]) -> None:
+        super().__init__()
+        self.offered: list[SampleId] = []
+        self._before_offer = before_offer
+
+    @override
+    async def offer(self, samples: Sequence[FeedSample]) -> None:
+        self._before_offer(len(samples))
+        self.offered += [one.sample_id for one in samples]
+        await super().offer(samples)
+
+
 class BranchingRunner(ScriptedRunner):
     """Rollouts of one branch, or of up to three."""
 
@@ -77,7 +92,6 @@ class Ends(Recorder):
     outcomes: dict[RolloutId, Outcome] = field(default_factory=dict)
     twice: list[RolloutId] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    stale_tokens: int = 0
 
     @override
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
@@ -111,7 +125,7 @@ class FeedWorld:
         chosen = SchedulingSettings.model_validate({"batch_size": 2 * group_size, **settings})
         self.max_staleness, self.install_s = max_staleness, install_s
         self.runner, self.ends = runner, Ends()
-        self.stream, self.log = MemorySampleStream(), MemoryEventLog(EPOCH)
+        self.stream, self.log = WatchedStream(self._before_offer), MemoryEventLog(EPOCH)
         self.states: dict[int, bytes] = {}
         self.scheduler = FeedScheduler(
             TaskStream([TaskSource(environment(rows=rows))], seed=0, max_epochs=epochs),
@@ -128,6 +142,9 @@ class FeedWorld:
         self.trainer = OutsideTrainer(self.stream, Publisher(), self.log)
         self.trainer.listen(self.scheduler)
         self.serving = self.step = 0
+        self.window = 2 * chosen.batch_size
+        self.most_over = -self.window
+        """Samples in hand beyond the window, where no consumer waits, before a group is handed over."""
         self.failure: BaseException | None = None
         runner.version = lambda: self.serving
         self._scheduling: asyncio.Task[None] | None = None
@@ -156,6 +173,11 @@ class FeedWorld:
 
     async def request_stop(self, status: RunStatus, reason: str) -> None:
         await self.log.append(StopRequested(epoch=EPOCH, role="orchestrator", status=status, reason=reason))
+
+    def _before_offer(self, count: int) -> None:
+        figures = self.scheduler.figures
+        if not figures.wanted:
+            self.most_over = max(self.most_over, figures.in_hand - count - self.window + 1)
 
     async def _save(self, step: int, state: bytes) -> None:
         self.states[step] = state
@@ -225,6 +247,7 @@ class Consumer:
     taken: dict[int, tuple[SampleId, ...]] = field(default_factory=dict)
     """By step, of the history that survives."""
     stopped: StopRequested | None = None
+    lives: int = 0
     oldest_excess: int = 0
     """By how many versions the oldest token with loss was older than is allowed, at the hand-over."""
 
@@ -246,6 +269,7 @@ class Consumer:
         await leader.report(TrainingOver(consumer="rank-0", status=status, reason=reason))
 
     async def _live(self) -> None:
+        self.lives += 1
         for number in range(self.ranks):
             self._join(f"rank-{number}")
         leader = self._ranks["rank-0"].receiver

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeAlias
 
 from typing_extensions import override
 
-from tailrace.errors import LifecycleError, Misreported, TailraceError, TransportError
+from tailrace.config import RunSettings
+from tailrace.errors import LifecycleError, Misreported, SettingsError, TailraceError, TransportError
 from tailrace.records import (
     CheckpointSaved,
     CheckpointWritten,
@@ -41,10 +43,14 @@ from tailrace.run.trainer_lives import RunTrainer
 from tailrace.tracing.phases import phase
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.samples.memory import MemorySampleStream
 from tailrace.transport.samples.stream import SampleSender
 from tailrace.transport.weights.stores import FolderPublisher
 
 _logger = logging.getLogger(__name__)
+
+OutsideProgram: TypeAlias = Callable[[MemorySampleStream], Awaitable[None]]
+"""A trainer within the process of its run, for tests and debuggers: its ranks `join` the stream that it is given."""
 
 _WORSE = (RunStatus.FINISHED, RunStatus.CANCELLED, RunStatus.FAILED)
 _MOST_UNSAVED_STEPS = 1000
@@ -81,7 +87,6 @@ class OutsideTrainer(RunTrainer):
         self._changed = asyncio.Event()
         self._gone: asyncio.Future[TailraceError] = asyncio.get_running_loop().create_future()
         self._why_closed = ""
-        self._stop: StopRequested | None = None
         self._working = [
             asyncio.create_task(self._guarded(work), name=name)
             for work, name in (
@@ -233,7 +238,6 @@ class OutsideTrainer(RunTrainer):
             if isinstance(event, StopRequested):
                 await self.samples.request_stop(event)
                 is_there = self._listener is not None and self._listener.num_consumers
-                self._stop = self._stop or event
                 if event.status is not RunStatus.FINISHED and not is_there:
                     await self._end(event.status, "no rank of the trainer was there")
             elif isinstance(event, TrainerEnded):
@@ -241,11 +245,55 @@ class OutsideTrainer(RunTrainer):
 
     async def _end(self, status: RunStatus, reason: str) -> None:
         """The terminal record. Where a stop was asked for, the trainer does not make a success of it."""
-        if self._stop is not None:
-            status = max(status, self._stop.status, key=_WORSE.index)
-            reason = f"{self._stop.role}: {self._stop.reason}; {reason}".removesuffix("; ")
+        if (stop := self._log.stop) is not None:
+            status = max(status, stop.status, key=_WORSE.index)
+            reason = f"{stop.role}: {stop.reason}; {reason}".removesuffix("; ")
         if not self._log.has_ended:
             await self._log.append(TrainerEnded(epoch=self._log.epoch, status=status, step=self._step, reason=reason))
+
+
+def require_program(settings: RunSettings, program: OutsideProgram | None) -> None:
+    """Raise `SettingsError` where all is to be in one process, and the trainer is not, or the other way round."""
+    is_inline = settings.trainer.feed == "stream" and settings.placement == "inline"
+    if is_inline and program is None:
+        raise SettingsError(
+            "trainer.feed = 'stream' leaves training to a program of yours, which placement = 'inline' would have in "
+            "this process: write placement = 'local'",
+            key=("placement",),
+        )
+    if program is not None and not is_inline:
+        raise SettingsError(
+            "a trainer was given as a function, which needs trainer.feed = 'stream' and placement = 'inline'",
+            key=("placement",),
+        )
+
+
+@asynccontextmanager
+async def program_beside(
+    program: OutsideProgram | None, trainer: RunTrainer, fail: Callable[[LifecycleError], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Run it beside the run, which it fails by what it raises; on leaving it is cancelled."""
+    if program is None:
+        yield
+        return
+    assert isinstance(trainer, OutsideTrainer)
+    assert isinstance(trainer.samples, MemorySampleStream)
+    running = asyncio.create_task(_run_program(program, trainer.samples, fail), name="outside trainer")
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _run_program(
+    program: OutsideProgram, samples: MemorySampleStream, fail: Callable[[LifecycleError], Awaitable[None]]
+) -> None:
+    try:
+        await program(samples)
+    except Exception as error:
+        _logger.exception("the trainer failed")
+        await fail(LifecycleError(f"the trainer failed: {type(error).__name__}: {error}"))
 
 
 def _known(metrics: Mapping[str, float]) -> dict[str, float]:

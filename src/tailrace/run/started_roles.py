@@ -130,6 +130,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
             "placement": "inline" if is_alone else "local",
             "rollouts": plays_nothing,
             "transport": settings.transport.model_copy(update={"batches": None}),  # there are none
+            "trainer": settings.trainer.model_copy(update={"feed": "batch"}),
         },
     )
     async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:

@@ -62,6 +62,8 @@ class FeedFigures:
     """That are there."""
     in_hand: int
     """Samples handed over that no step was told of."""
+    taken: int
+    """Of those, samples that consumers have."""
     returned: int
     """Samples that were given back by consumers that were lost, and by what lost samples."""
     trained_again: int
@@ -161,7 +163,14 @@ class FeedScheduler(Scheduler):
     def figures(self) -> FeedFigures:
         """Where the feed is."""
         hand = self._hand
-        return FeedFigures(len(hand.consumers), len(hand.in_hand), hand.returns, hand.trained_again, hand.wanted)
+        return FeedFigures(
+            consumers=len(hand.consumers),
+            in_hand=len(hand.in_hand),
+            taken=len(hand.in_hand) - hand.waiting,
+            returned=hand.returns,
+            trained_again=hand.trained_again,
+            wanted=hand.wanted,
+        )
 
     @property
     def num_consumers(self) -> int:
