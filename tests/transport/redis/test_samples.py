@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -195,12 +196,15 @@ async def serve():
     await asyncio.sleep(1000)
 asyncio.run(serve())
 """
-DYING = """
-import sys, time
+PULLING = """
+import sys
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 receiver = RedisSampleReceiver(sys.argv[1], "run", "trainer")
 print(len(receiver.pull(1)), flush=True)
-time.sleep(1000)
+try:
+    receiver.pull(1)
+except Exception as error:
+    print(type(error).__name__, flush=True)
 """
 
 
@@ -222,7 +226,7 @@ async def test_what_a_rank_had_that_was_killed_goes_to_who_comes_in_its_place(
 ) -> None:
     sent = feed_samples(1)
     await run.sender.offer(sent)
-    with program(DYING, server) as dying:
+    with program(PULLING, server) as dying:
         assert dying.stdout is not None
         assert await asyncio.to_thread(dying.stdout.readline) == b"1\n"
     lost = await run.hears(ConsumerLost)
@@ -381,3 +385,15 @@ async def test_wrong_passwords_and_wrong_tls_are_named(server: RedisServer) -> N
 async def test_a_run_that_is_not_there_is_named(server: RedisServer) -> None:
     with pytest.raises(PeerGone, match="no run called 'run' feeds a trainer"):
         await Receiver.join(server.url, "trainer", patience_s=0.3)
+
+
+async def test_a_rank_that_was_given_up_and_comes_to_is_told(server: RedisServer, run: FedRun) -> None:
+    with program(PULLING, server) as asleep:
+        assert asleep.stdout is not None
+        await run.sender.offer(feed_samples(1))
+        assert await asyncio.to_thread(asleep.stdout.readline) == b"1\n"
+        asleep.send_signal(signal.SIGSTOP)
+        await run.hears(ConsumerLost)
+        asleep.send_signal(signal.SIGCONT)
+        printed = await asyncio.to_thread(asleep.stdout.readline)
+    assert b"ConsumerRefused" in printed
