@@ -105,6 +105,11 @@ class Feed:
         if leads:
             self._end.report(TrainingBegan(consumer=name, step=step, version=version))
 
+    @property
+    def num_ignored(self) -> int:
+        """Entries of another run, or of another start of this one, that were passed over."""
+        return self._end.num_ignored
+
     def pull(self, count: int) -> list[StreamedSample]:
         """Wait for so many samples, the oldest first; [] once the run asks for the end: then train on nothing more."""
         samples: list[StreamedSample] = []

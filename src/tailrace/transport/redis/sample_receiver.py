@@ -174,11 +174,12 @@ class RedisSampleReceiver:
         return found
 
     def _take_name(self) -> None:
-        """Wait for a lease that a rank left behind when it died: the name of one that lives stays taken."""
-        key, lease_s = self._keys.name(self.name), self._open.lease_s
-        deadline_s = time.monotonic() + 1.5 * lease_s
-        while not claim_name(self._keeping, key, self._token, lease_s):
-            if time.monotonic() > deadline_s:
+        """Wait for a lease that a rank left behind when it died: the name of one that renews it stays taken."""
+        key, left_ms = self._keys.name(self.name), 0
+        while not claim_name(self._keeping, key, self._token, self._open.lease_s):
+            before_ms, left_ms = left_ms, self._keeping.one("PTTL", key)
+            assert isinstance(left_ms, int)
+            if left_ms > before_ms > 0:
                 raise ConsumerRefused(
                     f"run {self._run!r} has a rank called {self.name!r} already, which lives: give every rank a name of"
                     " its own"
