@@ -1,7 +1,7 @@
 """TRL trains on what a run hands out: its own loss, optimizer and loop; everything before them is ours.
 
-    tailrace train quickstart --name outside --trainer.feed stream --transport.redis.start true
-    python examples/external_trainer.py runs/outside     # beside it, with TRL installed
+    tailrace train examples/external_trainer.toml
+    .venv-trl/bin/python examples/external_trainer.py runs/outside    # beside it; `make bench-trl-env` installs TRL
 
 Where GRPOTrainer would generate completions and score them, it pulls finished training samples instead. What it does
 with them is its own affair; after each of its steps it leaves the weights in a folder and says so.
@@ -23,8 +23,8 @@ import tailrace
 from tailrace.feed import Feed, StreamedSample, denominators
 
 QUICKSTART = Path(tailrace.__file__).parent / "recipes" / "models" / "quickstart"
-KEPT_VERSIONS = 4
-"""Folders of weights that stay: a generator may still be reading an older one."""
+KEPT_VERSIONS = 10
+"""Folders of weights that stay: the run may still be reading an older one."""
 
 
 def padded(samples: Sequence[StreamedSample], pad_id: int) -> dict[str, Tensor]:
@@ -128,6 +128,7 @@ def main() -> None:
             trainer.train()
         except RunIsOver:
             print(f"the run asks for the end: {feed.stop}")
+        trainer.save_model(arguments.weights / "final")
 
 
 if __name__ == "__main__":

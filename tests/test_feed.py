@@ -176,7 +176,7 @@ def test_a_folder_that_does_not_tell_is_named(tmp_path: Path, content: str | Non
     if content is not None:
         (tmp_path / FEED_FILE).write_text(content)
     with pytest.raises(DataError, match=FEED_FILE):
-        Feed(tmp_path)
+        Feed(tmp_path, patience_s=0.1)
 
 
 def received(count: int) -> list[StreamedSample]:

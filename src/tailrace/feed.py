@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ __all__ = ["Denominators", "Feed", "StreamedSample", "denominators"]
 
 FEED_FILE = "feed.json"
 """Where a run's folder says how its samples are reached."""
+_LOOK_S = 0.2
 
 
 class FeedPlace(msgspec.Struct, frozen=True):
@@ -54,10 +56,13 @@ class FeedPlace(msgspec.Struct, frozen=True):
     prefix: str
 
     @classmethod
-    def told_in(cls, folder: Path) -> FeedPlace:
-        """Raises `DataError` for the folder of a run that does not tell."""
-        with guarded(f"{folder / FEED_FILE} does not tell how to reach the run's samples", DataError):
-            return msgspec.json.decode(read_at_most(folder / FEED_FILE, 1 << 16), type=cls)
+    def told_in(cls, folder: Path, patience_s: float) -> FeedPlace:
+        """Wait for the run to tell. Raises `DataError` where its folder does not, or tells something else."""
+        path, deadline_s = folder / FEED_FILE, time.monotonic() + patience_s
+        while not path.exists() and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        with guarded(f"{path} does not tell how to reach the samples of a run", DataError):
+            return msgspec.json.decode(read_at_most(path, 1 << 16), type=cls)
 
 
 class Feed:
@@ -88,7 +93,9 @@ class Feed:
 
         Raises what `RedisSampleReceiver` does, and `DataError` for a folder that does not tell of a feed.
         """
-        place = FeedPlace(str(where), run, prefix) if "://" in str(where) else FeedPlace.told_in(Path(where))
+        place = (
+            FeedPlace(str(where), run, prefix) if "://" in str(where) else FeedPlace.told_in(Path(where), patience_s)
+        )
         self.stop: StopRequested | None = None
         """Why the run asks for the end, once it does."""
         self._leads, self._is_over = leads, False
@@ -97,6 +104,11 @@ class Feed:
         self._consumer = name
         if leads:
             self._end.report(TrainingBegan(consumer=name, step=step, version=version))
+
+    @property
+    def num_ignored(self) -> int:
+        """Entries of another run, or of another start of this one, that were passed over."""
+        return self._end.num_ignored
 
     def pull(self, count: int) -> list[StreamedSample]:
         """Wait for so many samples, the oldest first; [] once the run asks for the end: then train on nothing more."""

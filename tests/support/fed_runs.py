@@ -6,11 +6,11 @@ import asyncio
 from typing import TypeVar
 
 import numpy as np
-from tailrace.transport.redis.channels import RedisPlace
-from tailrace.transport.redis.server import RedisServer
 
 from tailrace.records import FeedReport, FeedSample, SampleId, SamplesTaken
+from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.sample_sender import RedisSampleSender
+from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.redis.streams import Origin
 from tests.transport.transport_builders import handed, make_sample
 
@@ -28,7 +28,7 @@ def feed_samples(count: int, *, first: int = 0) -> list[FeedSample]:
 class FedRun:
     """The orchestrator's end, and what it was told."""
 
-    def __init__(self, server: RedisServer, epoch: str = "epoch", lease_s: float = 2.0) -> None:
+    def __init__(self, server: RedisServer, epoch: str = "epoch", lease_s: float = 20.0) -> None:
         self.place = RedisPlace(server.url, Origin("run", epoch))
         self.sender = RedisSampleSender(self.place, lease_s=lease_s)
         self.told: list[FeedReport] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -35,13 +36,21 @@ from tests.transport.samples.test_codec import assert_same_sample
 
 pytestmark = needs_redis
 
-LEASE_S = 2.0
+LEASE_S = 3.0
+"""In tests of who falls silent; long enough for a busy machine."""
 KEYS = FeedKeys("tailrace", "run")
 
 
 @pytest.fixture
 async def run(server: RedisServer) -> AsyncIterator[FedRun]:
     run = FedRun(server)
+    yield run
+    await run.close()
+
+
+@pytest.fixture
+async def impatient(server: RedisServer) -> AsyncIterator[FedRun]:
+    run = FedRun(server, lease_s=LEASE_S)
     yield run
     await run.close()
 
@@ -176,12 +185,12 @@ async def test_the_end_of_the_run_reaches_who_waits_with_its_reason(run: FedRun,
 
 
 async def test_a_second_rank_of_one_name_is_refused_and_the_first_goes_on(
-    server: RedisServer, run: FedRun, join: Join
+    server: RedisServer, impatient: FedRun, join: Join
 ) -> None:
     first = await join()
     with pytest.raises(ConsumerRefused, match="'trainer' already, which lives"):
         await Receiver.join(server.url, "trainer")
-    await run.sender.offer(feed_samples(1))
+    await impatient.sender.offer(feed_samples(1))
     assert len(await first.pull_all(1)) == 1
 
 
@@ -191,16 +200,19 @@ from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.streams import Origin
 async def serve():
-    sender = RedisSampleSender(RedisPlace(sys.argv[1], Origin("run", "epoch")), lease_s=2.0)
+    sender = RedisSampleSender(RedisPlace(sys.argv[1], Origin("run", "epoch")), lease_s=3.0)
     await asyncio.sleep(1000)
 asyncio.run(serve())
 """
-DYING = """
-import sys, time
+PULLING = """
+import sys
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 receiver = RedisSampleReceiver(sys.argv[1], "run", "trainer")
 print(len(receiver.pull(1)), flush=True)
-time.sleep(1000)
+try:
+    receiver.pull(1)
+except Exception as error:
+    print(type(error).__name__, flush=True)
 """
 
 
@@ -218,17 +230,17 @@ def program(text: str, server: RedisServer) -> Iterator[subprocess.Popen[bytes]]
 
 
 async def test_what_a_rank_had_that_was_killed_goes_to_who_comes_in_its_place(
-    server: RedisServer, run: FedRun, join: Join
+    server: RedisServer, impatient: FedRun, join: Join
 ) -> None:
     sent = feed_samples(1)
-    await run.sender.offer(sent)
-    with program(DYING, server) as dying:
+    await impatient.sender.offer(sent)
+    with program(PULLING, server) as dying:
         assert dying.stdout is not None
         assert await asyncio.to_thread(dying.stdout.readline) == b"1\n"
-    lost = await run.hears(ConsumerLost)
+    lost = await impatient.hears(ConsumerLost)
     assert lost.sample_ids == (sent[0].sample_id,)
-    await run.sender.release(lost.sample_ids)
-    await run.sender.offer(sent)
+    await impatient.sender.release(lost.sample_ids)
+    await impatient.sender.offer(sent)
     again = await join()
     assert [one.sample_id for one in await again.pull_all(1)] == [sent[0].sample_id]
 
@@ -329,7 +341,7 @@ async def test_a_run_of_another_schema_is_told_apart_before_anything_is_taken(se
 
 async def test_a_run_that_is_started_again_is_told_apart(server: RedisServer, run: FedRun, join: Join) -> None:
     receiver = await join()
-    again = FedRun(server, epoch="another")
+    again = FedRun(server, epoch="another", lease_s=LEASE_S)
     try:
         with pytest.raises(PeerGone, match=r"started again \(epoch another\)"):
             await receiver.pull(1)
@@ -364,6 +376,7 @@ async def test_a_report_that_is_none_ends_the_run_and_names_the_rank(
         await run.fails()
     with pytest.raises(CorruptData, match=named):
         await run.sender.offer(feed_samples(1))
+    await run.close()
 
 
 async def test_wrong_passwords_and_wrong_tls_are_named(server: RedisServer) -> None:
@@ -381,3 +394,15 @@ async def test_wrong_passwords_and_wrong_tls_are_named(server: RedisServer) -> N
 async def test_a_run_that_is_not_there_is_named(server: RedisServer) -> None:
     with pytest.raises(PeerGone, match="no run called 'run' feeds a trainer"):
         await Receiver.join(server.url, "trainer", patience_s=0.3)
+
+
+async def test_a_rank_that_was_given_up_and_comes_to_is_told(server: RedisServer, impatient: FedRun) -> None:
+    with program(PULLING, server) as asleep:
+        assert asleep.stdout is not None
+        await impatient.sender.offer(feed_samples(1))
+        assert await asyncio.to_thread(asleep.stdout.readline) == b"1\n"
+        asleep.send_signal(signal.SIGSTOP)
+        await impatient.hears(ConsumerLost)
+        asleep.send_signal(signal.SIGCONT)
+        printed = await asyncio.to_thread(asleep.stdout.readline)
+    assert b"ConsumerRefused" in printed

@@ -138,14 +138,16 @@ class RedisSampleReceiver:
     def _hears(self, number: int) -> bool:
         """Whether so many messages were heard, or nobody is left who could."""
         self._writer.restore()
-        if self._heard() >= number:
+        heard = self._heard()
+        if heard is not None and heard >= number:
             return True
         found = self._read_open()
         return found is None or found.epoch != self.epoch
 
-    def _heard(self) -> int:
+    def _heard(self) -> int | None:
+        """How far the run has heard this rank; None where it does not say so, or no more."""
         heard = self._keeping.one("GET", self._keys.heard(self._token))
-        return int(heard) if isinstance(heard, bytes) and heard.isdigit() else 0
+        return int(heard) if isinstance(heard, bytes) and heard.isdigit() else None
 
     # --- joining -----------------------------------------------------------------------------------------------------
 
@@ -172,11 +174,12 @@ class RedisSampleReceiver:
         return found
 
     def _take_name(self) -> None:
-        """Wait for a lease that a rank left behind when it died: the name of one that lives stays taken."""
-        key, lease_s = self._keys.name(self.name), self._open.lease_s
-        deadline_s = time.monotonic() + 1.5 * lease_s
-        while not claim_name(self._keeping, key, self._token, lease_s):
-            if time.monotonic() > deadline_s:
+        """Wait for a lease that a rank left behind when it died: the name of one that renews it stays taken."""
+        key, left_ms = self._keys.name(self.name), 0
+        while not claim_name(self._keeping, key, self._token, self._open.lease_s):
+            before_ms, left_ms = left_ms, self._keeping.one("PTTL", key)
+            assert isinstance(left_ms, int)
+            if left_ms > before_ms > 0:
                 raise ConsumerRefused(
                     f"run {self._run!r} has a rank called {self.name!r} already, which lives: give every rank a name of"
                     " its own"
@@ -242,27 +245,31 @@ class RedisSampleReceiver:
         seen_s = time.monotonic()
         try:
             while not self._ended.wait(self._open.lease_s / 4):
-                seen_s = self._renew(seen_s)
+                times_connected = self._keeping.times_connected
+                gone = self._renew()
+                if gone is None or times_connected != self._keeping.times_connected:
+                    seen_s = time.monotonic()
+                elif time.monotonic() - seen_s > self._open.lease_s:
+                    raise gone
         except Exception as error:  # noqa: BLE001 - whoever calls next gets it
             if not self._ended.is_set():
                 self._fail(error if isinstance(error, TailraceError) else PeerGone(f"the lease ended: {error!r}"))
 
-    def _renew(self, seen_s: float) -> float:
-        times_connected = self._keeping.times_connected
+    def _renew(self) -> TransportError | None:
+        """What is wrong where that lasts for a lease; a Redis that lost its data is told again before."""
         if not claim_name(self._keeping, self._keys.name(self.name), self._token, self._open.lease_s):
             raise ConsumerRefused(f"the rank {self.name!r} was given up, and another one has its name: join again")
-        heard = self._heard()
+        found, heard = self._read_open(), self._heard()
         with self._lock:
             self._writer.restore()
-            self._writer.release(heard)
-        found, now_s = self._read_open(), time.monotonic()
-        if found is not None and found.epoch != self.epoch:
+            self._writer.release(heard or 0)
+        if found is None:
+            return PeerGone(f"run {self._run!r} fell silent for {self._open.lease_s:g} s")
+        if found.epoch != self.epoch:
             raise PeerGone(f"run {self._run!r} was started again (epoch {found.epoch}): join again")
-        if found is not None or times_connected != self._keeping.times_connected:
-            return now_s
-        if now_s - seen_s > self._open.lease_s:
-            raise PeerGone(f"run {self._run!r} fell silent for {self._open.lease_s:g} s")
-        return seen_s
+        if heard is None:
+            return ConsumerRefused(f"run {self._run!r} gave the rank {self.name!r} up: join again")
+        return None
 
     def _fail(self, error: TailraceError) -> TailraceError:
         self._failure = self._failure or error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -55,7 +56,7 @@ _JOINS = msgspec.msgpack.Decoder(Join)
 
 @dataclass(eq=False, slots=True)
 class _Rank:
-    """One that was let in. `lease_s` and `heard` are of threads, the rest of the event loop."""
+    """One that was let in. `seen_s` and `heard` are of threads, the rest is of the event loop."""
 
     name: str
     token: str
@@ -67,6 +68,8 @@ class _Rank:
     has: set[SampleId] = field(default_factory=set)
     """That it was given, and nobody released."""
     heard: int = 0
+    has_left: bool = False
+    """It said so, and waits for nothing but to be heard."""
     is_gone: bool = False
 
 
@@ -143,8 +146,8 @@ class RedisSampleSender(SampleSender):
     def _hand_out(self) -> None:
         """What is offered goes to ranks with room, the oldest offers to who asked first."""
         for rank in self._ranks.values():
-            if self._stop is None and rank.room and self._offered:
-                ids = [*self._offered][: rank.room]
+            if self._stop is None and rank.room > 0 and self._offered:
+                ids = [*itertools.islice(self._offered, rank.room)]
                 samples = [self._offered.pop(sample_id) for sample_id in ids]
                 rank.room -= len(ids)
                 rank.has.update(ids)
@@ -178,6 +181,7 @@ class RedisSampleSender(SampleSender):
             self._ranks[rank.name] = self._ranks.pop(rank.name)
             self._hand_out()
         elif message is None:
+            rank.has_left = True
             self._lose(rank, "left")
         elif message.consumer != rank.name:
             self._fail(CorruptData(f"the rank {rank.name!r} reports as {message.consumer!r}"))
@@ -190,7 +194,7 @@ class RedisSampleSender(SampleSender):
         rank.is_gone = True
         del self._ranks[rank.name]
         rank.listening.close()
-        self._in_thread(partial(rank.writer.expire, 4 * self._lease_s))
+        self._in_thread(partial(self._forget, rank))
         self._report(ConsumerLost(consumer=rank.name, reason=reason, sample_ids=tuple(sorted(rank.has))))
 
     def _report(self, report: FeedReport) -> None:
@@ -199,8 +203,9 @@ class RedisSampleSender(SampleSender):
 
     def _fail(self, error: Exception) -> None:
         if self._failure is None and self._closed is None:
-            is_known = isinstance(error, TransportError | SettingsError)
-            self._failure = error if is_known else TransportError(f"the stream of samples failed: {error!r}")  # type: ignore[assignment]
+            if not isinstance(error, TransportError | SettingsError):
+                error = TransportError(f"the stream of samples failed: {error!r}")
+            self._failure = error
             self._changed.set()
 
     def _require_open(self) -> None:
@@ -239,6 +244,12 @@ class RedisSampleSender(SampleSender):
             [(sample_messages.SAMPLE, encode_sample(sample, run=run, epoch=epoch)) for sample in samples]
         )
 
+    def _forget(self, rank: _Rank) -> None:
+        """One that comes to again learns so: nobody says any more that it was heard."""
+        rank.writer.expire(4 * self._lease_s)
+        if not rank.has_left:
+            self._writing.execute([("UNLINK", self._keys.heard(rank.token))])
+
     def _say_goodbye(self, ranks: Sequence[_Rank], reason: str) -> None:
         self._writing.execute([("UNLINK", self._keys.open, self._keys.joins)])
         for rank in ranks:
@@ -255,7 +266,7 @@ class RedisSampleSender(SampleSender):
                     continue
                 reader.acknowledge(entry)
                 rank.heard = entry.number
-                if entry.kind == sample_messages.LEFT:  # it waits for this, and then ends
+                if entry.kind == sample_messages.LEFT:  # it waits for this alone
                     rank.listening.execute([self._heard(rank)])
                 if entry.kind != sample_messages.HELLO:
                     self._on_loop(self._hear, rank, _message(rank.name, entry))
@@ -270,7 +281,7 @@ class RedisSampleSender(SampleSender):
             self._watching.execute(
                 [("UNLINK", self._keys.joins), ("XGROUP", "CREATE", self._keys.joins, joins.group, "0", "MKSTREAM")]
             )
-            while not self._ending.is_set():
+            while self._closed is None:
                 self._count_leases()
                 for entry in joins.read(16, self._lease_s / 4):
                     with guarded("a rank that wants to join says nothing that is known"):
