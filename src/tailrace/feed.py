@@ -78,6 +78,7 @@ class Feed:
         leads: bool = True,
         step: int = 0,
         version: int = 0,
+        folder: str | os.PathLike[str] | None = None,
         patience_s: float = 300.0,
     ) -> None:
         """Join the run, waiting for it for `patience_s` at most.
@@ -90,6 +91,8 @@ class Feed:
             leads: Whether it is the rank that tells of steps, weights and the end, for all of them.
             step: The last step that the trainer took, and `version` the weights that it holds: those of the checkpoint
                 that it goes on from.
+            folder: Those weights, as for `step_done`: for a run that was started again, whose generators begin with the
+                weights of version 0.
 
         Raises what `RedisSampleReceiver` does, and `DataError` for a folder that does not tell of a feed.
         """
@@ -104,6 +107,7 @@ class Feed:
         self._consumer = name
         if leads:
             self._end.report(TrainingBegan(consumer=name, step=step, version=version))
+            self._tell_weights(version, folder)
 
     @property
     def num_ignored(self) -> int:
@@ -142,13 +146,16 @@ class Feed:
         layout, and stay as they are; without a folder the generators keep those that they have.
         """
         version = step if version is None else version
-        if folder is not None:
-            written = WeightsWritten(consumer=self._consumer, version=version, folder=str(Path(folder).absolute()))
-            self._end.report(written)
+        self._tell_weights(version, folder)
         done = StepDone(
             consumer=self._consumer, step=step, version=version, sample_ids=_ids(samples), metrics=dict(metrics or {})
         )
         self._end.report(done)
+
+    def _tell_weights(self, version: int, folder: str | os.PathLike[str] | None) -> None:
+        if folder is not None:
+            absolute = str(Path(folder).absolute())
+            self._end.report(WeightsWritten(consumer=self._consumer, version=version, folder=absolute))
 
     def checkpoint_saved(self, step: int, path: str | os.PathLike[str] = "") -> None:
         """A durable checkpoint contains this step: the trainer will never go back to an earlier one."""

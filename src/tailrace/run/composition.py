@@ -143,8 +143,12 @@ class ComposedRun:
     @property
     def _waits_for_outside(self) -> str:
         """For people, where it is a trainer that is not ours."""
-        is_at_work = self.orchestrator.stage in (Stage.STARTING, Stage.TRAINING)
-        return self.scheduler.describe_waiting() if isinstance(self.scheduler, FeedScheduler) and is_at_work else ""
+        orchestrator, scheduler = self.orchestrator, self.scheduler
+        if not isinstance(scheduler, FeedScheduler) or orchestrator.stage not in (Stage.STARTING, Stage.TRAINING):
+            return ""
+        if not orchestrator.has_begun and self.roles.generators.router.weights.newest is None and orchestrator.version:
+            return f"the outside trainer to write weights of version {orchestrator.version}, with which it begins"
+        return scheduler.describe_waiting()
 
 
 @contextlib.asynccontextmanager

@@ -25,6 +25,7 @@ from tailrace.errors import LifecycleError, Misreported, SettingsError, Tailrace
 from tailrace.records import (
     CheckpointSaved,
     CheckpointWritten,
+    ConsumerLost,
     FeedReport,
     ModelStateDictPublished,
     RunStatus,
@@ -184,6 +185,8 @@ class OutsideTrainer(RunTrainer):
             await self._take(report, self._listener)
             if isinstance(report, TrainingOver):
                 return
+            if isinstance(report, ConsumerLost):
+                await self._answer_for_nobody()
         if not self._log.has_ended:
             raise TransportError("the stream of samples ended without the trainer's terminal record")
 
@@ -226,9 +229,14 @@ class OutsideTrainer(RunTrainer):
             assert self._weights is not None
             written, self._weights = self._weights, None
             folder, version = Path(written.folder), written.version
-            with phase("publish", track="weights", about={"version": version}) as publishing:
-                ref = await asyncio.to_thread(self._store.publish_folder, folder, version)
-                publishing.add_bytes(ref.num_bytes)
+            try:
+                with phase("publish", track="weights", about={"version": version}) as publishing:
+                    ref = await asyncio.to_thread(self._store.publish_folder, folder, version)
+                    publishing.add_bytes(ref.num_bytes)
+            except TransportError:
+                if self._weights is None:
+                    raise
+                continue  # newer ones came, and the trainer may have removed these
             if not self._log.has_ended:
                 await self._log.append(ModelStateDictPublished(epoch=self._log.epoch, ref=ref))
 
@@ -237,17 +245,22 @@ class OutsideTrainer(RunTrainer):
         async for event in self._log.follow():
             if isinstance(event, StopRequested):
                 await self.samples.request_stop(event)
-                is_there = self._listener is not None and self._listener.num_consumers
-                if event.status is not RunStatus.FINISHED and not is_there:
-                    await self._end(event.status, "no rank of the trainer was there")
+                await self._answer_for_nobody()
             elif isinstance(event, TrainerEnded):
                 self._why_closed = self._why_closed or f"the run is over: {event.status}, {event.reason}"
+
+    async def _answer_for_nobody(self) -> None:
+        """A run that was cancelled, or failed, does not wait for a trainer that is not there."""
+        is_there = self._listener is not None and self._listener.num_consumers
+        if self._log.stop is not None and self._log.stop.status is not RunStatus.FINISHED and not is_there:
+            await self._end(self._log.stop.status, "no rank of the trainer was there")
 
     async def _end(self, status: RunStatus, reason: str) -> None:
         """The terminal record. Where a stop was asked for, the trainer does not make a success of it."""
         if (stop := self._log.stop) is not None:
             status = max(status, stop.status, key=_WORSE.index)
-            reason = f"{stop.role}: {stop.reason}; {reason}".removesuffix("; ")
+            told = "" if reason in ("", stop.reason) else f"; {reason}"
+            reason = f"{stop.role}: {stop.reason}{told}"
         if not self._log.has_ended:
             await self._log.append(TrainerEnded(epoch=self._log.epoch, status=status, step=self._step, reason=reason))
 
