@@ -29,7 +29,7 @@ from tests.support.redis_servers import needs_redis
 SETTINGS = ROOT / "examples" / "external_trainer.toml"
 TINY = (
     *("--rollouts.group_size", "2", "--rollouts.max_tokens", "6", "--rollouts.max_turns", "1"),
-    *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false"),
+    *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false", "--scheduling.max_staleness", "1"),
     *("--generator.max_cache_tokens", "512", "--generator.slots", "8"),
     *environment("words"),
 )

@@ -123,7 +123,9 @@ class Fed:
     def __init__(self, parent: Path) -> None:
         self.folder = parent / "run"
         self.trainer: Trainer
-        self.summary = asyncio.run(run_with(parent, self._train))
+        # of steps after the second one every token is of weights that the trainer wrote
+        scheduling = {"batch_size": 4, "filter_zero_spread": False, "max_staleness": 1}
+        self.summary = asyncio.run(run_with(parent, self._train, scheduling=scheduling))
 
     async def _train(self, samples: MemorySampleStream) -> None:
         self.trainer = trainer = Trainer(samples, self.folder / "weights")
