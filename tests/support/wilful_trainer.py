@@ -1,8 +1,8 @@
 """A trainer outside with a will of its own, as a process: `wilful_trainer.py RUN WEIGHTS STEPS SAMPLES RANKS SEED STEP
 LIFE`.
 
-Its ranks are threads. Each step takes up to a fifth more or fewer samples than was configured; where its seed is even its
-first life dies without a word in the middle of a step, with samples in hand, and the next one goes on from the
+Its ranks are threads. Each step takes up to a fifth more or fewer samples than was configured; where its seed is even,
+its first life dies without a word in the middle of a step, with samples in hand, and the next one goes on from the
 checkpoint before.
 """
 
