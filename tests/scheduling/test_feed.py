@@ -349,15 +349,18 @@ def test_a_lost_sample_that_somebody_trained_on_after_all_is_not_handed_over_aga
     async def main() -> None:
         async with Hand() as hand:
             other = hand.world.stream.join("rank-1")
-            pulled = await other.pull(1)
+            await asyncio.sleep(100)
+            pulled = await other.pull(100)
             assert not isinstance(pulled, StopRequested)
             hand.world.stream.lose("rank-1", "silent")
-            mine = await hand.pull(3)
-            await hand.train(1, [*mine, *(one for one in pulled if one not in mine)])
+            await asyncio.sleep(1)  # all are offered again, and nobody has them
+            assert {hand.world.stream.offered.count(one.sample_id) for one in pulled} == {2}
+            await hand.train(1, pulled[:3])
             await asyncio.sleep(1)
             assert hand.world.step == 1
-            later = {one.sample_id for one in await hand.pull(8)}
-            assert not later & {one.sample_id for one in pulled}
+            later = {one.sample_id for one in await hand.pull_all()}
+            assert not later & {one.sample_id for one in pulled[:3]}
+            assert later >= {one.sample_id for one in pulled[3:]}
 
     run_in_virtual_time(main())
 

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 from typing_extensions import override
@@ -41,7 +41,7 @@ from tailrace.scheduling.admission import AdmissionState
 from tailrace.scheduling.base import SaveState, Scheduler
 from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.handed_over import HandedOver, HandedRollout, HandedSample
-from tailrace.scheduling.observer import SchedulerObserver, SchedulerStatistics
+from tailrace.scheduling.observer import SchedulerObserver
 from tailrace.scheduling.outstanding import ReadyGroup
 from tailrace.scheduling.settings import WINDOW_BATCHES, SchedulingSettings
 from tailrace.scheduling.tasks import TaskStream
@@ -153,11 +153,6 @@ class FeedScheduler(Scheduler):
         self._ended_steps.add(event, self._told.pop(event.step))
         self._review_running()
         self._outstanding.wake()
-
-    @property
-    @override
-    def statistics(self) -> SchedulerStatistics:
-        return replace(super().statistics, samples_ahead=len(self._hand.in_hand))
 
     @property
     def figures(self) -> FeedFigures:

@@ -53,6 +53,8 @@ class HandedSample:
     of: HandedRollout
     holder: str | None = None
     """A consumer; None while nobody took it."""
+    was_taken: bool = False
+    """Ever: by a consumer that was lost, perhaps, whose gradient the step had in it."""
 
     @property
     def loss_tokens(self) -> int:
@@ -136,7 +138,7 @@ class HandedOver:
             if self.returned.pop(one.sample_id, None):  # it was thought to be lost, and is not
                 self.hand([one])
             if one.holder is None:
-                one.holder = consumer
+                one.holder, one.was_taken = consumer, True
                 self.waiting -= 1
                 self.taken_rollouts += not one.of.taken
                 one.of.taken += 1
@@ -173,7 +175,7 @@ class HandedOver:
         if len({*report.sample_ids}) < len(report.sample_ids):
             raise Misreported(f"consumer {report.consumer!r} {what} a sample twice")
         trained = self._found(report.consumer, what, report.sample_ids)
-        if never := next((one for one in trained if one.holder is None and one.sample_id in self.in_hand), None):
+        if never := next((one for one in trained if not one.was_taken), None):
             raise Misreported(f"consumer {report.consumer!r} {what} {never.sample_id}, which nobody was given yet")
         self.trained_again += len(report.sample_ids) - len(trained)
         for one in trained:

@@ -62,8 +62,6 @@ class SchedulerStatistics:
     """Environments that pause, since they failed."""
     set_aside: int = 0
     """Rollouts that were set aside at the edge of a step and go on in the next one."""
-    samples_ahead: int = 0
-    """Samples that an outside trainer was handed, and told no step of."""
 
 
 class Stopwatch:
