@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from safetensors.torch import save
 
 from tailrace.batching.slices import drained
 from tailrace.errors import (
@@ -343,6 +344,20 @@ def model_state_dicts(folder: Path) -> Reader:
     return Reader([sample, sample[:600] + sample[-100:]], read, TransportError, 10)
 
 
+def weight_folders(folder: Path) -> Reader:
+    store, written = SharedMemoryModelStateDictStore(folder), folder / "version_7"
+    written.mkdir()
+    sample = save({"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.zeros(2, dtype=torch.bfloat16)})
+
+    def read(content: bytes) -> None:
+        (written / "model.safetensors").unlink(missing_ok=True)
+        (written / "model.safetensors").write_bytes(content)
+        with store.open(store.publish_folder(written, 7)) as lent:
+            assert lent.version == 7
+
+    return Reader([sample], read, TransportError, 10)
+
+
 def model_state_dict_names(folder: Path) -> Reader:
     store = SharedMemoryModelStateDictStore(folder)
     ref = store.publish({"weight": torch.zeros(3)}, 7)
@@ -485,7 +500,7 @@ def uploads(folder: Path) -> Reader:
 
 READERS = [
     *(calls, replies, channel_messages, worker_messages, key_files, scheduler_states, captures, checkpoints, summaries),
-    *(model_state_dicts, model_state_dict_names, batch_headers, batch_tables, streamed_samples),
+    *(model_state_dicts, weight_folders, model_state_dict_names, batch_headers, batch_tables, streamed_samples),
     *(payload_references, slabs, deltas, uploads),
 ]
 
