@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 import mmap
 import queue
 import threading
@@ -24,9 +25,11 @@ from typing_extensions import override
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.transport.channels import Conversation, OpenChannel
-from tailrace.transport.redis.connection import RedisConnection
+from tailrace.transport.redis.connection import RedisConnection, without_password
 from tailrace.transport.redis.entries import Entry
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter
+
+_logger = logging.getLogger(__name__)
 
 SCHEME = "redis-stream:"
 """How addresses begin that mean streams of the run's Redis, and not sockets."""
@@ -125,13 +128,17 @@ class RedisPlace:
         """Of ends whose messages stay in Redis until they are released."""
         return partial(self.open_channel, keeps=True)
 
-    def _tell(self, is_away: bool) -> None:
+    def _tell(self, why: str) -> None:
         with self._lock:
-            before, self._num_away = self._num_away, self._num_away + (1 if is_away else -1)
+            before, self._num_away = self._num_away, self._num_away + (1 if why else -1)
             if (before == 0) == (self._num_away == 0):
                 return
+        if why:
+            _logger.warning("Redis at %s is away, and is waited for: %s", without_password(self.url), why)
+        else:
+            _logger.warning("Redis at %s is back", without_password(self.url))
         for listener in self.listeners:
-            listener(is_away)
+            listener(bool(why))
 
 
 class RedisChannel(Conversation):
