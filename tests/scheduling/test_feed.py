@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def drawn(seed: int) -> Told:
     )
     group_size, release = draw.randint(2, 5), draw.choice(["together", "together", "early"])
     batch_size = group_size * draw.randint(1, 4)
-    settings = {
+    settings: dict[str, Any] = {
         "rows": draw.choice([3, 12, 50]),
         "group_size": group_size,
         "max_staleness": draw.randint(0, 4),
@@ -78,7 +79,7 @@ def drawn(seed: int) -> Told:
         "max_restarts": draw.randint(0, 2),
         "retained_bytes": draw.choice([0, 1000, 1 << 30]),
     }
-    trainer = {
+    trainer: dict[str, Any] = {
         "steps": draw.randint(2, 8),
         "ranks": draw.choice([1, 1, 2, 3, 4, 8, 16]),
         "prefetch": draw.choice([0.0, 0.5, 1.0, 2.0, 4.0]),
@@ -183,8 +184,8 @@ class Hand:
     def __init__(self, **settings: object) -> None:
         rewards = [0.0, 1.0]
         runner = BranchingRunner(lambda number: rewards[number % 2], pauses=lambda number: 1, pause_s=1.0)
-        chosen: dict[str, object] = {"batch_size": 4, "group_size": 4, "rows": 50, "max_running": 8, **settings}
-        self.world = FeedWorld(runner, **chosen)  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {"batch_size": 4, "group_size": 4, "rows": 50, "max_running": 8, **settings}
+        self.world = FeedWorld(runner, **chosen)
         self.receiver: MemorySampleReceiver
         self.running: asyncio.Task[TrainerEnded]
 

@@ -234,7 +234,7 @@ class OutsideTrainer(RunTrainer):
                     ref = await asyncio.to_thread(self._store.publish_folder, folder, version)
                     publishing.add_bytes(ref.num_bytes)
             except TransportError:
-                if self._weights is None:
+                if self._newest_weights <= version:
                     raise
                 continue  # newer ones came, and the trainer may have removed these
             if not self._log.has_ended:

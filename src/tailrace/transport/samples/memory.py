@@ -96,8 +96,10 @@ class MemorySampleStream(SampleSender):
 
     async def take(self, receiver: MemorySampleReceiver, at_most: int) -> list[FeedSample] | StopRequested:
         """As `SampleReceiver.pull`."""
-        ended = lambda: self._closed is not None or not self.knows(receiver)  # noqa: E731
-        await wait_until(self._changed, lambda: bool(self._offered or self._stop) or ended())
+        await wait_until(
+            self._changed,
+            lambda: bool(self._offered or self._stop) or self._closed is not None or not self.knows(receiver),
+        )
         receiver.require_known()
         if self._stop is not None:
             return self._stop
