@@ -58,6 +58,7 @@ def make_trainer(feed: Feed, arguments: argparse.Namespace) -> Any:
     """TRL's trainer, with another source of samples and somebody who is told of its steps."""
     from datasets import Dataset
     from transformers import TrainerCallback
+    from transformers.utils.logging import disable_progress_bar
     from trl import GRPOConfig, GRPOTrainer
 
     class StreamedTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -82,6 +83,7 @@ def make_trainer(feed: Feed, arguments: argparse.Namespace) -> Any:
             outdated = arguments.weights / f"version_{state.global_step - KEPT_VERSIONS:06d}"
             shutil.rmtree(outdated, ignore_errors=True)
 
+    disable_progress_bar()  # of every folder of weights
     config = GRPOConfig(
         output_dir=str(arguments.weights),
         max_steps=arguments.steps,
