@@ -84,6 +84,7 @@ from tailrace.transport.batches.stores import BatchRef
 from tailrace.transport.channels import decode, encode
 from tailrace.transport.events.rpc import AppendEvent, EventLogged, FollowLog, LogEnded
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
+from tailrace.transport.redis.entries import Message, checked, read_header
 from tailrace.transport.samples.codec import decode_sample, encode_sample
 from tailrace.transport.segments import TRAILER_BYTES, map_segment, read_segment
 from tailrace.transport.weights.deltas import apply_delta, digest_of, encode_delta
@@ -380,6 +381,17 @@ def resealed(content: bytes) -> bytes:
     return content[:-24] + checksum.to_bytes(8, "little") + bytes(16)
 
 
+def stream_entries(folder: Path) -> Reader:
+    """Of Redis: headers, and the bytes that they are of."""
+    sample = Message(3, "body", b"x" * 40).header("run", "epoch")
+
+    def read(content: bytes) -> bytes:
+        header, data = read_header("stream", [b"header", content, b"data", b"x" * 40])
+        return checked("stream", header, data)
+
+    return Reader([sample, sample.replace(b'"num_parts":0', b'"num_parts":2')], read, CorruptData, 4)
+
+
 def batch_headers(folder: Path) -> Reader:
     sample = forge(folder, {})
 
@@ -500,7 +512,8 @@ def uploads(folder: Path) -> Reader:
 
 READERS = [
     *(calls, replies, channel_messages, worker_messages, key_files, scheduler_states, captures, checkpoints, summaries),
-    *(model_state_dicts, weight_folders, model_state_dict_names, batch_headers, batch_tables, streamed_samples),
+    *(model_state_dicts, weight_folders, model_state_dict_names, batch_headers, batch_tables),
+    *(stream_entries, streamed_samples),
     *(payload_references, slabs, deltas, uploads),
 ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.transport.redis.channels import RedisPlace
-from tailrace.transport.redis.connection import Reply, RedisConnection
+from tailrace.transport.redis.connection import RedisConnection, Reply
 from tailrace.transport.redis.server import PROGRAM, RedisServer
 from tailrace.transport.redis.streams import Origin
 

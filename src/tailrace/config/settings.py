@@ -31,8 +31,9 @@ class RunSettings(BaseModel):
     placement: str = Field(
         "local",
         pattern=r"^\w+$|^[\w.]+:\w+$",
-        description="Who starts the roles. local: trainer and generators are processes of their own; inline: all in one"
-        " process, for tests and debuggers; module:Class: a launcher of your own.",
+        description="Who starts the roles. local: trainer and generators are processes of their own; redis: the same,"
+        " but the trainer, which `tailrace join` has on another machine; inline: all in one process, for tests and"
+        " debuggers; module:Class: a launcher of your own.",
     )
     schedule: Schedule = Field(
         "stream",

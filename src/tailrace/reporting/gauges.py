@@ -17,6 +17,7 @@ from tailrace.scheduling import EnvironmentFigures, FeedFigures, SchedulerStatis
 from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
+from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.weights.lending import LendingFigures
 
 Gauge: TypeAlias = Callable[[], Mapping[str, float]]
@@ -204,5 +205,22 @@ def weights_gauge(figures: Callable[[], LendingFigures]) -> Gauge:
         if new.compared_bytes:
             metrics["weights/changed_share"] = new.changed_bytes / new.compared_bytes
         return metrics
+
+    return read
+
+
+def redis_gauge(place: RedisPlace | None) -> Gauge:
+    """What Redis was like for the orchestrator; nothing where there is none."""
+
+    def read() -> dict[str, float]:
+        if place is None:
+            return {}
+        figures = place.figures
+        return {
+            "redis/outages": figures.outages,
+            "redis/away_s": figures.away_s,
+            "redis/restored": figures.restored,
+            "redis/ignored": figures.ignored,
+        }
 
     return read

@@ -31,6 +31,7 @@ from tailrace.reporting.gauges import (
     feed_gauge,
     payload_gauge,
     phase_gauge,
+    redis_gauge,
     replica_gauge,
     usage_gauge,
     weights_gauge,
@@ -206,6 +207,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             usage_gauge(lambda: rollouter.teacher_usage),
             payload_gauge(roles.payloads),
             weights_gauge(lambda: roles.lending),
+            redis_gauge(roles.redis),
             lambda: {"training/restarts": roles.trainer.restarts},
         )
         orchestrator = Orchestrator(

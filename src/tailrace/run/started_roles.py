@@ -46,6 +46,7 @@ from tailrace.transport.batches.channels import ChannelBatchSender
 from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.weights.lending import LendingFigures
 
 Watch: TypeAlias = Callable[[], Coroutine[Any, Any, NoReturn]]
@@ -73,6 +74,11 @@ class StartedRoles:
         """Of weights that were sent to generators which do not share this host's memory."""
         transports = self._transports
         return transports.lender.figures if isinstance(transports, HostTransports) else LendingFigures()
+
+    @property
+    def redis(self) -> RedisPlace | None:
+        """Where batches and events go through Redis."""
+        return self._transports.redis if isinstance(self._transports, HostTransports) else None
 
     def pids(self) -> dict[str, int]:
         """Ids of the processes that run now, by role."""

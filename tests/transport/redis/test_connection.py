@@ -48,7 +48,7 @@ def test_tls_with_a_server_that_speaks_none_is_refused(server: RedisServer) -> N
 
 def test_nobody_there_is_refused(server: RedisServer) -> None:
     server.kill()
-    with pytest.raises(SettingsError, match="no Redis answers at redis://127.0.0.1:"):
+    with pytest.raises(SettingsError, match=r"no Redis answers at redis://127\.0\.0\.1:"):
         require_redis(server.url)
 
 

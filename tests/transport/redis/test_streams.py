@@ -1,4 +1,4 @@
-"""Promises of streams: every message once and in order to whoever is alone, to one of a group else, through all troubles."""
+"""Promises of streams: every message once and in order to whoever reads alone, to one of a group else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
@@ -174,7 +175,6 @@ def test_a_writer_waits_while_redis_has_no_memory(ends: Ends) -> None:
     writing.start()
     writing.join(0.3)
     assert writing.is_alive()
-    ends.writer.times_restored = 0
     ask(ends.server, "CONFIG", "SET", "maxmemory", "0")
     writing.join(60)
     assert read(reader, 2) == ["one", "two"]
@@ -228,8 +228,6 @@ def header_of(ends: Ends, **changes: object) -> bytes:
         **{"kind": "text", "num_bytes": 3, "num_parts": 0, "xxh3": "x"},
         **changes,
     }
-    import msgspec
-
     return msgspec.json.encode(made)
 
 
@@ -238,7 +236,7 @@ def header_of(ends: Ends, **changes: object) -> bytes:
     [
         ({"schema": 2}, "schema 2, newer than this Tailrace's 1"),
         ({"schema": 0, "number": "x"}, "schema 0, older than this Tailrace's 1"),
-        ({"num_bytes": 4}, "message 1 of the stream .* is damaged"),
+        ({"num_bytes": 4}, r"message 1 of the stream .* is damaged"),
         ({}, "checksum differs"),
         ({"number": 0}, "is impossible"),
         ({"num_parts": 1 << 40}, "is impossible"),
@@ -253,8 +251,7 @@ def test_an_entry_of_another_schema_or_that_was_cut_or_flipped_is_named(
     with contextlib.closing(ends.place.connect()) as connection:
         connection.one("XADD", ends.key, "*", "header", header_of(ends, **changes), "data", b"abc")
     with pytest.raises(CorruptData, match=message):
-        ends.ordered().next(1.0)
-        raise AssertionError("it was read")
+        ends.ordered().next(10.0)
 
 
 @pytest.mark.parametrize("fields", [("a", "b"), ("header", "{", "data", "x"), ("header", "x" * 5000, "data", "x")])
@@ -267,7 +264,7 @@ def test_an_entry_that_is_none_of_ours_is_named(ends: Ends, fields: tuple[str, .
 def test_a_flipped_part_is_noticed(ends: Ends) -> None:
     ends.writer.append([("large", LARGE)])
     ask(ends.server, "SETRANGE", f"{ends.key}:1.1", "5", "x")
-    with pytest.raises(CorruptData, match="message 1 of the stream .* is damaged"):
+    with pytest.raises(CorruptData, match=r"message 1 of the stream .* is damaged"):
         ends.ordered().next(1.0)
 
 
@@ -279,8 +276,6 @@ def test_a_name_is_held_by_one(ends: Ends) -> None:
 
 
 def test_a_header_is_readable_json(ends: Ends) -> None:
-    import msgspec
-
     ends.write("one")
     reply = ask(ends.server, "XRANGE", ends.key, "-", "+")
     assert isinstance(reply, list)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 import mmap
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,9 +26,11 @@ from typing_extensions import override
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.transport.channels import Conversation, OpenChannel
-from tailrace.transport.redis.connection import RedisConnection
+from tailrace.transport.redis.connection import RedisConnection, without_password
 from tailrace.transport.redis.entries import Entry
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter
+
+_logger = logging.getLogger(__name__)
 
 SCHEME = "redis-stream:"
 """How addresses begin that mean streams of the run's Redis, and not sockets."""
@@ -55,6 +59,19 @@ class _Kind(enum.StrEnum):
     CLOSED = "closed"
 
 
+@dataclass(frozen=True, slots=True)
+class RedisFigures:
+    """Of one process, since it began."""
+
+    outages: int
+    """Times that Redis was away."""
+    away_s: float
+    restored: int
+    """Times that it had lost a part of a stream, which was written again."""
+    ignored: int
+    """Entries of other starts of the run that were read."""
+
+
 @dataclass(slots=True)
 class RedisPlace:
     """Where the streams of one start of a run are, for one process of it. Knows whether Redis is away."""
@@ -65,13 +82,29 @@ class RedisPlace:
     prefix: str = "tailrace"
     listeners: list[Callable[[bool], None]] = field(default_factory=list)
     """Called when Redis goes away, as far as any connection knows, and when all are back; in threads of any kind."""
+    _channels: list[RedisChannel] = field(default_factory=list)
     _num_away: int = 0
+    _outages: int = 0
+    _away_s: float = 0.0
+    """Less the clock's time at its beginning, of an outage that lasts."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_away(self) -> bool:
         """Whether any connection waits for Redis."""
         return self._num_away > 0
+
+    @property
+    def figures(self) -> RedisFigures:
+        """Of the connections and conversations of this process."""
+        with self._lock:
+            away_s = self._away_s + (time.monotonic() if self.is_away else 0.0)
+        return RedisFigures(
+            self._outages,
+            away_s,
+            restored=sum(channel.times_restored for channel in self._channels),
+            ignored=sum(channel.num_ignored for channel in self._channels),
+        )
 
     def address(self, name: str) -> str:
         """Of a conversation of that name.
@@ -110,7 +143,7 @@ class RedisPlace:
         keeps: bool = False,
     ) -> RedisChannel:
         """One end of a conversation, as `transport.channels.OpenChannel`. `keeps`: see `RedisChannel`."""
-        return RedisChannel(
+        channel = RedisChannel(
             *(self, address),
             bind=bind,
             on_message=on_message,
@@ -119,19 +152,27 @@ class RedisPlace:
             on_body=on_body,
             keeps=keeps,
         )
+        self._channels.append(channel)
+        return channel
 
     @property
     def open_keeping_channel(self) -> OpenChannel:
         """Of ends whose messages stay in Redis until they are released."""
         return partial(self.open_channel, keeps=True)
 
-    def _tell(self, is_away: bool) -> None:
+    def _tell(self, why: str) -> None:
         with self._lock:
-            before, self._num_away = self._num_away, self._num_away + (1 if is_away else -1)
+            before, self._num_away = self._num_away, self._num_away + (1 if why else -1)
             if (before == 0) == (self._num_away == 0):
                 return
+            self._outages += bool(why)
+            self._away_s += -time.monotonic() if why else time.monotonic()
+        if why:
+            _logger.warning("Redis at %s is away, and is waited for: %s", without_password(self.url), why)
+        else:
+            _logger.warning("Redis at %s is back", without_password(self.url))
         for listener in self.listeners:
-            listener(is_away)
+            listener(bool(why))
 
 
 class RedisChannel(Conversation):
@@ -168,6 +209,16 @@ class RedisChannel(Conversation):
         self._send_out([(_Kind.HELLO, b"")])
         for thread in self._threads:
             thread.start()
+
+    @property
+    def times_restored(self) -> int:
+        """How often Redis had lost something that this end wrote."""
+        return self._writer.times_restored
+
+    @property
+    def num_ignored(self) -> int:
+        """Entries that this end read, of other starts of the run."""
+        return self._reader.reader.num_ignored
 
     @override
     def send(self, message: bytes, body: mmap.mmap | None = None) -> None:

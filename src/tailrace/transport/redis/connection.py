@@ -9,7 +9,6 @@ Commands are sent as they are and answered as Redis answers them (RESP2), a pipe
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -21,8 +20,6 @@ from tailrace.errors import PeerGone, SettingsError, TransportError
 
 if TYPE_CHECKING:
     from redis.connection import ConnectionInterface
-
-_logger = logging.getLogger(__name__)
 
 Argument: TypeAlias = bytes | str | int | memoryview
 Command: TypeAlias = Sequence[Argument]
@@ -37,7 +34,7 @@ PASSWORD_VARIABLE = "TAILRACE_REDIS_PASSWORD"
 ANSWERS_S = 10.0
 """Within which Redis must answer what it need not wait for, or it is away."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-"""Between two tries to connect: the first, and what it doubles up to."""
+"""Between two tries, which are the rarer the longer Redis is away."""
 _PASSING = ("MISCONF", "NOREPLICAS", "BUSY ")
 """Errors that may pass, beside those that have classes: a disk that is full, replicas that are away, a script."""
 _FIRST_S = 4.0
@@ -47,7 +44,7 @@ _OLDEST = (6, 2)
 
 
 class ConnectionLost(Exception):
-    """The connection went away within a pipeline, and is there again: how far Redis came is not known."""
+    """Redis went away within a pipeline, or refused a part of it for now: how far it came is not known."""
 
 
 class RedisConnection:
@@ -59,14 +56,16 @@ class RedisConnection:
         *,
         outage_s: float = 60.0,
         answers_s: float = ANSWERS_S,
-        on_away: Callable[[bool], None] = lambda _is_away: None,
+        on_away: Callable[[str], None] = lambda _why: None,
     ) -> None:
-        """`on_away` is called in this connection's thread when Redis goes away, and when it is back."""
+        """`on_away` is called in this connection's thread when Redis goes away, with the reason, and with "" after."""
         self.url, self._outage_s, self._answers_s, self._on_away = url, outage_s, answers_s, on_away
         self.times_connected = 0
         """How often: between two of them Redis may have lost what it was given."""
         self._closed = threading.Event()
         self._away_since_s: float | None = None
+        self._refused: Argument | None = None
+        """The command that it was refused for now, if that is why it counts as away."""
         self._lock = threading.Lock()
         self._connection: ConnectionInterface = _make(url, answers_s)
 
@@ -87,28 +86,25 @@ class RedisConnection:
         this raises `ConnectionLost` after an outage, once Redis is back. Raises `SettingsError` for a user or password
         that is refused, `TransportError` when Redis was away for `outage_s`, and `PeerGone` once this end is closed.
         """
-        pause_s = _PAUSE_S
         while True:
             try:
                 replies = self._once(commands, waits_s)
             except TransportError:
                 raise
-            except Exception as error:  # noqa: BLE001 - of the library's classes, which are told apart there
+            except Exception as error:
                 self._require_passing(error)
-                why: Exception = error
-            else:
-                errors = [reply for reply in replies if isinstance(reply, Exception)]
-                passing = next(filter(_is_passing, errors), None)
-                for error in filter(_no_permission, errors):
-                    self._require_passing(error)
-                if passing is None:
-                    self._is_back()
-                    return replies
-                why = passing
-            self._pause(pause_s, why)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                self._pause(error)
+                if not repeats:
+                    self.execute([("PING",)])
+                    raise ConnectionLost(str(error)) from error
+                continue
+            refused = self._refused_of(commands, replies)
+            if refused is None:
+                self._is_back(commands)
+                return replies
+            self._refused, why = refused
+            self._pause(why)
             if not repeats:
-                self.execute([("PING",)])
                 raise ConnectionLost(str(why))
 
     def one(self, *command: Argument, waits_s: float = 0.0) -> Reply:
@@ -161,26 +157,39 @@ class RedisConnection:
         if not isinstance(error, RedisError | OSError):
             raise error
 
-    def _pause(self, pause_s: float, why: Exception) -> None:
-        """Before the next try. Raises `PeerGone` where Redis was away for too long."""
+    def _refused_of(self, commands: Sequence[Command], replies: Sequence[Reply]) -> tuple[Argument, Exception] | None:
+        """The first command that is refused for now, and why. Raises `SettingsError` for one that is for ever."""
+        for command, reply in zip(commands, replies, strict=True):
+            if isinstance(reply, Exception):
+                if _is_passing(reply):
+                    return command[0], reply
+                if _no_permission(reply):
+                    self._require_passing(reply)
+        return None
+
+    def _pause(self, why: Exception) -> None:
+        """Before the next try, the longer the longer Redis is away. Raises `TransportError` where that is too long."""
         now_s = time.monotonic()
         if self._away_since_s is None:
-            _logger.warning("Redis at %s is away (%s); waiting for it", self.place, why)
-            self._tell_away(now_s)
-        if now_s - (self._away_since_s or now_s) >= self._outage_s:
+            self._tell_away(now_s, _told(why))
+        away_s = now_s - (self._away_since_s or now_s)
+        if away_s >= self._outage_s:
             raise TransportError(
                 f"Redis at {self.place} was away for {self._outage_s:g} s (transport.redis.outage_s), at last because "
-                f"of: {why}"
+                f"of: {_told(why)}"
             ) from why
-        if self._closed.wait(pause_s):
+        if self._closed.wait(min(max(_PAUSE_S, away_s / 2), _LONGEST_PAUSE_S)):
             raise PeerGone(f"the connection to Redis ({self.place}) is closed")
 
-    def _is_back(self) -> None:
+    def _is_back(self, commands: Sequence[Command]) -> None:
+        """Commands were answered: it is away no more, unless it refused one that is not among these."""
         if self._away_since_s is not None:
-            _logger.warning("Redis at %s is back after %.1f s", self.place, time.monotonic() - self._away_since_s)
+            if self._refused is not None and all(command[0] != self._refused for command in commands):
+                return
+            self._refused = None
             self._tell_away(None)
 
-    def _tell_away(self, since_s: float | None) -> None:
+    def _tell_away(self, since_s: float | None, why: str = "") -> None:
         """Once for each change; one that is closed is not away."""
         with self._lock:
             if self._closed.is_set():
@@ -188,7 +197,7 @@ class RedisConnection:
             has_changed = (since_s is None) != (self._away_since_s is None)
             self._away_since_s = since_s
         if has_changed:
-            self._on_away(since_s is not None)
+            self._on_away(why)
 
 
 def raised(reply: Reply) -> Reply:
@@ -274,6 +283,12 @@ def _info(reply: Reply) -> dict[str, str]:
     """Of the command INFO."""
     text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+
+
+def _told(error: Exception) -> str:
+    """As Redis said it: the library cuts the first word off."""
+    code = getattr(error, "status_code", None)
+    return f"{code} {error}" if code else str(error)
 
 
 def _is_passing(error: Exception) -> bool:

@@ -93,7 +93,7 @@ class StreamWriter:
                 if not self._write_next():
                     return lost
             except ConnectionLost:
-                continue
+                self._looked_at = 0
 
     def release(self, number: int) -> None:
         """Messages up to this one will not be needed again: remove them, here and from Redis."""
