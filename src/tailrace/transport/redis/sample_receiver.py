@@ -20,7 +20,7 @@ from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone,
 from tailrace.guards import guarded
 from tailrace.records import StopRequested, StreamedSample
 from tailrace.transport.redis import sample_messages
-from tailrace.transport.redis.connection import RedisConnection
+from tailrace.transport.redis.connection import RedisConnection, require_redis
 from tailrace.transport.redis.entries import Entry, Message
 from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, OwnReport, Pull
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter, claim_name
@@ -64,6 +64,7 @@ class RedisSampleReceiver:
         self._lock = threading.Lock()
         self._asked = self._seen = 0
         try:
+            require_redis(url)
             self._open = self._wait_for_run(patience_s)
             origin = Origin(run, self._open.epoch)
             self._writer = StreamWriter(self._writing, self._keys.up(self._token), origin)
@@ -177,8 +178,8 @@ class RedisSampleReceiver:
         """Wait for a lease that a rank left behind when it died: the name of one that renews it stays taken."""
         key, left_ms = self._keys.name(self.name), 0
         while not claim_name(self._keeping, key, self._token, self._open.lease_s):
-            before_ms, left_ms = left_ms, self._keeping.one("PTTL", key)
-            assert isinstance(left_ms, int)
+            left = self._keeping.one("PTTL", key)
+            before_ms, left_ms = left_ms, left if isinstance(left, int) else 0
             if left_ms > before_ms > 0:
                 raise ConsumerRefused(
                     f"run {self._run!r} has a rank called {self.name!r} already, which lives: give every rank a name of"
