@@ -43,13 +43,13 @@ def test_a_user_of_the_access_lists_comes_from_the_url_and_needs_its_rights(
 
 def test_tls_with_a_server_that_speaks_none_is_refused(server: RedisServer) -> None:
     with pytest.raises(SettingsError, match="by rediss://"):
-        require_redis(server.url.replace("redis:", "rediss:"))
+        require_redis(server.url.replace("redis:", "rediss:"), within_s=0.5)
 
 
 def test_nobody_there_is_refused(server: RedisServer) -> None:
     server.kill()
     with pytest.raises(SettingsError, match=r"no Redis answers at redis://127\.0\.0\.1:"):
-        require_redis(server.url)
+        require_redis(server.url, within_s=0.5)
 
 
 def test_one_that_removes_what_it_likes_is_refused(server: RedisServer) -> None:

@@ -13,13 +13,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.errors import PeerGone, SettingsError, TransportError
-
-if TYPE_CHECKING:
-    from redis.connection import ConnectionInterface
 
 Argument: TypeAlias = bytes | str | int | memoryview
 Command: TypeAlias = Sequence[Argument]
@@ -47,6 +44,18 @@ class ConnectionLost(Exception):
     """Redis went away within a pipeline, or refused a part of it for now: how far it came is not known."""
 
 
+class _Wire(Protocol):
+    """What is used of redis-py's `Connection`, which declares no types."""
+
+    @property
+    def is_connected(self) -> bool: ...
+    def connect(self) -> None: ...
+    def disconnect(self) -> None: ...
+    def pack_commands(self, commands: Sequence[Command]) -> Sequence[bytes | memoryview]: ...
+    def send_packed_command(self, command: Sequence[bytes | memoryview]) -> None: ...
+    def read_response(self, *, disable_decoding: bool, timeout: float) -> Reply: ...
+
+
 class RedisConnection:
     """Connects when it is first used. Close it from any thread, which ends what waits in it with `PeerGone`."""
 
@@ -67,7 +76,7 @@ class RedisConnection:
         self._refused: Argument | None = None
         """The command that it was refused for now, if that is why it counts as away."""
         self._lock = threading.Lock()
-        self._connection: ConnectionInterface = _make(url, answers_s)
+        self._connection = _make(url, answers_s)
 
     @property
     def is_closed(self) -> bool:
@@ -133,12 +142,11 @@ class RedisConnection:
         from redis.exceptions import ResponseError
 
         try:
-            reply: Reply = self._connection.read_response(disable_decoding=True, timeout=self._answers_s + waits_s)
+            return self._connection.read_response(disable_decoding=True, timeout=self._answers_s + waits_s)
         except Gone:
             raise
         except ResponseError as error:
             return error
-        return reply
 
     def _require_passing(self, error: Exception) -> None:
         """Raise unless it may pass: the connection is gone, or Redis is busy with something else."""
@@ -234,7 +242,7 @@ def without_password(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.username}@{host}" if parts.username else host, query=""))
 
 
-def _make(url: str, answers_s: float) -> ConnectionInterface:
+def _make(url: str, answers_s: float) -> _Wire:
     """Raises `SettingsError` without redis-py, and for a URL that is none."""
     try:
         from redis.backoff import NoBackoff
@@ -249,15 +257,15 @@ def _make(url: str, answers_s: float) -> ConnectionInterface:
         timeouts |= {"socket_connect_timeout": answers_s, "socket_keepalive": True}
     try:
         pool = ConnectionPool.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), **timeouts)
-        return pool.make_connection()
+        return cast("_Wire", pool.make_connection())
     except (ValueError, TypeError) as error:
         message = f"transport.redis.url is no address of Redis ({without_password(url)}): {error}"
         raise SettingsError(message, key=_URL) from error
 
 
-def require_redis(url: str) -> None:
+def require_redis(url: str, within_s: float = _FIRST_S) -> None:
     """Raise `SettingsError` unless Redis is there, lets this user in, is new enough, and forgets nothing by itself."""
-    connection = RedisConnection(url, outage_s=_FIRST_S, answers_s=_FIRST_S)
+    connection = RedisConnection(url, outage_s=within_s, answers_s=within_s)
     try:
         server = _info(connection.one("INFO", "server"))
         memory = _info(connection.one("INFO", "memory"))

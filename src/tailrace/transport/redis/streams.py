@@ -145,7 +145,7 @@ class StreamWriter:
         (reply,) = self._redis.execute([("XREVRANGE", self.key, "+", "-", "COUNT", _LOOKED_AT)], repeats=False)
         for entry_id, fields in _entries(raised(reply)):
             header, _ = read_header(self.key, fields)
-            if header.epoch == self._origin.epoch:
+            if (header.run, header.epoch) == (self._origin.run, self._origin.epoch):
                 self._ids[header.number] = entry_id
                 return header.number
         return 0
@@ -156,10 +156,10 @@ class StreamWriter:
         if not messages:
             return False
         commands: list[Command] = []
-        places = []
+        places: list[int] = []
         for message in messages:
-            for part, data in enumerate(message.parts()):
-                commands.append(("SET", part_key(self.key, message.number, part), data))
+            for number, part in enumerate(message.parts()):
+                commands.append(("SET", part_key(self.key, message.number, number), part))
             data = b"" if message.num_parts else message.data
             header = message.header(self._origin.run, self._origin.epoch)
             only_there = ("NOMKSTREAM",) if self._exists or places else ()
@@ -177,7 +177,8 @@ class StreamWriter:
         return True
 
     def _some_unwritten(self) -> list[Message]:
-        messages, num_bytes = [], 0
+        messages: list[Message] = []
+        num_bytes = 0
         first = self._next - self._kept[0].number if self._kept else 0
         for message in itertools.islice(self._kept, first, first + _AT_ONCE):
             num_bytes += len(message.data)
