@@ -65,9 +65,13 @@ class StartedRoles:
         """Of one generator, which no weights are sent to; None where the loss needs none here."""
 
     async def watch(self) -> NoReturn:
-        """Wait for a trainer, a teacher or a last generator that ends early and is not started again, and raise why."""
-        teachers = [] if self.teacher is None else [self.teacher.watch()]
-        await first_done(self._launcher.watch(), self.trainer.watch(), self.generators.watch(), *teachers)
+        """Wait for a trainer, a teacher or a last generator that ends early and is not started again, and raise why.
+
+        Or for a Redis that stays away.
+        """
+        others = [] if self.teacher is None else [self.teacher.watch()]
+        others += [] if self.redis is None else [self.redis.watch()]
+        await first_done(self._launcher.watch(), self.trainer.watch(), self.generators.watch(), *others)
 
     @property
     def lending(self) -> LendingFigures:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 from typing_extensions import override
 
@@ -83,6 +84,8 @@ class RedisPlace:
     listeners: list[Callable[[bool], None]] = field(default_factory=list)
     """Called when Redis goes away, as far as any connection knows, and when all are back; in threads of any kind."""
     _channels: list[RedisChannel] = field(default_factory=list)
+    _failure: TransportError | None = None
+    _has_failed: asyncio.Event = field(default_factory=asyncio.Event)
     _num_away: int = 0
     _outages: int = 0
     _away_s: float = 0.0
@@ -160,19 +163,29 @@ class RedisPlace:
         """Of ends whose messages stay in Redis until they are released."""
         return partial(self.open_channel, keeps=True)
 
-    def _tell(self, why: str) -> None:
+    async def watch(self) -> NoReturn:
+        """Wait until Redis was away for too long, or gave what cannot be read, and raise that."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def fail(self, error: TransportError) -> None:
+        """A conversation ended of this, which was not its other end's wish. Called on the event loop."""
+        self._failure = self._failure or error
+        self._has_failed.set()
+
+    def _tell(self, is_away: bool, why: str) -> None:
         with self._lock:
-            before, self._num_away = self._num_away, self._num_away + (1 if why else -1)
+            before, self._num_away = self._num_away, self._num_away + (1 if is_away else -1)
             if (before == 0) == (self._num_away == 0):
                 return
-            self._outages += bool(why)
-            self._away_s += -time.monotonic() if why else time.monotonic()
+            self._outages += is_away
+            self._away_s += -time.monotonic() if is_away else time.monotonic()
         if why:
-            _logger.warning("Redis at %s is away, and is waited for: %s", without_password(self.url), why)
-        else:
-            _logger.warning("Redis at %s is back", without_password(self.url))
+            state = "is away, and is waited for" if is_away else "is back"
+            _logger.warning("Redis at %s %s: %s", without_password(self.url), state, why)
         for listener in self.listeners:
-            listener(bool(why))
+            listener(is_away)
 
 
 class RedisChannel(Conversation):
@@ -193,6 +206,7 @@ class RedisChannel(Conversation):
         """A message may bring one body, as over a `Channel`. `keeps`: until `release`, not until the other end read."""
         super().__init__()
         self._on_message, self._on_body, self._changed, self._peer = on_message, on_body, changed, peer
+        self._place = place
         self._loop, self._keeps = asyncio.get_running_loop(), keeps
         self._outbox: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._num_sent = 0
@@ -328,6 +342,8 @@ class RedisChannel(Conversation):
             self._end(error)
 
     def _end(self, error: TransportError) -> None:
+        if self.failure is None and not isinstance(error, PeerGone):
+            self._place.fail(error)
         self.failure = self.failure or error
         self.connected = False
         self._changed.set()

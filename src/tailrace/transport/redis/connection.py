@@ -65,9 +65,12 @@ class RedisConnection:
         *,
         outage_s: float = 60.0,
         answers_s: float = ANSWERS_S,
-        on_away: Callable[[str], None] = lambda _why: None,
+        on_away: Callable[[bool, str], None] = lambda _is_away, _why: None,
     ) -> None:
-        """`on_away` is called in this connection's thread when Redis goes away, with the reason, and with "" after."""
+        """`on_away` is called when Redis goes away, and when it is back: in this connection's thread, with a reason.
+
+        An outage may end without one: nobody waits any more.
+        """
         self.url, self._outage_s, self._answers_s, self._on_away = url, outage_s, answers_s, on_away
         self.times_connected = 0
         """How often: between two of them Redis may have lost what it was given."""
@@ -125,7 +128,7 @@ class RedisConnection:
         """Closing twice does nothing."""
         self._closed.set()
         self._connection.disconnect()
-        self._tell_away(None)
+        self._tell_away(None, "")
 
     def _once(self, commands: Sequence[Command], waits_s: float) -> list[Reply]:
         if self._closed.is_set():
@@ -195,9 +198,9 @@ class RedisConnection:
             if self._refused is not None and all(command[0] != self._refused for command in commands):
                 return
             self._refused = None
-            self._tell_away(None)
+            self._tell_away(None, "it answers")
 
-    def _tell_away(self, since_s: float | None, why: str = "") -> None:
+    def _tell_away(self, since_s: float | None, why: str) -> None:
         """Once for each change; one that is closed is not away."""
         with self._lock:
             if self._closed.is_set():
@@ -205,7 +208,7 @@ class RedisConnection:
             has_changed = (since_s is None) != (self._away_since_s is None)
             self._away_since_s = since_s
         if has_changed:
-            self._on_away(why)
+            self._on_away(since_s is not None, why)
 
 
 def raised(reply: Reply) -> Reply:
