@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.peers import PEER_PYTHON
 from examples.external_trainer import padded
 
 import tailrace
@@ -27,6 +26,7 @@ from tests.support.fed_runs import feed_samples
 from tests.support.redis_servers import needs_redis
 
 SETTINGS = ROOT / "examples" / "external_trainer.toml"
+TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 TINY = (
     *("--rollouts.group_size", "2", "--rollouts.max_tokens", "6", "--rollouts.max_turns", "1"),
     *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false", "--scheduling.max_staleness", "1"),
@@ -125,10 +125,10 @@ def test_what_a_run_with_another_s_trainer_cannot_have_is_refused(overrides: tup
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_trl_learns_the_quickstart_s_task_from_the_stream(tmp_path: Path) -> None:
-    needed = [PEER_PYTHON, "-c", "import msgspec, redis, trl, xxhash"]
-    if not PEER_PYTHON.exists() or subprocess.run(needed, capture_output=True, check=False).returncode:
+    needed = [TRL_PYTHON, "-c", "import msgspec, redis, trl, xxhash"]
+    if not TRL_PYTHON.exists() or subprocess.run(needed, capture_output=True, check=False).returncode:
         pytest.skip("needs TRL: make bench-trl-env")
-    program = [PEER_PYTHON, ROOT / "examples" / "external_trainer.py", "runs/outside", "--weights", "weights"]
+    program = [TRL_PYTHON, ROOT / "examples" / "external_trainer.py", "runs/outside", "--weights", "weights"]
     train_beside(tmp_path, program, patience_s=3000)
     assert summary(tmp_path)["status"] == "finished"
     found = tailrace.evaluate("quickstart", {"model.name": tmp_path / "weights" / "final"})
