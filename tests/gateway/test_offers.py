@@ -182,6 +182,17 @@ async def test_a_client_that_waits_gets_the_next_rollout(renderer: ChatRenderer)
         assert (await claiming)["task_id"] == "shop/train/1"
 
 
+async def test_a_client_that_waits_is_told_that_the_run_has_ended(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside()) as run:
+        waiting = asyncio.create_task(run.post("/rollouts", {"wait_s": 60}))
+        async with asyncio.timeout(30):
+            while not run.gateway.offers.asking:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.005)
+            await run.gateway.close()
+            told = await waiting
+    assert (told.status_code, "the run has ended" in told.text) == (410, True)
+
+
 async def test_a_client_that_hung_up_takes_no_rollout_along(renderer: ChatRenderer) -> None:
     async with offering(renderer, outside()) as run:
         gone = asyncio.create_task(run.claim(wait_s=60))

@@ -83,6 +83,7 @@ class Gateway(Endpoints):
 
     @override
     async def close(self) -> None:
+        self.offers.close()
         for session in self.sessions:
             self.sessions.close(session)
         if self._starting is not None:

@@ -73,6 +73,12 @@ class Offers:
         """Clients that wait for one."""
         self.environments: list[str] = []
         """Whose rollouts are offered, where that is known."""
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Nothing is offered any more; clients that wait are told so."""
+        self._is_closed = True
+        self._changed.set()
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -106,7 +112,8 @@ class Offers:
     async def claim(self, claim: Claim) -> dict[str, Json] | None:
         """The rollout that has waited longest, for one client; None where there is none within `wait_s`.
 
-        Raises `RequestInvalid` for an environment that no rollout will ever be of, and a task that it does not take.
+        Raises `RequestInvalid` for an environment that no rollout will ever be of, a task that it does not take, and
+        where the run has ended.
         """
         environment = claim.environment
         if environment is not None and self.environments and environment not in self.environments:
@@ -119,11 +126,13 @@ class Offers:
         self.asking += 1
         try:
             async with asyncio.timeout(claim.wait_s):
-                await wait_until(self._changed, lambda: self._next(claim) is not None)
+                await wait_until(self._changed, lambda: self._is_closed or self._next(claim) is not None)
         except TimeoutError:
             pass
         finally:
             self.asking -= 1
+        if self._is_closed:
+            raise RequestInvalid("the run has ended: it offers no rollout any more", status=410)
         while (waiting := self._next(claim)) is not None:
             self._waiting[waiting.offer.task.environment].remove(waiting)
             if not waiting.claimed.done():  # it was cancelled this very moment
