@@ -192,11 +192,8 @@ def _pip(wanted: Pinned, arguments: Sequence[str], say: Say) -> None:
             written.append(line.rstrip())
             if line.startswith(("Collecting ", "Processing ")):
                 fetched += 1
-                say(
-                    f"  {fetched} of {wanted.size}: {line.split()[1]}"
-                    if fetched <= wanted.size
-                    else f"  {line.strip()}"
-                )
+                name = line.split()[1].rpartition("/")[2]
+                say(f"  {fetched} of {wanted.size}: {name}" if fetched <= wanted.size else f"  {name}")
             elif line.startswith("Installing collected packages"):
                 say("  unpacking")
     if pip.returncode:
