@@ -6,13 +6,11 @@ A stand-in speaks verifiers' protocol here; `test_verifiers_itself.py` has verif
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tailrace.environments import EnvironmentSettings, Json, load_environment
@@ -23,6 +21,7 @@ from tailrace.gateway.gateway import Gateway
 from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import play
 from tests.support import env_server
+from tests.support.descendants import descendants
 from tests.support.served_policies import Served, served
 
 PROMPT = [5, 6, 7]
@@ -49,13 +48,9 @@ def client(talk: Served) -> dict[str, Json]:
     return client_of(talk.endpoint)
 
 
-def processes() -> list[psutil.Process]:
+def processes() -> list[list[str]]:
     """Stand-ins that run."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found += [one] if "env_server.py" in " ".join(one.cmdline()) else []
-    return found
+    return descendants("env_server.py")
 
 
 async def test_rollouts_are_played_by_the_server_and_recorded_as_sampled(
@@ -132,7 +127,7 @@ async def test_its_end_leaves_nothing(renderer: ChatRenderer, interpreter: Path)
     async with served(renderer, ["Ada"]) as talk:
         await server.play(row(), client(talk))
         (running,) = processes()
-        folder = Path(running.cmdline()[-1].removeprefix("ipc://")).parent
+        folder = Path(running[-1].removeprefix("ipc://")).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         await server.close()
         await server.close()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 import tailrace
@@ -20,6 +19,7 @@ from tailrace.records import RunStatus
 from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import call, play
 from tests.examples.test_adapted_runs import CHANGES
+from tests.support.descendants import descendants
 from tests.support.served_policies import Served, served
 from tests.support.verifiers_scaffolds import VERIFIERS, echoing, greeting, scaffold
 
@@ -37,11 +37,9 @@ def serving(package: Path, **env: Any) -> VerifiersServer:
     return VerifiersServer(python=VERIFIERS.python, env={"taskset": {"id": package.name}, **env}, path=package)
 
 
-def children() -> list[str]:
+def children() -> list[list[str]]:
     """Processes of verifiers, and those that they started."""
-    return [
-        " ".join(one.cmdline()) for one in psutil.process_iter() if str(VERIFIERS.folder) in " ".join(one.cmdline())
-    ]
+    return descendants(str(VERIFIERS.folder))
 
 
 async def test_a_generated_package_is_played_as_it_is(renderer: ChatRenderer, tmp_path: Path) -> None:
@@ -73,8 +71,10 @@ def held(deltas: list[bytes]) -> dict[str, list[Any]]:
 
 async def ends(talk: Served, server: VerifiersServer) -> tuple[Any, dict[str, list[Any]]]:
     deltas: list[bytes] = []
-    trace = await server.play(server.tasks[0], client_of(talk.endpoint), on_delta=deltas.append)
-    await server.close()
+    try:
+        trace = await server.play(server.tasks[0], client_of(talk.endpoint), on_delta=deltas.append)
+    finally:
+        await server.close()
     return trace, held(deltas)
 
 
