@@ -68,9 +68,9 @@ class Pinned:
         return self.folder / "bin" / "python"
 
     @property
-    def size(self) -> int:
-        """How many packages it is."""
-        return sum(1 for line in self.requirements.splitlines() if line.strip() and not line.startswith("#"))
+    def packages(self) -> list[str]:
+        """What is installed: one line each."""
+        return [line for line in self.requirements.splitlines() if line.strip() and not line.startswith("#")]
 
     @property
     def is_installed(self) -> bool:
@@ -85,7 +85,7 @@ class Pinned:
 
     @property
     def _digest(self) -> str:
-        return hashlib.sha256(self.requirements.encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.packages).encode()).hexdigest()
 
 
 _PROOFS = {"verifiers==0.4.0": "verifiers.v1.serve"}
@@ -183,7 +183,7 @@ def _pip(wanted: Pinned, arguments: Sequence[str], say: Say) -> None:
     """Run pip in there; each package that it fetches is said."""
     command = [str(wanted.python), "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments]
     written: deque[str] = deque(maxlen=400)
-    fetched = 0
+    fetched, size = 0, len(wanted.packages)
     with subprocess.Popen(
         command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as pip:
@@ -193,7 +193,7 @@ def _pip(wanted: Pinned, arguments: Sequence[str], say: Say) -> None:
             if line.startswith(("Collecting ", "Processing ")):
                 fetched += 1
                 name = line.split()[1].rpartition("/")[2]
-                say(f"  {fetched} of {wanted.size}: {name}" if fetched <= wanted.size else f"  {name}")
+                say(f"  {fetched} of {size}: {name}" if fetched <= size else f"  {name}")
             elif line.startswith("Installing collected packages"):
                 say("  unpacking")
     if pip.returncode:
@@ -206,7 +206,9 @@ def _failure(wanted: Pinned, written: Sequence[str]) -> SettingsError:
     if any(sign in text for sign in _UNREACHABLE):
         hint = "the package index cannot be reached: is there a network, and is pip's index right (pip config list)?"
     elif "No matching distribution found" in text:
-        hint = f"the index has no such package for Python {sys.version_info.major}.{sys.version_info.minor}"
+        hint = (
+            f"pip finds no such package for Python {sys.version_info.major}.{sys.version_info.minor} (pip config list)"
+        )
     elif "No space left on device" in text:
         hint = f"there is no room left where {wanted.folder} is"
     else:
