@@ -135,6 +135,18 @@ async def test_its_end_leaves_nothing(renderer: ChatRenderer, interpreter: Path)
     assert not folder.exists()
 
 
+def test_it_ends_with_an_event_loop_that_nobody_closed_it_on(renderer: ChatRenderer, interpreter: Path) -> None:
+    server = serving(interpreter)
+
+    async def leave() -> None:
+        async with served(renderer, ["Ada"]) as talk:
+            await server.play(row(), client(talk))
+        assert len(processes()) == 1
+
+    asyncio.run(leave())
+    assert not processes()
+
+
 def script(folder: Path, text: str) -> Path:
     path = folder / "interpreter"
     path.write_text(f"#!/bin/sh\n{text}\n")

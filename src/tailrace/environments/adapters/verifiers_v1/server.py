@@ -145,61 +145,78 @@ class _Running:
         self._up: _Up | None = None
 
     async def play(self, request: bytes, on_delta: OnDelta | None) -> wire.Trace:
-        return await (await self._started()).play(request, on_delta)
+        loop = asyncio.get_running_loop()
+        if self._up is None or self._up.has_ended or self._loop is not loop:  # what another loop had, ended with it
+            self._loop, self._up = loop, _Up(self._server)
+        up = self._up
+        await up.answers()
+        return await up.play(request, on_delta)
 
     async def close(self) -> None:
         up, self._up = self._up, None
         if up is not None and self._loop is asyncio.get_running_loop():
             await up.close()
 
-    async def _started(self) -> _Up:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # what another one had, ended with it
-            self._loop, self._up, self._starting = loop, None, asyncio.Lock()
-        async with self._starting:
-            if self._up is not None and self._up.has_ended:
-                await self.close()
-            if self._up is None:
-                self._up = await _Up.start(self._server)
-            return self._up
-
 
 class _Up:
-    """A server that answers."""
+    """A server, from its start to its end: a task, so that it ends with its event loop at the latest."""
 
-    def __init__(self, name: str, program: Program, socket: zmq.asyncio.Socket, stack: contextlib.AsyncExitStack):
-        self._name, self._program, self._socket, self._stack = name, program, socket, stack
+    def __init__(self, server: VerifiersServer) -> None:
+        self._server = server
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], OnDelta]] = {}
-        self._watching = asyncio.create_task(self._watch(), name=f"watch {name}")
-        self._receiving = asyncio.create_task(self._receive(), name=f"hear {name}")
-
-    @classmethod
-    async def start(cls, server: VerifiersServer) -> _Up:
-        """Start it, and wait until it answers. Raises `EnvironmentFailed`."""
-        async with contextlib.AsyncExitStack() as stack:
-            host = await stack.enter_async_context(hosted())
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-", dir=_SOCKETS))
-            address = f"ipc://{folder}/verifiers"
-            program = _program(server, host, Path(folder), address)
-            stack.push_async_callback(program.close)
-            context = stack.enter_context(zmq.asyncio.Context())
-            socket = context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
-            up = cls(str(server), program, socket, stack)
-            stack.push_async_callback(up._stop)
-            try:
-                async with asyncio.timeout(server.start_timeout_s):
-                    await up._ask(wire.HEALTH, b"\x80", lambda _: None)
-            except TimeoutError:
-                raise up._failed(f"did not answer within {server.start_timeout_s:g} s of its start") from None
-            up._stack = stack.pop_all()
-        return up
+        self._closing = asyncio.Event()
+        self._answers: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._answers.add_done_callback(lambda one: one.cancelled() or one.exception())  # perhaps nobody waits for it
+        self._life = asyncio.create_task(self._live(), name=str(server))
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has."""
-        return self._watching.done()
+        """Whether it plays no rollout any more."""
+        return self._life.done()
+
+    async def answers(self) -> None:
+        """Wait until it does. Raises `EnvironmentFailed` where it does not come up."""
+        await asyncio.shield(self._answers)
+
+    async def close(self) -> None:
+        """End it, and all that it started."""
+        self._closing.set()
+        await asyncio.wait({self._life})
+
+    async def _live(self) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                await self._start(stack)
+                self._answers.set_result(None)
+                closing = asyncio.create_task(self._closing.wait())
+                await asyncio.wait({self._watching, closing}, return_when=asyncio.FIRST_COMPLETED)
+                closing.cancel()
+        except (EnvironmentFailed, OSError, zmq.ZMQError) as error:
+            if not self._answers.done():
+                self._answers.set_exception(EnvironmentFailed(str(error)))
+        finally:
+            self._answers.cancel()  # where it was cancelled before it was up
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start it, and wait until it answers. Raises `EnvironmentFailed`."""
+        host = await stack.enter_async_context(hosted())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-", dir=_SOCKETS))
+        address = f"ipc://{folder}/verifiers"
+        self._program = _program(self._server, host, Path(folder), address)
+        stack.push_async_callback(self._program.close)
+        context = stack.enter_context(zmq.asyncio.Context())
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._watching = asyncio.create_task(self._watch(), name=f"watch {self._server}")
+        self._receiving = asyncio.create_task(self._receive(), name=f"hear {self._server}")
+        stack.push_async_callback(self._stop)
+        limit_s = self._server.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._ask(wire.HEALTH, b"\x80", lambda _: None)
+        except TimeoutError:
+            raise self._failed(f"did not answer within {limit_s:g} s of its start") from None
 
     async def play(self, request: bytes, on_delta: OnDelta | None) -> wire.Trace:
         episode = wire.Episode()
@@ -211,13 +228,9 @@ class _Up:
 
         return episode.finished(await self._ask(wire.RUN, request, hear))
 
-    async def close(self) -> None:
-        """End it, and all that it started."""
-        await self._stack.aclose()
-
     async def _ask(self, method: bytes, request: bytes, hear: OnDelta) -> bytes:
         """The reply to a request. Raises `EnvironmentFailed` where the server ends before."""
-        if self.has_ended:
+        if self._watching.done():
             raise self._failed("has ended")
         request_id = uuid.uuid4().hex.encode()
         reply = asyncio.get_running_loop().create_future()
@@ -276,7 +289,7 @@ class _Up:
 
     def _failed(self, how: str) -> EnvironmentFailed:
         said = self._program.output.strip()[-_SHOWN_CHARACTERS:]
-        return EnvironmentFailed(f"the server of {self._name} {how}" + (f"; it wrote: {said}" if said else ""))
+        return EnvironmentFailed(f"the server of {self._server} {how}" + (f"; it wrote: {said}" if said else ""))
 
 
 def _program(server: VerifiersServer, host: ProgramHost, folder: Path, address: str) -> Program:
