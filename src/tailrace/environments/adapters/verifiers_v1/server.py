@@ -165,6 +165,8 @@ class _Up:
         self._server = server
         self._waiting: dict[bytes, tuple[asyncio.Future[bytes], OnDelta]] = {}
         self._closing = asyncio.Event()
+        self._gone = False
+        """Its process has ended, or is being ended."""
         self._answers: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers.add_done_callback(lambda one: one.cancelled() or one.exception())  # perhaps nobody waits for it
         self._life = asyncio.create_task(self._live(), name=str(server))
@@ -172,7 +174,7 @@ class _Up:
     @property
     def has_ended(self) -> bool:
         """Whether it plays no rollout any more."""
-        return self._life.done()
+        return self._gone or self._life.done()
 
     async def answers(self) -> None:
         """Wait until it does. Raises `EnvironmentFailed` where it does not come up."""
@@ -181,6 +183,8 @@ class _Up:
     async def close(self) -> None:
         """End it, and all that it started."""
         self._closing.set()
+        if not self._answers.done():
+            self._life.cancel()
         await asyncio.wait({self._life})
 
     async def _live(self) -> None:
@@ -195,7 +199,8 @@ class _Up:
             if not self._answers.done():
                 self._answers.set_exception(EnvironmentFailed(str(error)))
         finally:
-            self._answers.cancel()  # where it was cancelled before it was up
+            if not self._answers.done():
+                self._answers.set_exception(EnvironmentFailed(f"{self._server} was ended before it answered"))
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start it, and wait until it answers. Raises `EnvironmentFailed`."""
@@ -230,7 +235,7 @@ class _Up:
 
     async def _ask(self, method: bytes, request: bytes, hear: OnDelta) -> bytes:
         """The reply to a request. Raises `EnvironmentFailed` where the server ends before."""
-        if self._watching.done():
+        if self._gone:
             raise self._failed("has ended")
         request_id = uuid.uuid4().hex.encode()
         reply = asyncio.get_running_loop().create_future()
@@ -274,6 +279,7 @@ class _Up:
         except ProgramFailed as error:
             how = f"was ended: {error}"
         finally:
+            self._gone = True
             for reply, _ in self._waiting.values():
                 if not reply.done():
                     reply.set_exception(self._failed(how))
