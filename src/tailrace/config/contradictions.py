@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
 
 _SUPPORT_IDS = 2**31
+_LAST_PORT = 65_535
 
 
 class Contradiction:
@@ -411,11 +412,11 @@ def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _gateway(settings: RunSettings) -> Iterator[Contradiction]:
-    port, workers = settings.gateway.port, settings.rollouts.agent_workers
-    if port and workers and settings.placement != "inline":
+    port, workers = settings.gateway.port, settings.rollouts.num_agent_workers
+    if port and settings.placement != "inline" and port + workers > _LAST_PORT:
         yield Contradiction(
-            f"gateway.port is {port}, but with rollouts.agent_workers = {workers} agents may run in processes, which "
-            "have a gateway each: leave gateway.port out, or write rollouts.agent_workers = 0",
+            f"gateway.port is {port}, and the {workers} agent workers of rollouts.agent_workers listen at the ports "
+            f"after it, which end at {_LAST_PORT}: lower gateway.port",
             *("gateway.port", "rollouts.agent_workers"),
         )
 
