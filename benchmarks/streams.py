@@ -65,6 +65,8 @@ SAMPLES = 256
 """In a batch."""
 TOKENS = 1000
 """In a sample."""
+WARM_UP = 4
+"""Batches that are not measured."""
 MOST_US = 100.0
 LEAST_TIMES = 5.0
 LEAST_SHARE = 0.6
@@ -104,7 +106,7 @@ def main() -> None:
         try:
             for case in options.choose(CASES):
                 kit.progress(f"{case} ...")
-                rows.append(measure(case, server, batches=8 if options.quick else 40))
+                rows.append(measure(case, server, batches=60 if options.quick else 240))
         finally:
             server.kill()
     kit.report("Samples through Redis", judged(rows), options)
@@ -115,25 +117,26 @@ def measure(case: str, server: RedisServer, *, batches: int) -> Row:
     if case == "server":
         return of_server(server, batches)
     if case in ("pickled", "json"):
-        return run_on_event_loop(send_entries(case, server, max(1, batches // 4)))
+        return run_on_event_loop(send_entries(case, server, max(1, batches // 16)))
     return run_on_event_loop(send_batches(case, server, batches))
 
 
 async def send_batches(case: str, server: RedisServer, batches: int) -> Row:
-    """As a run does; the first two are warm-up."""
+    """As a run does; the first are warm-up."""
     epoch = uuid.uuid4().hex
     planned = [plan(step) for step in range(1, 4)]
     with own_shared_memory(epoch) as memory, own_socket_folder(epoch) as sockets:
         about = {
-            **{"case": case, "url": server.url, "epoch": epoch, "batches": batches + 2, "memory": str(memory.path)},
+            **{"case": case, "url": server.url, "epoch": epoch, "memory": str(memory.path)},
+            "batches": batches + WARM_UP,
             "address": ipc_address(sockets.path, "batches"),
         }
         async with receiver_of(about) as received:
             sender = open_sender(about)
-            for step in (1, 2):
+            for step in range(1, WARM_UP + 1):
                 await sender.send(numbered(planned[0], step))
             async with measured() as figures:
-                for step in range(3, batches + 3):
+                for step in range(WARM_UP + 1, batches + WARM_UP + 1):
                     await sender.send(numbered(planned[step % 3], step))
                 other_cpu_s = await received()
             await sender.close()
@@ -160,36 +163,38 @@ async def send_entries(case: str, server: RedisServer, batches: int) -> Row:
 def receive(about: dict[str, Any]) -> None:
     """The other process: takes all, and says when it has, and what its CPU time was."""
     print("ready", flush=True)
-    began_s = time.process_time()
-    say = lambda: print(time.process_time() - began_s, flush=True)  # noqa: E731
     if "entries" in about:
-        read_entries(about)
-        say()
+        cpu_s = read_entries(about)
+        print(cpu_s, flush=True)
     else:
-        run_on_event_loop(read_batches(about, say))
+        run_on_event_loop(read_batches(about))
 
 
-def read_entries(about: dict[str, Any]) -> None:
-    """One at a time."""
+def read_entries(about: dict[str, Any]) -> float:
+    """One at a time; returns CPU seconds."""
     import redis
 
     client, last, decode = redis.Redis.from_url(about["url"]), b"0", decoder(about["case"])
+    began_s = time.process_time()
     for number in range(about["entries"]):
         while not (response := client.xread({about["key"]: last}, count=1, block=100)):
             pass
         last, entry = response[0][1][0]
         assert int(entry[b"index"]) == number
         assert len(decode(entry[b"data"])["input_ids"]) == TOKENS
+    return time.process_time() - began_s
 
 
-async def read_batches(about: dict[str, Any], say: Callable[[], None]) -> None:
-    """As a rank of the trainer does."""
-    receiver = open_receiver(about)
+async def read_batches(about: dict[str, Any]) -> None:
+    """As a rank of the trainer does; tells its CPU seconds after the warm-up."""
+    receiver, began_s = open_receiver(about), 0.0
     for step in range(1, about["batches"] + 1):
         batch = await receiver.receive()
         assert len(batch.token_ids) == SAMPLES * TOKENS
         await receiver.acknowledge(step)
-    say()
+        if step == WARM_UP:
+            began_s = time.process_time()
+    print(time.process_time() - began_s, flush=True)
     await asyncio.sleep(0.5)  # the last acknowledgement is on its way, and the sender closes first
     await receiver.close()
 

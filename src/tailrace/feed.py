@@ -1,7 +1,9 @@
 """A trainer of your own, fed by a run: pull samples, take a step of any size, publish weights, say when it is over.
 
     with Feed("runs/mine") as feed:                 # or Feed("rediss://user@host:6379", run="mine")
+        step = 0
         while samples := feed.pull(64):             # [] once the run asks for the end
+            step += 1
             ...                                     # your loss, over denominators(samples).loss_tokens; your optimizer
             model.save_pretrained(folder)
             feed.step_done(step, samples, folder=folder)
@@ -165,9 +167,11 @@ class Feed:
         """Write the terminal record, once; a rank that does not lead only leaves."""
         if not self._is_over:
             self._is_over = True
-            if self._leads:
-                self._end.report(TrainingOver(consumer=self._consumer, status=status, reason=reason))
-            self._end.leave()
+            try:
+                if self._leads:
+                    self._end.report(TrainingOver(consumer=self._consumer, status=status, reason=reason))
+            finally:
+                self._end.leave()
 
     def __enter__(self) -> Self:
         return self

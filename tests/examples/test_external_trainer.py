@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks.peers import PEER_PYTHON
 from examples.external_trainer import padded
 
 import tailrace
@@ -27,6 +26,7 @@ from tests.support.fed_runs import feed_samples
 from tests.support.redis_servers import needs_redis
 
 SETTINGS = ROOT / "examples" / "external_trainer.toml"
+TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 TINY = (
     *("--rollouts.group_size", "2", "--rollouts.max_tokens", "6", "--rollouts.max_turns", "1"),
     *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false", "--scheduling.max_staleness", "1"),
@@ -83,6 +83,7 @@ def test_a_trainer_of_plain_torch_is_fed_takes_its_own_steps_and_ends_the_run(tm
     trained = [one for one in rollouts(tmp_path / "runs" / "outside") if one["outcome"]["state"] == "trained"]
     assert len(trained) == 18
     assert len(records(tmp_path / "runs" / "outside" / "metrics.jsonl")) == 5
+    assert not (tmp_path / "runs" / "outside" / "feed.json").exists()  # nobody is there any more
 
 
 def samples(count: int) -> list[StreamedSample]:
@@ -123,9 +124,11 @@ def test_what_a_run_with_another_s_trainer_cannot_have_is_refused(overrides: tup
 @needs_redis
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not PEER_PYTHON.exists(), reason="needs TRL: make bench-trl-env")
 def test_trl_learns_the_quickstart_s_task_from_the_stream(tmp_path: Path) -> None:
-    program = [PEER_PYTHON, ROOT / "examples" / "external_trainer.py", "runs/outside", "--weights", "weights"]
+    needed = [TRL_PYTHON, "-c", "import msgspec, redis, trl, xxhash"]
+    if not TRL_PYTHON.exists() or subprocess.run(needed, capture_output=True, check=False).returncode:
+        pytest.skip("needs TRL: make bench-trl-env")
+    program = [TRL_PYTHON, ROOT / "examples" / "external_trainer.py", "runs/outside", "--weights", "weights"]
     train_beside(tmp_path, program, patience_s=3000)
     assert summary(tmp_path)["status"] == "finished"
     found = tailrace.evaluate("quickstart", {"model.name": tmp_path / "weights" / "final"})

@@ -28,6 +28,7 @@ WAITS = {
     Verdict.BUFFER_FULL: "buffer_wait_s",
     Verdict.WEIGHTS_OLD: "weights_wait_s",
     Verdict.STEP_STARTED: "edge_wait_s",
+    Verdict.TRANSPORT_AWAY: "transport_wait_s",
     Verdict.ENOUGH: "enough_wait_s",
     Verdict.ENVIRONMENTS_FAIL: "failing_wait_s",
 }

@@ -231,6 +231,7 @@ _ROWS = (
     ("scheduler/engines_wait_s", "s", _SUM, "Time in which admission waited, as all slots of the engines were busy."),
     ("scheduler/buffer_wait_s", "s", _SUM, "Time in which admission waited: enough finished groups stood ready."),
     ("scheduler/weights_wait_s", "s", _SUM, "Time in which admission waited for newer weights to be installed."),
+    ("scheduler/transport_wait_s", "s", _SUM, "Time in which admission waited for a Redis that was away."),
     ("scheduler/failing_wait_s", "s", _SUM, "Time in which admission waited, as every environment with tasks fails."),
     ("scheduler/trainer_wait_s", "s", _SUM, "Time in which the trainer had no batch: it waited for groups."),
     ("scheduler/held_s", "s", _SUM, "Time in which a full batch was held back by `on_stale = wait`."),

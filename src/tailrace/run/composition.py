@@ -184,6 +184,8 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         scheduler = _scheduler(
             ground, roles, tasks=tasks, rollouter=rollouter, observer=observer, states=states, holding=holding
         )
+        if roles.redis is not None:
+            roles.redis.tell(scheduler.hold)
         evaluator = Evaluator(
             await asyncio.to_thread(_held_out, settings, environments),
             rollouter.runner(evaluation_seed=settings.seed, on_ended=roles.payloads.release),

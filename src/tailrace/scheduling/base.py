@@ -74,6 +74,7 @@ class Scheduler(ABC):
         self._ended_steps = EndedSteps(self._accounts)
         self._id_prefix = ""
         self._groups_started = 0
+        self._is_held = False
         self._waited_s = dict.fromkeys(Verdict, 0.0)
         clock = asyncio.get_running_loop().time
         self._clock, self._trainer_waits, self._held = clock, Stopwatch(clock), Stopwatch(clock)
@@ -150,6 +151,11 @@ class Scheduler(ABC):
         self._lent_slots = slots
         self._outstanding.wake()
 
+    def hold(self, is_held: bool) -> None:
+        """What carries things to the trainer is away, or back: nothing starts meanwhile, and what runs goes on."""
+        self._is_held = is_held
+        self._outstanding.wake()
+
     def finish(self, reason: str) -> None:
         """The run is over: rollouts still in flight end as cancelled, and the ledger must balance."""
         self._ended_steps.drain()
@@ -209,7 +215,7 @@ class Scheduler(ABC):
         self._waited_s[verdict] += self._clock() - since
 
     def _verdict(self) -> Verdict:
-        return may_admit(self._admission_state())
+        return Verdict.TRANSPORT_AWAY if self._is_held else may_admit(self._admission_state())
 
     def _start_group(self, running: asyncio.TaskGroup, key: TaskKey) -> int:
         """Start a task's group; how many rollouts that are."""

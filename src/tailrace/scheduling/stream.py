@@ -159,7 +159,8 @@ class StreamScheduler(Scheduler):
             return not is_held
         if outstanding.floors.oldest is not None or progress.sent:
             return False
-        return self._tasks.is_exhausted or self._verdict() not in (Verdict.ADMIT, Verdict.WEIGHTS_OLD)
+        may_come = (Verdict.ADMIT, Verdict.WEIGHTS_OLD, Verdict.TRANSPORT_AWAY)
+        return self._tasks.is_exhausted or self._verdict() not in may_come
 
     async def _form_batch(self) -> FormedBatch | None:
         progress = self._progress

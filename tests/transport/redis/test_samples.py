@@ -32,6 +32,7 @@ from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.samples.codec import SCHEMA, encode_sample
 from tests.support.fed_runs import PATIENCE_S, FedRun, feed_samples
 from tests.support.redis_servers import ask, needs_redis
+from tests.transport.redis.test_outages import LONG, TROUBLES, away
 from tests.transport.samples.test_codec import assert_same_sample
 
 pytestmark = needs_redis
@@ -245,23 +246,28 @@ async def test_what_a_rank_had_that_was_killed_goes_to_who_comes_in_its_place(
     assert [one.sample_id for one in await again.pull_all(1)] == [sent[0].sample_id]
 
 
-@pytest.mark.parametrize("how", ["flushed", "restarted"])
-async def test_a_redis_that_forgets_loses_nothing_and_gives_nothing_twice(
-    server: RedisServer, run: FedRun, join: Join, how: str
+TROUBLES_OF_ALL = {**TROUBLES, "restarted": lambda server: away(server, 0.0), **LONG}
+
+
+@pytest.mark.parametrize(
+    "trouble", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in TROUBLES_OF_ALL]
+)
+async def test_a_redis_in_trouble_loses_nothing_and_gives_nothing_twice(
+    server: RedisServer, run: FedRun, join: Join, trouble: str
 ) -> None:
-    receiver, sent = await join(), feed_samples(8)
+    """A rank in the middle of a step, with samples on their way to it."""
+    receiver, sent = await join(), feed_samples(12)
     await run.sender.offer(sent[:4])
     received = await receiver.pull_all(2)
-    if how == "flushed":
-        ask(server, "FLUSHALL")
-    else:
-        server.kill()
-        server.start()
+    pulling = asyncio.create_task(receiver.pull_all(8))
+    await TROUBLES_OF_ALL[trouble](server)
     await run.sender.offer(sent[4:])
-    received += await receiver.pull_all(6)
+    received += await pulling
     await receiver.report(step_done(received))
+    received += await receiver.pull_all(2)
     done = await run.hears(StepDone)
-    assert list(done.sample_ids) == [one.sample_id for one in sent]
+    assert list(done.sample_ids) == [one.sample_id for one in sent[:10]]
+    assert [one.sample_id for one in received] == [one.sample_id for one in sent]
     assert not [report for report in run.told if isinstance(report, ConsumerLost)]
 
 

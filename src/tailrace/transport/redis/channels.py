@@ -81,8 +81,7 @@ class RedisPlace:
     origin: Origin
     outage_s: float = 60.0
     prefix: str = "tailrace"
-    listeners: list[Callable[[bool], None]] = field(default_factory=list)
-    """Called when Redis goes away, as far as any connection knows, and when all are back; in threads of any kind."""
+    _listeners: list[Callable[[bool], None]] = field(default_factory=list)
     _channels: list[RedisChannel] = field(default_factory=list)
     _failure: TransportError | None = None
     _has_failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -163,6 +162,16 @@ class RedisPlace:
         """Of ends whose messages stay in Redis until they are released."""
         return partial(self.open_channel, keeps=True)
 
+    def tell(self, listener: Callable[[bool], None]) -> None:
+        """From now on call this on the running event loop when Redis goes away, and when it is back."""
+        loop = asyncio.get_running_loop()
+
+        def in_thread(is_away: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(listener, is_away)
+
+        self._listeners.append(in_thread)
+
     async def watch(self) -> NoReturn:
         """Wait until Redis was away for too long, or gave what cannot be read, and raise that."""
         await self._has_failed.wait()
@@ -184,7 +193,7 @@ class RedisPlace:
         if why:
             state = "is away, and is waited for" if is_away else "is back"
             _logger.warning("Redis at %s %s: %s", without_password(self.url), state, why)
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener(is_away)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from tailrace.errors import CorruptData
+from tailrace.errors import CorruptData, OtherSchema
 from tailrace.guards import guarded
 
 SCHEMA = 1
@@ -98,7 +98,7 @@ def part_key(stream: str, number: int, part: int) -> str:
 
 
 def read_header(stream: str, fields: object) -> tuple[Header, bytes]:
-    """An entry's header, and the data beside it. Raises `CorruptData`, also for one of another schema."""
+    """An entry's header, and the data beside it. Raises `CorruptData`, `OtherSchema` for one of another schema."""
     if not isinstance(fields, list) or len(fields) != 4 or fields[0] != b"header" or fields[2] != b"data":
         raise CorruptData(f"an entry of the stream {stream} has not the fields header and data")
     header, data = fields[1], fields[3]
@@ -108,7 +108,7 @@ def read_header(stream: str, fields: object) -> tuple[Header, bytes]:
         schema = msgspec.json.decode(header, type=_AnySchema).schema
         if schema != SCHEMA:
             relation = "newer" if schema > SCHEMA else "older"
-            raise CorruptData(
+            raise OtherSchema(
                 f"an entry of the stream {stream} is of schema {schema}, {relation} than this Tailrace's {SCHEMA}: "
                 "use the same version at both ends"
             )

@@ -32,6 +32,8 @@ _WAIT_S = 1.0
 """Within which a wait notices what another thread found."""
 _LOOK_S = 0.2
 """Between two looks for a run that is not there yet, or for a name that may become free."""
+_READ_AHEAD = 64
+"""Samples that are fetched at once."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -69,7 +71,7 @@ class RedisSampleReceiver:
             origin = Origin(run, self._open.epoch)
             self._writer = StreamWriter(self._writing, self._keys.up(self._token), origin)
             group = GroupReader(reading, self._keys.down(self._token), "rank", "rank", origin)
-            self._reader = OrderedReader(group)
+            self._reader = OrderedReader(group, read_ahead=_READ_AHEAD)
             self._take_name()
             self._keeper = threading.Thread(target=self._keep, name=f"tailrace-lease-{name}", daemon=True)
             self._keeper.start()
@@ -95,13 +97,16 @@ class RedisSampleReceiver:
             self._tell(sample_messages.PULL, Pull(at_most - self._asked, self._seen))
             self._asked = at_most
         samples: list[StreamedSample] = []
+        entries: list[Entry] = []
         while self._stop is None and len(samples) < at_most:
             entry = self._next(0.0 if samples else _WAIT_S)
             if entry is None and samples:
                 break
-            if entry is not None and (sample := self._take(entry)) is not None:
-                samples.append(sample)
-                self._asked -= 1
+            if entry is not None:
+                entries.append(entry)
+                samples += self._take(entry)
+        self._reader.acknowledge(*entries)
+        self._asked -= len(samples)
         return self._stop or samples
 
     def report(self, report: OwnReport) -> None:
@@ -197,6 +202,7 @@ class RedisSampleReceiver:
                 self._writing.one("XADD", self._keys.joins, "*", "header", header, "data", data)
             if (entry := self._next(_WAIT_S)) is not None:
                 self._take(entry)
+                self._reader.acknowledge(entry)
                 return
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -211,14 +217,14 @@ class RedisSampleReceiver:
         self._require_alive()
         entry = self._reader.next(wait_s)
         if entry is not None:
-            self._reader.acknowledge(entry)
             self._seen = entry.number
         return entry
 
-    def _take(self, entry: Entry) -> StreamedSample | None:
+    def _take(self, entry: Entry) -> list[StreamedSample]:
+        """The sample that it brings, if it brings one."""
         match entry.kind:
             case sample_messages.SAMPLE:
-                return self._checked(decode_sample(entry.data, name=f"sample {entry.number} for {self.name!r}"))
+                return [self._checked(decode_sample(entry.data, name=f"sample {entry.number} for {self.name!r}"))]
             case sample_messages.STOP:
                 with guarded("a request to stop is not what was agreed on"):
                     self._stop = msgspec.msgpack.decode(entry.data, type=StopRequested)
@@ -229,7 +235,7 @@ class RedisSampleReceiver:
                 pass
             case kind:
                 raise CorruptData(f"a message for the rank {self.name!r} is of an unknown kind {kind[:40]!r}")
-        return None
+        return []
 
     def _checked(self, sample: StreamedSample) -> StreamedSample:
         if (sample.origin.run, sample.origin.epoch) != (self._run, self.epoch):

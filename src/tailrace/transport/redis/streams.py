@@ -316,9 +316,12 @@ class GroupReader:
 class OrderedReader:
     """Every message of a stream once, and in order, through all that Redis forgets. Its calls block: one thread."""
 
-    def __init__(self, reader: GroupReader, *, after: int | None = 0) -> None:
-        """`after` is the number of the last message that is known; None: begin with the oldest that is there."""
-        self.reader = reader
+    def __init__(self, reader: GroupReader, *, after: int | None = 0, read_ahead: int = _READ_AHEAD) -> None:
+        """`after` is the number of the last message that is known; None: begin with the oldest that is there.
+
+        So many messages are fetched at once, where so many are there.
+        """
+        self.reader, self._read_ahead = reader, read_ahead
         self.reader.known = after or 0
         self._last = after
         self._ahead: dict[int, Entry] = {}
@@ -340,12 +343,12 @@ class OrderedReader:
         self.reader.known = entry.number
         return entry
 
-    def acknowledge(self, entry: Entry) -> None:
-        """It need not be read again by a reader that takes this one's place."""
-        self.reader.acknowledge([entry])
+    def acknowledge(self, *entries: Entry) -> None:
+        """They need not be read again by a reader that takes this one's place."""
+        self.reader.acknowledge(entries)
 
     def _read(self, wait_s: float) -> None:
-        entries = self.reader.read(_READ_AHEAD, wait_s)
+        entries = self.reader.read(self._read_ahead, wait_s)
         if self.reader.misses or self._gap_since_s is not None:
             entries += self.reader.reclaim(0.0)
         self._ahead |= {entry.number: entry for entry in entries}
