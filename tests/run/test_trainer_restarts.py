@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.records import ModelStateDictPublished, RunStatus, TrainerStarted
+from tailrace.records import ModelStateDictPublished, RunStatus, StepSkipped, StepTrained, TrainerStarted
 from tailrace.reporting.summary import read_summary
 from tailrace.run.trainer_lives import describe_lives
 from tests.run.runs import Command, command, records, tiny_settings, trained_tasks
@@ -106,6 +106,35 @@ def test_a_trainer_that_leaves_with_status_0_or_dies_in_a_save_is_replaced(
     ended = "with status 0" if loss == "leaving" else "killed by SIGKILL"
     assert f"the trainer is started again: the trainer left early, {ended}" in printed
     require_one_history(run, 12)
+
+
+def test_steps_keep_their_versions_where_other_ones_are_skipped_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path / "done once"))
+    fickle = ("--trainer.loss.name", "tests.support.losses:fickle", "--trainer.checkpoint_every_steps", "0")
+    with command(tmp_path, *FRESH, *fickle, "--max_steps", "12") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    lives: list[dict[int, StepTrained | StepSkipped]] = []
+    for event in read_events(run.folder / "events.jsonl"):
+        if isinstance(event, TrainerStarted):
+            lives.append({})
+        elif isinstance(event, StepTrained | StepSkipped):
+            lives[-1][event.step] = event
+    first, second = lives
+    assert len(first) > 4
+    assert list(second) == list(range(1, 13))
+    assert [second[step].version for step in first] == [event.version for event in first.values()]
+    assert second[12].version == 11  # one was skipped the first time
+    skipped = {event.step: event.reason for event in second.values() if isinstance(event, StepSkipped)}
+    assert sorted(skipped.values()) == ["non_finite", "skipped_before"]
+    assert {step for step in skipped if isinstance(first[step], StepTrained)} == {
+        step for step, reason in skipped.items() if reason == "non_finite"
+    }
+    summary = read_summary(run.folder)
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 12)
+    assert summary.ledger.balances
 
 
 def test_a_trainer_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:

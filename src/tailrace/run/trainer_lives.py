@@ -106,6 +106,11 @@ class TrainerLives:
         else:
             _logger.info("the trainer goes on after step %d, with %d batches that are sent again", step, count)
 
+    def step_ended(self, step: int, version: int) -> None:
+        """After this step the policy has this version, for the first time: later lives number it alike."""
+        if isinstance(self.batches, ChannelBatchSender):
+            self.batches.step_ended(step, version)
+
     def saved(self, step: int) -> None:
         """A checkpoint contains this step."""
         if isinstance(self.batches, ChannelBatchSender):

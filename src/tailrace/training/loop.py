@@ -1,7 +1,7 @@
 """The trainer's loop: waits for a batch or for a request to stop, whichever comes first.
 
     batch ─► train_step (own thread) ─► snapshot ─► publish ─► ModelStateDictPublished ─► StepTrained ─► acknowledge
-                                └─ skipped: StepSkipped
+                                └─ skipped: StepSkipped, and published where it makes a version all the same
     every so often, and at the end: copy the state ─► write it (another thread) ─► CheckpointWritten
 
 A snapshot that a GPU made, or that ranks gathered, is published and reported while the next batch computes; no step is
@@ -206,12 +206,14 @@ class _TrainerLoop:
 
     async def _train(self, trainer: Trainer, batch: Batch) -> None:
         """One batch, from compute to acknowledgement."""
-        about = {"step": batch.summary.step}
+        about, version = {"step": batch.summary.step}, trainer.version
         with phase("train", track="optimizer steps", num_bytes=batch.num_bytes, about=about):
             result = await self._in_thread(lambda: trainer.train_step(batch))
         await self._reported()
         self._step = result.step
         if result.skipped is not None:
+            if result.version != version:  # it did before, in an earlier life
+                await self._publish(await self._in_thread(lambda: self._snapshot(trainer)))
             await self._events.append(
                 StepSkipped(epoch=self._plan.epoch, step=result.step, version=result.version, reason=result.skipped)
             )

@@ -9,7 +9,7 @@ A sender that retains batches outlives its receivers: those that come in their p
 store since the newest checkpoint.
 
     acknowledged ──► retained ──► released: a checkpoint contains its step, or newer batches need its room
-                        └── reconnect, resume_after(step) ──► sent again
+                        └── reconnect, resume_after(step) ──► sent again, with the version that its step ended with
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextvars
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -91,6 +91,7 @@ class ChannelBatchSender(BatchSender):
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
         self._retained_bytes = retained_bytes
         self._retained: dict[int, _Written] = {}  # all that is not released, the oldest first
+        self._versions: dict[int, int] = {}  # after steps that no checkpoint contains
         self._saved_step = 0
         self._newest_step = 0
         self._is_paused = False  # receivers are to say first where they go on
@@ -149,6 +150,11 @@ class ChannelBatchSender(BatchSender):
         self._changed.set()
         return len(again)
 
+    def step_ended(self, step: int, version: int) -> None:
+        """The receivers have `version` after this step: those that are sent its batch again are told so."""
+        if self._retains:
+            self._versions[step] = version
+
     @property
     def oldest_retained(self) -> int | None:
         """The step of the oldest batch that is retained."""
@@ -157,6 +163,7 @@ class ChannelBatchSender(BatchSender):
     def saved(self, step: int) -> None:
         """A durable checkpoint contains `step`: release it and all before."""
         self._saved_step = max(step, self._saved_step)
+        self._versions = {one: version for one, version in self._versions.items() if one > self._saved_step}
         for written in [*self._retained.values()]:
             if written.step <= step and written.sequence not in self._sent:
                 self._release(written.sequence)
@@ -230,9 +237,10 @@ class ChannelBatchSender(BatchSender):
 
     def _send_out(self, written: _Written) -> None:
         each = (piece for piece in written.pieces for _ in range(self._ranks_per_row))
+        version = self._versions.get(written.step)
         try:
             for channel, piece in zip(self._channels, each, strict=True):
-                channel.send(encode(piece.ref), piece.body)
+                channel.send(encode(msgspec.structs.replace(piece.ref, version_after=version)), piece.body)
         except TransportError:
             if not self._retains:
                 raise
@@ -331,7 +339,7 @@ class ChannelBatchReceiver(BatchReceiver):
                 f"data-parallel rank {self._part[0]} of {self._part[1]} was sent the rows of rank {batch.rank} of "
                 f"{batch.num_ranks}"
             )
-        return batch
+        return replace(batch, version_after=ref.version_after)
 
     def _on_body(self, body: memoryview) -> None:
         self._body = body
