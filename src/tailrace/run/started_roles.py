@@ -59,6 +59,8 @@ class StartedRoles:
         self.trainer = TrainerLives(starter, log, RestartHistory(starter.trainer_restarts))
         self.batches = self.trainer.batches
         self.payloads = self._transports.payload_accounts()
+        if isinstance(self.batches, ChannelBatchSender):
+            self.batches.payloads = self.payloads
         self.generators = starter.start_generators(payloads=self.payloads)
         self.teacher = starter.start_teacher()
         """Of one generator, which no weights are sent to; None where the loss needs none here."""

@@ -27,15 +27,17 @@ _logger = logging.getLogger(__name__)
 
 
 def describe_lives(settings: RunSettings) -> list[str]:
-    """For people: why a trainer that ends early is not started again, where restarts are granted."""
+    """For people: why a trainer that ends early is not started again, or only at times, where restarts are granted."""
     if not settings.restarts.per_role:
         return []
-    why = ""
+    if launched_rank(settings.trainer) is not None:
+        return ["A trainer that ends early ends the run: another launcher started its ranks."]
     if settings.generator.return_routed_experts:
-        why = "generator.return_routed_experts, which it would need again, are released with their rollouts"
-    elif launched_rank(settings.trainer) is not None:
-        why = "another launcher started its ranks"
-    return [f"A trainer that ends early ends the run: {why}."] if why else []
+        return [
+            "A trainer that ends early is started again while its batches since the last checkpoint, with their routed "
+            f"experts, come to restarts.retained_mb = {settings.restarts.retained_mb:g} at most."
+        ]
+    return []
 
 
 class TrainerStarter(Protocol):

@@ -42,6 +42,7 @@ from tailrace.transport.batches.stores import (
     ValueStore,
 )
 from tailrace.transport.channels import Channel, decode, encode, wait_until
+from tailrace.transport.payloads.accounts import PayloadAccounts
 
 
 class BatchAcknowledged(msgspec.Struct, frozen=True):
@@ -58,10 +59,12 @@ class _Written:
     sequence: int
     step: int
     pieces: Sequence[Piece]
+    payload_bytes: int = 0
+    """Kept with it, while it is retained."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.ref.num_bytes for piece in self.pieces)
+        return self.payload_bytes + sum(piece.ref.num_bytes for piece in self.pieces)
 
 
 class ChannelBatchSender(BatchSender):
@@ -89,6 +92,8 @@ class ChannelBatchSender(BatchSender):
         self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in adopted)
         self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
+        self.payloads: PayloadAccounts | None = None
+        """Of what batches refer to, which is kept for as long as they are retained."""
         self._retained_bytes = retained_bytes
         self._retained: dict[int, _Written] = {}  # all that is not released, the oldest first
         self._versions: dict[int, int] = {}  # after steps that no checkpoint contains
@@ -208,7 +213,7 @@ class ChannelBatchSender(BatchSender):
             context = contextvars.copy_context()  # the phase inside is one of the phase around
             write = partial(context.run, self._write, batch, sequence)
             pieces = await asyncio.get_running_loop().run_in_executor(self._thread, write)
-            written = _Written(sequence, batch.summary.step, pieces)
+            written = _Written(sequence, batch.summary.step, pieces, self._keep_payloads(batch, sequence))
             if self._retains:
                 self._retained[sequence] = written
             self._newest_step = written.step
@@ -221,6 +226,12 @@ class ChannelBatchSender(BatchSender):
                 self._release(sequence)
             self._writing = None
             self._changed.set()
+
+    def _keep_payloads(self, batch: PlannedBatch, sequence: int) -> int:
+        """Their bytes. O(samples)."""
+        if not self._retains or self.payloads is None:
+            return 0
+        return self.payloads.keep(sequence, dict.fromkeys(sample.rollout_id for sample in batch.samples))
 
     def _write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
         with phase("write_batch", num_bytes=batch.num_bytes):
@@ -272,6 +283,8 @@ class ChannelBatchSender(BatchSender):
 
     def _release(self, sequence: int) -> None:
         self._retained.pop(sequence, None)
+        if self.payloads is not None:
+            self.payloads.let_go(sequence)
         self._thread.submit(self._store.release, sequence)
 
 
