@@ -84,7 +84,7 @@ class GradientPasses:
         """
         # One that no token of the batch bears may lack its column.
         borne = [component for component in self._components if component.planned(batch.summary)]
-        sums = LossSums(self._loss, self._divisor, batch.origins.environments, borne)
+        sums = LossSums(self._loss, self._divisor, batch.origins.environments, borne, version)
         rows = self.rows(batch)
         rounds = max(self._ranks.gather(len(rows)))
         self._objective = self._objective_of(batch.summary, rows, rounds, version)
