@@ -146,7 +146,7 @@ _ROWS = (
     ("gateway/asking", "clients", _LAST, "Clients outside that wait for a rollout to claim."),
     ("payloads/recorded_bytes", "bytes", _SUM, "Routed experts that completions brought since the last step."),
     ("payloads/released_bytes", "bytes", _SUM, "Those whose rollouts have ended since: their room is used again."),
-    ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, in the payload store."),
+    ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, or whose batch is kept."),
     ("weights/sent_bytes", "bytes", _SUM, "Weights sent to generators of other hosts since the last step."),
     ("weights/sent_share", "1", _LAST, "Those over what they come to without deltas."),
     ("weights/changed_share", "1", _LAST, "Share of the weights' bytes that had changed, of those sent as deltas."),
