@@ -204,11 +204,11 @@ def _again_and_again() -> Iterator[Cell]:
 
 def _of_resources() -> Iterator[Cell]:
     """What a run stands on."""
-    untold, unlogged = "the summary could not be written", "cannot append to the event log"
+    untold = "the summary could not be written"
     yield from (
         Cell("disk", "full", "startup", End.REFUSED, "cannot write", times=0, within=Within.FULL_DISK),
-        Cell("disk", "fill_disk", "step", End.UNWRITTEN, unlogged),
-        Cell("disk", "fill_real_disk", "step", End.UNWRITTEN, unlogged, within=Within.SMALL_DISK),
+        Cell("disk", "fill_disk", "step", End.UNWRITTEN, "cannot append to the event log"),
+        Cell("disk", "fill_real_disk", "step", End.UNWRITTEN, "No space left on device", within=Within.SMALL_DISK),
         Cell("disk", "fill_disk_of_role", "save", End.FAILS, "File too large"),
         Cell("disk", "fill_disk", "shutdown", End.UNWRITTEN, untold, place="trainer end"),
         Cell("folder", "forbidden", "startup", End.REFUSED, "cannot write", times=0, within=Within.FORBIDDEN_FOLDER),

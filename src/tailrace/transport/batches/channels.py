@@ -252,9 +252,9 @@ class ChannelBatchSender(BatchSender):
         try:
             for channel, piece in zip(self._channels, each, strict=True):
                 channel.send(encode(msgspec.structs.replace(piece.ref, version_after=version)), piece.body)
-        except TransportError:
-            if not self._retains:
-                raise
+        except TransportError as error:
+            if not self._retains:  # nobody is there, noticed or not
+                raise error if channel.failure else PeerGone(str(error)) from error
             self._unsent.appendleft(written)
             self._is_paused = True  # the receivers are gone, and nobody has noticed yet
         else:
