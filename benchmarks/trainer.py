@@ -76,8 +76,8 @@ WARM_UP = Load(1, 4, 64, steps=1)
 
 _KEEPS = Tuning(has_our_allocator=True)
 TRL_TUNED = {
-    "small-float32-natural": _KEEPS,
-    "small-bfloat16-natural": _KEEPS,
+    "small-float32-natural": replace(_KEEPS, micro_batch=16),
+    "small-bfloat16-natural": replace(_KEEPS, micro_batch=16, attention="eager"),
     "small-float32-long": replace(_KEEPS, micro_batch=1),
     "small-bfloat16-long": replace(_KEEPS, micro_batch=1),
     "smollm2-float32-natural": replace(_KEEPS, micro_batch=4),
