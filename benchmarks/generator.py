@@ -24,14 +24,11 @@ import kit
 # isort: split
 import asyncio
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +40,7 @@ import psutil
 import routing
 import torch
 from small_model import SMOLLM2_VOCABULARY, make_smollm2
+from vllm_server import tree_cpu_s, vllm_server
 
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.vllm.core import build_core
@@ -56,7 +54,6 @@ TARGET_RATIO = 0.97
 DTYPE = "bfloat16"
 MAX_MODEL_TOKENS = 256
 CACHE_BYTES = 1 << 30
-SERVER_DEADLINE_S = 180
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,44 +171,17 @@ async def run_tailrace(generator: Generator, asked: Sequence[Asked], run: str) -
     return passed
 
 
-@contextmanager
-def http_server(folder: Path, log: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """vLLM's OpenAI server on a free port of this machine; its address and process, once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", DTYPE, "--max-num-seqs", str(SLOTS)]
-    command += ["--max-model-len", str(MAX_MODEL_TOKENS), "--kv-cache-memory-bytes", str(CACHE_BYTES)]
-    command += ["--skip-tokenizer-init", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
-    command += ["--generation-config", "vllm", "--no-enable-log-requests", "--disable-uvicorn-access-log"]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("wb") as written:
-        server = subprocess.Popen(command, env=environment, stdout=written, stderr=subprocess.STDOUT)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        _wait_for(address, server, log)
-        yield address, psutil.Process(server.pid)
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
-
-
-def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + SERVER_DEADLINE_S
-    while time.monotonic() < deadline_s and server.poll() is None:
-        try:
-            if httpx.get(f"{address}/health", timeout=2).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    sys.exit(f"vLLM's server did not start:\n{log.read_text()[-3000:]}")
-
-
-def tree_cpu_s(server: psutil.Process) -> float:
-    """CPU time of a process and all below it, so far."""
-    times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+def http_server(folder: Path) -> AbstractContextManager[tuple[str, psutil.Process]]:
+    """vLLM's, over the same kind of engine."""
+    return vllm_server(
+        folder,
+        folder / "server.log",
+        dtype=DTYPE,
+        slots=SLOTS,
+        max_model_tokens=MAX_MODEL_TOKENS,
+        cache_bytes=CACHE_BYTES,
+        options=["--skip-tokenizer-init"],
+    )
 
 
 async def run_http(address: str, server: psutil.Process, model: str, asked: Sequence[Asked]) -> Passed:
@@ -248,7 +218,7 @@ async def throughput(names: Sequence[str], folder: Path, *, turns: int, with_htt
     if not chosen:
         return []
     rows = []
-    with http_server(folder, folder / "server.log") if with_http else nullcontext() as server:
+    with http_server(folder) if with_http else nullcontext() as server:
         bare = Bare(folder)
         model, settings = tailrace_settings(folder)
         async with Generator(lambda: VllmEngine(build_core(model, settings))) as generator:

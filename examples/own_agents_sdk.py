@@ -19,7 +19,7 @@ from tailrace.environments import EnvironmentSpec, Policy, Task
 TABLE = ["Max", "Ada", "Leo", "Eva", "Tom", "Ben", "Zoe", "Iris", "Paul", "Nina", "Hugo", "Vera", "Sam", "Ruth", "Karl"]
 """Round it: the last one sits beside the first."""
 CLIENT = AsyncOpenAI(base_url="http://of-each-rollout", api_key="of each rollout")
-"""Made once: its TLS settings take 20 ms, which would hold the event loop once for each rollout."""
+"""Made once: loading its TLS settings would hold the event loop for tens of milliseconds in each rollout."""
 
 
 def left_of(name: str) -> str:

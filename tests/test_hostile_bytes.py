@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from safetensors.torch import save
 
 from tailrace.batching.slices import drained
 from tailrace.errors import (
@@ -36,12 +37,15 @@ from tailrace.generation.rpc.keys import read_keys, write_keys
 from tailrace.generation.rpc.uploads import Upload, UploadedModelStateDicts
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import (
+    Branch,
     Completion,
     FinishReason,
     GenerationRequest,
+    GroupId,
     ModelStateDictRef,
     PayloadChunk,
     PayloadRef,
+    RolloutId,
     RunStatus,
     SamplingParams,
     StepTrained,
@@ -50,6 +54,7 @@ from tailrace.records import (
     TaskId,
     TokenScores,
     TrainerEnded,
+    TrainingSample,
 )
 from tailrace.replay.capture import CaptureWriter, read_capture
 from tailrace.reporting.summary import read_summary
@@ -79,12 +84,15 @@ from tailrace.transport.batches.stores import BatchRef
 from tailrace.transport.channels import decode, encode
 from tailrace.transport.events.rpc import AppendEvent, EventLogged, FollowLog, LogEnded
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
-from tailrace.transport.segments import map_segment, read_segment
+from tailrace.transport.redis.entries import Message, checked, read_header
+from tailrace.transport.samples.codec import decode_sample, encode_sample
+from tailrace.transport.segments import TRAILER_BYTES, map_segment, read_segment
 from tailrace.transport.weights.deltas import apply_delta, digest_of, encode_delta
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 from tests.replay.test_capture import group
 from tests.scheduling.world import environment
 from tests.transport.batches.test_codec import forge
+from tests.transport.transport_builders import handed
 
 MOST_BYTES = 16 << 20
 """That a reader may take for any input, mostly to read files by blocks, beside `MOST_TIMES` the input's length."""
@@ -337,6 +345,20 @@ def model_state_dicts(folder: Path) -> Reader:
     return Reader([sample, sample[:600] + sample[-100:]], read, TransportError, 10)
 
 
+def weight_folders(folder: Path) -> Reader:
+    store, written = SharedMemoryModelStateDictStore(folder), folder / "version_7"
+    written.mkdir()
+    sample = save({"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.zeros(2, dtype=torch.bfloat16)})
+
+    def read(content: bytes) -> None:
+        (written / "model.safetensors").unlink(missing_ok=True)
+        (written / "model.safetensors").write_bytes(content)
+        with store.open(store.publish_folder(written, 7)) as lent:
+            assert lent.version == 7
+
+    return Reader([sample], read, TransportError, 10)
+
+
 def model_state_dict_names(folder: Path) -> Reader:
     store = SharedMemoryModelStateDictStore(folder)
     ref = store.publish({"weight": torch.zeros(3)}, 7)
@@ -367,6 +389,17 @@ def resealed(content: bytes) -> bytes:
         return content
     checksum = xxhash.xxh3_64_intdigest(content[: 8 + length])
     return content[:-24] + checksum.to_bytes(8, "little") + bytes(16)
+
+
+def stream_entries(folder: Path) -> Reader:
+    """Of Redis: headers, and the bytes that they are of."""
+    sample = Message(3, "body", b"x" * 40).header("run", "epoch")
+
+    def read(content: bytes) -> bytes:
+        header, data = read_header("stream", [b"header", content, b"data", b"x" * 40])
+        return checked("stream", header, data)
+
+    return Reader([sample, sample.replace(b'"num_parts":0', b'"num_parts":2')], read, CorruptData, 4)
 
 
 def batch_headers(folder: Path) -> Reader:
@@ -403,6 +436,26 @@ def batch_tables(folder: Path) -> Reader:
             raise CorruptData("all refuse it")
 
     return Reader([*tables.values()], read, TransportError, 40)
+
+
+def streamed_samples(folder: Path) -> Reader:
+    branch = Branch()
+    branch.extend_context([1, 2, 3])
+    branch.extend_completion(completion())
+    branch.set_column("weights", [0.5] * 6)
+    sent = handed(TrainingSample(RolloutId("r"), GroupId("g"), 1.0, branch, 0.5))
+    sample = encode_sample(sent, run="run", epoch="epoch")
+    length = int.from_bytes(sample[:8], "little")
+
+    def read(content: bytes) -> object:
+        """Whoever changed it changed its checksums as well."""
+        if len(content) >= len(sample) // 2:
+            body = content[8 + length : -TRAILER_BYTES]
+            seal = (1, xxhash.xxh3_64_intdigest(content[: 8 + length]), xxhash.xxh3_64_intdigest(body), 1)
+            content = content[:-TRAILER_BYTES] + b"".join(part.to_bytes(8, "little") for part in seal)
+        return decode_sample(content)
+
+    return Reader([sample], read, TransportError, 10)
 
 
 def _lost(ref: PayloadRef) -> NoReturn:
@@ -469,7 +522,8 @@ def uploads(folder: Path) -> Reader:
 
 READERS = [
     *(calls, replies, channel_messages, worker_messages, key_files, scheduler_states, captures, checkpoints, summaries),
-    *(model_state_dicts, model_state_dict_names, batch_headers, batch_tables),
+    *(model_state_dicts, weight_folders, model_state_dict_names, batch_headers, batch_tables),
+    *(stream_entries, streamed_samples),
     *(payload_references, slabs, deltas, uploads),
 ]
 

@@ -5,6 +5,7 @@ tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
 tailrace try own:guess
 tailrace serve bundled:quickstart
+tailrace join quickstart --redis redis://host:6379/0
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200
 tailrace recipes
@@ -46,6 +47,9 @@ Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="M
 Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
 HttpAddress: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")]
 KeyFile: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+RunName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+RedisUrl: TypeAlias = Annotated[str, tyro.conf.arg(metavar="URL")]
+Runs: TypeAlias = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
 Plan: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
 Sweep: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUES")]
 Capture: TypeAlias = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CAPTURE")]
@@ -201,6 +205,27 @@ class Serve:
 
 
 @dataclass(frozen=True)
+class Join:
+    """Have the trainer of a run on another machine (--placement redis): both see one Redis and one folder of runs."""
+
+    name: RunName
+    """Name of the run, which may start later."""
+    redis: RedisUrl
+    """redis://HOST:PORT/0, or rediss://; its password may stand in TAILRACE_REDIS_PASSWORD."""
+    runs: Runs = Path("runs")
+    """The folder of runs, as this machine sees it."""
+    prefix: str = "tailrace"
+    """As transport.redis.prefix of the run."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.run.joining import join
+
+        _refuse(overrides)
+        return _run(join(self.name, self.redis, self.runs, self.prefix, _print))
+
+
+@dataclass(frozen=True)
 class Simulate:
     """Ask what a cluster will do with a load, per policy. Any setting of the plan can follow as --section.key VALUE."""
 
@@ -332,6 +357,7 @@ _COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
     "eval": Evaluate,
     "try": Try,
     "serve": Serve,
+    "join": Join,
     "simulate": Simulate,
     "replay": Replay,
     "recipes": Recipes,

@@ -11,8 +11,9 @@ Each message says what was found, what was expected and what to do about it, and
     ├── ErrorBudgetSpent                            an exception group of what failed
     ├── ToolError                                   the policy reads it, the rollout continues
     ├── GenerationError                             RequestRefused, ChatFailed, EngineFailed
-    ├── TransportError                              CorruptData, NoRoom, PayloadLost, PeerGone
-    ├── TrainingError                               Diverged, CheckpointError, NothingLeft, RankLost
+    ├── TransportError                              CorruptData (OtherSchema), NoRoom, PayloadLost, PeerGone,
+    │                                               ConsumerRefused
+    ├── TrainingError                               Diverged, CheckpointError, NothingLeft, RankLost, Misreported
     ├── AccountingError, LifecycleError
     └── SimulationError ── Deadlock
 """
@@ -173,6 +174,10 @@ class CorruptData(TransportError):
     """Bytes are not what their header promises."""
 
 
+class OtherSchema(CorruptData):
+    """Another version of Tailrace wrote it, in a format that this one does not read."""
+
+
 class PayloadLost(TransportError):
     """A payload that is referred to does not exist any more, or was never there."""
 
@@ -183,6 +188,10 @@ class NoRoom(TransportError):
 
 class PeerGone(TransportError):
     """The process on the other side ended or stopped answering."""
+
+
+class ConsumerRefused(TransportError):
+    """A rank of an outside trainer may not have samples: another one has its name, or it was given up before."""
 
 
 class TrainingError(TailraceError):
@@ -203,6 +212,10 @@ class CheckpointError(TrainingError):
 
 class RankLost(TrainingError):
     """A rank of the trainer died or stopped, and the others cannot go on without it; the message names it."""
+
+
+class Misreported(TrainingError):
+    """What an outside trainer told of its training cannot be: ends the run, and nothing of the report is believed."""
 
 
 class AccountingError(TailraceError):

@@ -149,6 +149,8 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
             ["--trainer.loss.reference_kl.coefficient", "0.1", "--generator.return_routed_experts"],
             "the model of trainer.loss.reference_kl chooses its own",
         ),
+        (["--gateway.port", "65535"], "the 1 agent workers .* listen at the ports after it, .*: lower gateway.port"),
+        (["--gateway.port", "65500", "--rollouts.agent_workers", "36"], "lower gateway.port"),
         (["--transport.weights", "whole"], "leave it out, or set generator.connect"),
         (TRANSFERRED, "the torch engine has no weight transfer: leave it out"),
         ([*TRANSFERRED, "--generator.engine", "vllm"], "the trainer is on 'cpu': leave it out"),

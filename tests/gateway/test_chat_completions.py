@@ -175,6 +175,34 @@ async def test_a_client_that_leaves_cancels_its_request_and_the_rollout_goes_on(
     talk.assert_recorded_as_sampled()
 
 
+@pytest.mark.parametrize("given_up", ["and?", "and who else?"])
+@pytest.mark.parametrize("history", [0, 1])
+async def test_whoever_asks_again_after_a_cancelled_turn_goes_on_with_the_same_branch(
+    renderer: ChatRenderer, history: int, given_up: str
+) -> None:
+    replies = ["Ada", "", "Bob"][1 - history :]
+    async with served(renderer, replies, stepwise=True) as talk:
+        messages: list[Any] = []
+        for _ in range(history):
+            messages.append(user("who?"))
+            talk.generate.allow(len(renderer.tokenizer.encode("Ada")) + 1)
+            first = await post(talk, {"model": "m", "messages": messages})
+            messages.append(first.json()["choices"][0]["message"])
+        asking = asyncio.create_task(post(talk, {"model": "m", "messages": [*messages, user(given_up)]}))
+        await talk.generate.until(begun=history + 1)
+        asking.cancel()
+        await talk.generate.until(cancelled=1)
+        talk.generate.allow(64)
+        answer = (await post(talk, {"model": "m", "messages": [*messages, user("and?")]})).json()
+    assert answer["choices"][0]["message"]["content"] == "Bob"
+    (branch,) = talk.rollout.branches
+    assert len(branch.completion_spans) == history + 1
+    assert renderer.tokenizer.decode(branch.token_ids.tolist()).count("and") == 1
+    assert len({call.session_id for call in talk.generate.scripted.calls}) == 1
+    assert talk.rollout.metrics.get("rewritten_turns", 0) == 0
+    talk.assert_recorded_as_sampled()
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.support.framework_agents import AGENTS, PACKAGES, QUESTION, REPLIES
 from tests.support.served_policies import Served, served
 
 LONG = SamplingParams(max_tokens=256)
-REWRITES = ("smolagents",)
+REWRITES = ("smolagents", "smolagents_in_few_words")
 """They tell the model's calls again as text, so that every turn is a conversation of its own."""
 
 

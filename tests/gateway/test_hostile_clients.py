@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -72,17 +71,53 @@ async def test_a_body_that_is_no_request_is_refused(
         await assert_serves(talk)
 
 
-async def test_a_body_of_very_many_chunks_is_put_together(renderer: ChatRenderer) -> None:
-    body = json.dumps(ASKS).encode().ljust(30_000)
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for place in range(len(body)):
-            yield body[place : place + 1]
-
+async def test_a_body_of_a_million_chunks_is_put_together(renderer: ChatRenderer) -> None:
+    body = json.dumps(ASKS).encode()
+    chunks = [b"1\r\n%c\r\n" % byte for byte in body] + [b"1\r\n \r\n"] * (1_000_000 - len(body))
     async with served(renderer) as talk:
-        async with httpx.AsyncClient(timeout=60, base_url=talk.endpoint.root_url, headers=talk.headers) as client:
-            answer = await client.post(CHAT, content=chunks(), headers={"content-type": "application/json"})
-        assert answer.status_code == 200
+        reader, writer = await connected(talk)
+        writer.write(head(talk, "Content-Type: application/json", "Transfer-Encoding: chunked", "Connection: close"))
+        writer.write(b"".join(chunks) + b"0\r\n\r\n")
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 200")
+        await assert_serves(talk)
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        (CHAT, "error.message"),
+        ("/v1/responses", "error.message"),
+        ("/v1/messages", "type error.type error.message"),
+        ("/v1/messages/count_tokens", "type error.type error.message"),
+        ("/inference/v1/generate", "error.message error.code"),
+    ],
+)
+async def test_each_route_says_what_is_wrong_in_its_own_form(renderer: ChatRenderer, path: str, error: str) -> None:
+    json_type = {"content-type": "application/json"}
+    async with served(renderer) as talk:
+        async with talk.policy.endpoint() as ended:
+            pass
+        async with (
+            talk.policy.endpoint() as other,
+            httpx.AsyncClient(timeout=30, base_url=talk.endpoint.root_url, headers=talk.headers) as client,
+        ):
+            answers = [
+                await client.post(path, content=b'{"model": "\xff"}', headers=json_type),
+                await client.post(path, content=b"[" * 100_000, headers=json_type),
+                await client.post(path, content=b"{}", headers={"content-type": "text/plain"}),
+                await client.post(path, content=b" " * 10_000_000, headers=json_type),
+                await client.post(path, json={}, headers={"authorization": "Bearer nobody's"}),
+                await client.post(path, json={}, headers={"authorization": f"Bearer {ended.key}"}),
+                await client.post(f"/rollouts/{other.key}{path}", json={}),
+            ]
+    assert [answer.status_code for answer in answers] == [400, 400, 415, 413, 401, 410, 401]
+    for answer in answers:
+        for field in error.split():
+            said = answer.json()
+            for name in field.split("."):
+                said = said[name]
+            assert said, answer.text
+    assert talk.rollout.turns == 0
 
 
 async def test_whoever_opens_a_connection_and_says_nothing_or_half_is_cut_off(renderer: ChatRenderer) -> None:

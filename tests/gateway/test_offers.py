@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tailrace.environments import EnvironmentSpec, outside_agent
+from tailrace.environments import EnvironmentSpec, brought_tasks, outside_agent
 from tailrace.errors import ClientLost, EnvironmentFailed, InvalidReward, RolloutTimeout, SettingsError
 from tailrace.gateway import Gateway
 from tailrace.records import GroupId, Message, Rollout, RolloutId, Task
@@ -26,6 +26,12 @@ def outside(name: str = "shop", *, lease_s: float = 60.0, **more: Any) -> Enviro
     return EnvironmentSpec(name=name, agent=outside_agent(lease_s=lease_s), train_tasks=TASKS, trusted=True, **more)
 
 
+def desk(*, lease_s: float = 60.0) -> EnvironmentSpec:
+    """Clients bring its tasks."""
+    tasks = brought_tasks("word")
+    return EnvironmentSpec(name="desk", agent=outside_agent(lease_s=lease_s), train_tasks=tasks, trusted=True)
+
+
 @dataclass
 class Outside:
     """A rollouter behind a gateway, its rollouts, and a client with the run's key."""
@@ -36,11 +42,11 @@ class Outside:
     specs: dict[str, EnvironmentSpec]
     running: list[asyncio.Task[Rollout]] = field(default_factory=list)
 
-    async def begin(self, index: int = 0, environment: str = "shop") -> asyncio.Task[Rollout]:
+    async def begin(self, index: int = 0, environment: str = "shop", task: Task | None = None) -> asyncio.Task[Rollout]:
         """One more rollout; it is offered when this returns."""
         offered = sum(self.gateway.offers.waiting.values())
         work = self.rollouter.run(
-            self.specs[environment].train_task(index),
+            task or self.specs[environment].train_task(index),
             rollout_id=RolloutId(f"r{len(self.running)}"),
             group_id=GroupId("g"),
         )
@@ -109,6 +115,39 @@ async def test_a_client_claims_plays_and_rewards_a_rollout(renderer: ChatRendere
         assert (run.gateway.offers.held, run.gateway.sessions.offers.claims) == (0, 1)
 
 
+async def test_clients_bring_tasks_and_the_rollouts_of_a_group_are_about_one(renderer: ChatRenderer) -> None:
+    hush, psst = {"word": "hush", "more": [1]}, {"word": "psst"}
+    async with offering(renderer, desk(), outside()) as run:
+        first, other = (run.specs["desk"].train_task(index) for index in range(2))
+        for task in (first, first, first, other):
+            await run.begin(environment="desk", task=task)
+        assert (await run.post("/rollouts", {"environment": "desk"})).status_code == 204
+        claimed = [await run.claim(task=task) for task in (hush, psst, hush)]
+        waiting = asyncio.create_task(run.claim(task=psst, wait_s=60))
+        claimed.append(await run.claim())
+        work = run.rollouter.run(other, rollout_id=RolloutId("r4"), group_id=GroupId("g"))
+        run.running.append(asyncio.create_task(work))
+        claimed.append(await waiting)
+        assert [one["task"] for one in claimed] == [hush, psst, hush, hush, psst]
+        for one in claimed:
+            await run.ask(one)
+            await run.report(one, 1.0)
+        rollouts = await asyncio.gather(*run.running)
+    assert [dict(rollout.task.row) for rollout in rollouts] == [hush, hush, hush, psst, psst]
+    assert [rollout.messages[0]["content"] for rollout in rollouts] == ["hush", "hush", "hush", "psst", "psst"]
+
+
+async def test_a_task_that_was_brought_stays_with_the_attempt_after_a_lost_client(renderer: ChatRenderer) -> None:
+    async with offering(renderer, desk(lease_s=0.2)) as run:
+        task = run.specs["desk"].train_task(0)
+        lost = await run.begin(environment="desk", task=task)
+        await run.claim(task={"word": "hush"})
+        with pytest.raises(ClientLost):
+            await lost
+        await run.begin(environment="desk", task=task)
+        assert (await run.claim())["task"] == {"word": "hush"}
+
+
 async def test_the_rollout_that_has_waited_longest_is_claimed_first(renderer: ChatRenderer) -> None:
     async with offering(renderer, outside(), outside("inn")) as run:
         for index, name in enumerate(("shop", "inn", "shop")):
@@ -141,6 +180,17 @@ async def test_a_client_that_waits_gets_the_next_rollout(renderer: ChatRenderer)
         work = run.rollouter.run(run.specs["shop"].train_task(1), rollout_id=RolloutId("r"), group_id=GroupId("g"))
         run.running.append(asyncio.create_task(work))
         assert (await claiming)["task_id"] == "shop/train/1"
+
+
+async def test_a_client_that_waits_is_told_that_the_run_has_ended(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside()) as run:
+        waiting = asyncio.create_task(run.post("/rollouts", {"wait_s": 60}))
+        async with asyncio.timeout(30):
+            while not run.gateway.offers.asking:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.005)
+            await run.gateway.close()
+            told = await waiting
+    assert (told.status_code, "the run has ended" in told.text) == (410, True)
 
 
 async def test_a_client_that_hung_up_takes_no_rollout_along(renderer: ChatRenderer) -> None:
@@ -220,14 +270,19 @@ async def test_an_end_without_a_reward_is_scored_or_fails(renderer: ChatRenderer
         ({"wait_s": -1}, None, 400, "from 0 to 60"),
         ({"environmnt": "shop"}, None, 400, "environmnt"),
         ({"environment": 3}, None, 400, "environment"),
+        ({"task": 3}, None, 400, "task"),
+        ({"task": {"word": "mine"}}, None, 400, "have tasks of their own: leave `task` out"),
+        ({"environment": "desk", "task": {"world": "mine"}}, None, 400, "a task of 'desk' needs a column 'word'"),
     ],
 )
 async def test_what_cannot_be_claimed_is_refused_by_name(
     renderer: ChatRenderer, body: dict[str, Any], key: str | None, status: int, says: str
 ) -> None:
-    async with offering(renderer, outside()) as run:
+    async with offering(renderer, outside(), desk()) as run:
         await run.begin()
         await run.begin()
+        if body.get("environment") == "desk":
+            await run.begin(environment="desk")
         if key == "a rollout's":
             key = (await run.claim())["key"]
         refused = await run.post("/rollouts", body, key)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -75,6 +76,59 @@ async def test_versions_and_the_end_of_a_completion_are_told(renderer: ChatRende
     assert np.array_equal(talk.generate.scripted.calls[0].prompt_token_ids, [5])
 
 
+async def events_of(response: httpx.Response) -> AsyncIterator[Any]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("stop", [[], ["Bob"]])
+async def test_tokens_are_streamed_once_each_as_they_are_sampled(renderer: ChatRenderer, stop: list[str]) -> None:
+    body = {
+        "request_id": "mine",
+        "token_ids": [5, 6],
+        "sampling_params": {"stop": stop},
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with (
+        served(renderer, ["Ada and Bob and Cleo"], stepwise=True, settings={"keep_alive_s": 0.05}) as talk,
+        httpx.AsyncClient(timeout=30, base_url=talk.endpoint.root_url, headers=talk.headers) as client,
+    ):
+        talk.generate.allow(1)
+        async with client.stream("POST", "/inference/v1/generate", json=body) as response:
+            events = events_of(response)
+            parts = [] if stop else [await anext(events)]
+            assert not talk.generate.completions
+            talk.generate.allow(64)
+            *rest, last, usage, done = [event async for event in events]
+    choices = [part["choices"][0] for part in [*parts, *rest, last]]
+    (branch,) = talk.rollout.branches
+    ((start, end),) = branch.completion_spans
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == branch.token_ids[start:end].tolist()
+    told = [one for choice in choices for one in choice["logprobs"]["content"]]
+    assert [one["logprob"] for one in told] == pytest.approx(branch.logprobs[start:end].tolist())
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert choices[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": end - start}]
+    assert usage["usage"]["completion_tokens"] == end - start
+    assert {part["request_id"] for part in [*parts, *rest, last, usage]} == {"mine"}
+    assert done == "data: [DONE]"
+
+
+async def test_a_stream_of_tokens_whose_rollout_ends_says_so(renderer: ChatRenderer) -> None:
+    async with (
+        served(renderer, ["Ada and Bob"], stepwise=True) as talk,
+        httpx.AsyncClient(timeout=30, base_url=talk.endpoint.root_url, headers=talk.headers) as client,
+    ):
+        talk.generate.allow(1)
+        async with client.stream("POST", "/inference/v1/generate", json={"token_ids": [5], "stream": True}) as response:
+            events = events_of(response)
+            await anext(events)
+            talk.policy.close()
+            failed, done = [event async for event in events]
+    assert (failed["error"]["code"], done) == (410, "data: [DONE]")
+
+
 @pytest.mark.parametrize(
     ("body", "parameter"),
     [
@@ -82,7 +136,11 @@ async def test_versions_and_the_end_of_a_completion_are_told(renderer: ChatRende
         ({"token_ids": [1, -1]}, "token_ids"),
         ({"token_ids": [2**40]}, "token_ids"),
         ({"token_ids": "many"}, "token_ids"),
-        ({"token_ids": [1], "stream": True}, "stream"),
+        ({"token_ids": [1], "stream": "yes"}, "stream"),
+        (
+            {"token_ids": [1], "stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
         ({"token_ids": [1], "sampling_params": {"n": 2}}, "n"),
         ({"token_ids": [1], "sampling_params": {"logprobs": 5}}, "logprobs"),
         ({"token_ids": [1], "sampling_params": {"top_p": 0.5}}, "top_p"),

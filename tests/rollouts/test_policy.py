@@ -100,6 +100,39 @@ async def test_a_reply_handed_back_in_another_form_is_realigned(renderer: ChatRe
     assert talk.rollout.metrics["realigned_turns"] == 1
 
 
+async def test_a_turn_that_fails_leaves_nothing_on_its_branch_and_takes_no_tokens_of_the_budget(
+    renderer: ChatRenderer,
+) -> None:
+    talk = Talk(renderer, ["Ada", RequestRefused("no"), RequestRefused("no"), "Bob"])
+    with pytest.raises(RequestRefused):
+        await Talk(renderer, [RequestRefused("no")]).policy.chat([user("a")])
+    reply = await talk.policy.chat([user("a")])
+    before = talk.rollout.num_tokens
+    for question in ("b" * 500, "c"):
+        with pytest.raises(RequestRefused):
+            await talk.policy.chat([user("a"), reply.message, user(question)])
+    assert talk.rollout.num_tokens == before
+    assert talk.rollout.messages == [user("a"), said("Ada")]
+    await talk.policy.chat([user("a"), reply.message, user("b")])
+    (branch,) = talk.rollout.branches
+    assert len(branch.completion_spans) == 2
+    assert talk.rollout.messages == [user("a"), said("Ada"), user("b"), said("Bob")]
+    assert talk.rollout.turns == 4
+
+
+async def test_a_first_turn_that_fails_gives_its_place_to_the_next_conversation(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, [RequestRefused("no"), "Ada", RequestRefused("no"), "Bob"])
+    with pytest.raises(RequestRefused):
+        await talk.policy.chat([user("a")])
+    reply = await talk.policy.chat([user("b")], temperature=0.5)
+    with pytest.raises(RequestRefused):
+        await talk.policy.chat([user("c")])
+    await talk.policy.chat([user("a")])
+    assert reply.branch == 0
+    assert [branch.temperature for branch in talk.rollout.branches] == [0.5, None]
+    assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [1, 1]
+
+
 async def test_rewritten_history_starts_a_branch_and_is_counted(renderer: ChatRenderer) -> None:
     talk = Talk(renderer)
     await talk.policy.chat([user("a")])

@@ -52,6 +52,17 @@ async def run_inline(parent: Path, *overrides: str, name: str = "run") -> RunSum
     return await train(tiny_settings(*inline, *overrides, name=name, parent=parent), parent)
 
 
+def require_rise(folder: Path, *, steps: int, window: int, margin: float) -> None:
+    """The mean reward of the last `window` steps of a run is above that of its first ones by more than `margin`."""
+    rewards: list[list[float]] = [[] for _ in range(steps + 1)]
+    for record in rollouts(folder):
+        if record["reward"] is not None:
+            rewards[record["step"]].append(record["reward"])
+    means = [statistics.fmean(of_step) for of_step in rewards[1:]]
+    rise = statistics.fmean(means[-window:]) - statistics.fmean(means[:window])
+    assert rise > margin, f"rose by {rise:.3f}: {means}"
+
+
 @dataclass
 class Command:
     """`tailrace train` as a process of its own, with run folders under its working folder."""

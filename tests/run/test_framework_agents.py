@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
 
-from tests.run.runs import rollouts, run_inline
+from tests.run.runs import require_rise, run_inline
 from tests.support.framework_agents import AGENTS, PACKAGES
 
 STEPS, WINDOW = 8, 3
@@ -19,8 +18,7 @@ SETTINGS = (
     *("--generator.max_cache_tokens", "1024", "--rollouts.timeout_s", "200"),
 )
 QUICK = "openai_agents"
-LONG = ("openai_chat", "openai_responses", "anthropic_messages", "langgraph")
-"""smolagents is not among them: its own instructions are longer than the bundled model's context."""
+LONG = ("openai_chat", "openai_responses", "anthropic_messages", "langgraph", "smolagents_in_few_words")
 
 
 @pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
@@ -30,10 +28,4 @@ async def test_the_reward_of_an_agent_of_others_rises(tmp_path: Path, name: str)
     assert name in AGENTS
     summary = await run_inline(tmp_path, *SETTINGS, "--environment.args", f"{{ framework = '{name}' }}")
     assert summary.steps == STEPS, summary
-    rewards: list[list[float]] = [[] for _ in range(STEPS + 1)]
-    for record in rollouts(tmp_path / "run"):
-        if record["reward"] is not None:
-            rewards[record["step"]].append(record["reward"])
-    means = [statistics.fmean(of_step) for of_step in rewards[1:]]
-    rise = statistics.fmean(means[-WINDOW:]) - statistics.fmean(means[:WINDOW])
-    assert rise > MARGIN, f"rose by {rise:.3f}: {means}"
+    require_rise(tmp_path / "run", steps=STEPS, window=WINDOW, margin=MARGIN)

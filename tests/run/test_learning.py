@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 
 import pytest
 
 from tailrace.config import load_settings
 from tailrace.run.training import train
-from tests.run.runs import rollouts
+from tests.run.runs import require_rise
 
 STEPS, WINDOW = 15, 5
 MARGIN = 0.2
@@ -33,10 +32,4 @@ async def test_the_reward_of_the_quickstart_rises_beyond_noise_in_a_few_steps(
     settings = load_settings("quickstart", ["--max_steps", str(STEPS), *QUIET, *overrides])
     summary = await train(settings, tmp_path)
     assert summary.steps == STEPS, summary
-    rewards: list[list[float]] = [[] for _ in range(STEPS + 1)]
-    for record in rollouts(tmp_path / "quickstart"):
-        if record["reward"] is not None:
-            rewards[record["step"]].append(record["reward"])
-    means = [statistics.fmean(of_step) for of_step in rewards[1:]]
-    rise = statistics.fmean(means[-WINDOW:]) - statistics.fmean(means[:WINDOW])
-    assert rise > MARGIN, f"rose by {rise:.3f}: {means}"
+    require_rise(tmp_path / "quickstart", steps=STEPS, window=WINDOW, margin=MARGIN)

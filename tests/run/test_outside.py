@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import stat
-import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from tailrace.config import load_settings
 from tailrace.errors import SettingsError
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
-from tests.run.runs import ROOT, command, records, rollouts, tiny_settings
+from tests.run.runs import ROOT, command, records, require_rise, rollouts, tiny_settings
 
 OUTSIDE = ("--environment.name", "tests.support.program_environments:outside")
 STEPS, WINDOW = 10, 3
@@ -53,16 +56,45 @@ async def test_the_reward_of_rollouts_that_are_played_outside_rises_beyond_noise
         summary = await train(settings, tmp_path)
     assert summary.steps == STEPS, summary
     assert client.returncode == 0
-    rewards: list[list[float]] = [[] for _ in range(STEPS + 1)]
-    for record in rollouts(tmp_path / "outside"):
-        if record["reward"] is not None:
-            rewards[record["step"]].append(record["reward"])
-    means = [statistics.fmean(of_step) for of_step in rewards[1:]]
-    rise = statistics.fmean(means[-WINDOW:]) - statistics.fmean(means[:WINDOW])
-    assert rise > MARGIN, f"rose by {rise:.3f}: {means}"
+    require_rise(tmp_path / "outside", steps=STEPS, window=WINDOW, margin=MARGIN)
     lines = records(tmp_path / "outside" / "metrics.jsonl")
     assert any(line.get("gateway/claimed") for line in lines)
     assert not (tmp_path / "outside" / "gateway.json").exists()
+
+
+def post(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    answer.raise_for_status()
+    told: dict[str, Any] = {} if answer.status_code == 204 else answer.json()
+    return told
+
+
+def play_own_tasks(gateway: dict[str, str]) -> None:
+    """Each task as often as a group has rollouts, until the run is over."""
+    with suppress(httpx.HTTPError):  # the run has ended
+        for number in itertools.count():
+            brought = {"task": {"word": f"mine {number // 2}"}, "wait_s": 60}
+            while not (claimed := post(f"{gateway['url']}/rollouts", gateway["key"], brought)):
+                pass
+            asks = {"model": "m", "messages": [{"role": "user", "content": claimed["task"]["word"]}]}
+            with suppress(httpx.HTTPStatusError):  # this rollout was cancelled
+                post(f"{claimed['openai_base_url']}/chat/completions", claimed["key"], asks)
+                post(f"{claimed['rollout_url']}/reward", claimed["key"], {"reward": number % 3})
+
+
+def test_a_run_is_trained_on_tasks_that_a_client_brings(tmp_path: Path) -> None:
+    bringing = ("--environment.name", "tests.support.program_environments:bringing", "--max_steps", "2")
+    with command(tmp_path, *bringing) as run:
+        told = run.folder / "gateway.json"
+        run.wait_until(told.exists)
+        play_own_tasks(json.loads(told.read_text()))
+        status, printed = run.wait()
+    assert status == 0, printed
+    trained = [one for one in rollouts(run.folder) if one["outcome"]["state"] == "trained"]
+    asked = Counter(one["messages"][0]["content"] for one in trained)
+    assert len(trained) == 8
+    assert set(asked.values()) == {2}
+    assert all(word.startswith("mine ") for word in asked)
 
 
 def test_a_run_tells_its_owner_where_clients_find_it_and_says_that_it_waits_for_them(tmp_path: Path) -> None:

@@ -206,3 +206,17 @@ async def test_names_of_groups_and_rollouts_are_unique_over_every_resume_of_a_ru
     groups, rollouts = {group.group_id for group in trained}, [one.rollout_id for g in trained for one in g.rollouts]
     assert len(groups) == len(trained) == 10
     assert len(set(rollouts)) == len(rollouts)
+
+
+async def test_while_what_carries_batches_is_away_nothing_starts_and_no_batch_closes_early() -> None:
+    world = make_world(spread, rows=16)
+    world.scheduler.hold(True)
+    running = asyncio.create_task(world.run())
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert world.scheduler.ledger.admitted == 0
+    assert world.scheduler.statistics.verdict is Verdict.TRANSPORT_AWAY
+    world.scheduler.hold(False)
+    await running
+    assert {formed.batch.summary.num_rollouts for formed in world.recorder.formed} == {8}
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 64

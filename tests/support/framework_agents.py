@@ -99,11 +99,21 @@ async def smolagents(endpoint: Endpoint, question: str) -> str:
     return await asyncio.to_thread(_smolagents, endpoint.openai_url, endpoint.key, question)
 
 
-def _smolagents(url: str, key: str, question: str) -> str:
+async def smolagents_in_few_words(endpoint: Endpoint, question: str) -> str:
+    """The same with a system prompt of its user's, since its own is longer than a small model's context.
+
+    Whoever calls no tool in the first step is asked for an answer at once.
+    """
+    return await asyncio.to_thread(_smolagents, endpoint.openai_url, endpoint.key, question, prompt=SYSTEM, steps=1)
+
+
+def _smolagents(url: str, key: str, question: str, *, prompt: str | None = None, steps: int = 4) -> str:
     from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
 
     model = OpenAIModel("policy", api_base=url, api_key=key, tool_choice="auto")
-    agent = ToolCallingAgent([tool(add), tool(multiply)], model, max_steps=4, verbosity_level=LogLevel.OFF)
+    agent = ToolCallingAgent([tool(add), tool(multiply)], model, max_steps=steps, verbosity_level=LogLevel.OFF)
+    if prompt is not None:
+        agent.prompt_templates["system_prompt"] = prompt
     return str(agent.run(question))
 
 
@@ -184,6 +194,7 @@ AGENTS: dict[str, Solve] = {
     "openai_agents_streamed": openai_agents_streamed,
     "langgraph": langgraph,
     "smolagents": smolagents,
+    "smolagents_in_few_words": smolagents_in_few_words,
     "openai_chat": openai_chat,
     "openai_responses": openai_responses,
     "anthropic_messages": anthropic_messages,
@@ -193,5 +204,6 @@ PACKAGES = {
     "openai_agents_streamed": "agents",
     "langgraph": "langgraph",
     "smolagents": "smolagents",
+    "smolagents_in_few_words": "smolagents",
 }
 """What an agent needs beyond OpenAI's and Anthropic's own packages."""

@@ -28,6 +28,6 @@ def brief(framework: str) -> EnvironmentSpec:
 
 
 def _errors(framework: str) -> tuple[type[Exception], ...]:
-    """What a framework raises for an answer that was cut: the Agents SDK takes none."""
+    """What a framework raises for an answer that was cut, as the Agents SDK does, or refused."""
     package = importlib.import_module(PACKAGES.get(framework, "openai"))
-    return (package.AgentsException,) if package.__name__ == "agents" else ()
+    return tuple(getattr(package, name) for name in ("AgentsException", "AgentError") if hasattr(package, name))

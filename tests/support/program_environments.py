@@ -6,7 +6,8 @@ import sys
 import zlib
 from pathlib import Path
 
-from tailrace.environments import EnvironmentSpec, ProgramEnd, command_agent, outside_agent
+from tailrace.environments import EnvironmentSpec, ProgramEnd, brought_tasks, command_agent, outside_agent
+from tests.support.framework_environments import LONGEST
 
 PROGRAM = Path(__file__).with_name("asking_program.py")
 ROWS = [{"word": "hush", "behave": "well"}]
@@ -39,5 +40,16 @@ def asking(behave: str = "well", held_out: int = 2) -> EnvironmentSpec:
     return EnvironmentSpec(name="asking", agent=agent, train_tasks=rows, held_out=held_out)
 
 
+async def brevity(end: ProgramEnd) -> float:
+    """The shorter, the better, as for the agents of others."""
+    return max(0.0, 1 - len((end.folder / "said.txt").read_text()) / LONGEST)
+
+
+brief = EnvironmentSpec(
+    name="brief",
+    agent=command_agent([sys.executable, "-E", "-S", PROGRAM.with_name("brief_program.py")], reward=brevity),
+    train_tasks=[{"question": f"Sort these names: Zoe, Bob, Ada, Max. {number}"} for number in range(512)],
+)
 missing = EnvironmentSpec(name="missing", agent=command_agent(["no-such-program-here"]), train_tasks=ROWS)
 outside = EnvironmentSpec(name="outside", agent=outside_agent(), train_tasks=ROWS, held_out=0)
+bringing = EnvironmentSpec(name="bringing", agent=outside_agent(), train_tasks=brought_tasks("word"))

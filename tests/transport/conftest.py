@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.transport.channels import create_socket_folder
+from tailrace.transport.redis.server import RedisServer
+from tests.support.redis_servers import redis_server
 
 
 @pytest.fixture
@@ -15,3 +17,10 @@ def sockets() -> Iterator[Path]:
     folder = create_socket_folder()
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One for all tests that leave it as it is."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server

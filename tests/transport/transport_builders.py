@@ -14,14 +14,18 @@ from tailrace.records import (
     Branch,
     ColumnKind,
     Completion,
+    FeedSample,
     FinishReason,
     GroupId,
     PayloadChunk,
     PayloadRef,
     PlannedBatch,
     RolloutId,
+    SamplingParams,
     Supports,
+    TaskId,
     TrainingSample,
+    sample_of,
 )
 
 
@@ -89,6 +93,19 @@ def make_sample(random: np.random.Generator, number: int, length: int, oldest_ve
         oldest_version=oldest_version,
         branch_index=number % 2,
         environment=("names", "sums")[number % 3 == 1],
+    )
+
+
+def handed(sample: TrainingSample) -> FeedSample:
+    """As it is handed to a trainer outside."""
+    return FeedSample(
+        sample_id=sample_of(sample.rollout_id, sample.branch_index),
+        sample=sample,
+        task_id=TaskId("task"),
+        reward=0.5,
+        sampling=SamplingParams(temperature=sample.temperature),
+        trainer_version=7,
+        group_rollouts=4,
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from tailrace.batching.packing import Packing, plan_rows
 from tailrace.batching.samples import SampledGroup
-from tailrace.batching.slices import SAMPLES_AT_ONCE
+from tailrace.batching.slices import SAMPLES_AT_ONCE, drained
 from tailrace.batching.whitening import whiten
 from tailrace.errors import TrainingError
 from tailrace.records import CROSS_ENTROPY_WEIGHTS, BatchSummary, ColumnKind, Int32Array, PlannedBatch, TrainingSample
@@ -39,33 +40,15 @@ def form_batch(
     samples = [sample for group in groups for sample in group.samples]
     with phase("plan_rows"):
         lengths, versions, columns = yield from _measure(samples)
-        demonstrations = (
-            sum(not sample.loss_versions() for sample in samples) if CROSS_ENTROPY_WEIGHTS in columns else 0
-        )
         plan = yield from plan_rows(lengths, packing)
     if len(samples) > SAMPLES_AT_ONCE:
         yield
     whitening = (yield from whiten(samples)) if whiten_advantages else None
-    loss_tokens = sum(versions.values())
-    staleness_sum = sum((trainer_version - version) * count for version, count in versions.items())
-    summary = BatchSummary(
-        step=step,
-        trainer_version=trainer_version,
-        num_samples=len(samples),
-        num_rollouts=sum(len(group.trained) for group in groups),
-        num_tokens=int(lengths.sum(dtype=np.int64)),
-        loss_tokens=loss_tokens,
-        masked_tokens=sum(group.masked_tokens for group in groups),
+    summary = msgspec.structs.replace(
+        _summary(groups, samples, lengths, versions, columns, step=step, trainer_version=trainer_version),
         num_rows=plan.num_rows,
         row_tokens=packing.row_tokens,
-        staleness_mean=staleness_sum / max(1, loss_tokens),
-        staleness_max=max(0, trainer_version - min(versions, default=trainer_version)),
         padding=plan.padding,
-        environments=tuple(sorted({group.group.task.environment for group in groups})),
-        num_demonstrations=demonstrations,
-        cross_entropy_tokens=sum(sample.branch.num_weighted for sample in samples)
-        if CROSS_ENTROPY_WEIGHTS in columns
-        else 0,
     )
     batch = PlannedBatch(
         summary=summary,
@@ -77,6 +60,56 @@ def form_batch(
         columns=columns,
     )
     return FormedBatch(batch, list(groups))
+
+
+def told_batch(groups: Sequence[SampledGroup], *, step: int, trainer_version: int) -> FormedBatch:
+    """What an outside trainer took a step on, from weights of `trainer_version`. How it laid rows nobody knows: there
+    are none here."""
+    samples = [sample for group in groups for sample in group.samples]
+    lengths, versions, columns = drained(_measure(samples))
+    batch = PlannedBatch(
+        summary=_summary(groups, samples, lengths, versions, columns, step=step, trainer_version=trainer_version),
+        samples=samples,
+        lengths=lengths,
+        row_offsets=np.zeros(1, np.int32),
+        rank_offsets=np.zeros(1, np.int32),
+        columns=columns,
+    )
+    return FormedBatch(batch, list(groups))
+
+
+def _summary(
+    groups: Sequence[SampledGroup],
+    samples: Sequence[TrainingSample],
+    lengths: Int32Array,
+    versions: Mapping[int, int],
+    columns: Mapping[str, ColumnKind],
+    *,
+    step: int,
+    trainer_version: int,
+) -> BatchSummary:
+    """Without rows. `versions` says how many tokens that bear loss are of which."""
+    loss_tokens = sum(versions.values())
+    demonstrates = CROSS_ENTROPY_WEIGHTS in columns
+    # weights that a trainer has given up may be newer than those that it went back to
+    staleness_sum = sum(max(0, trainer_version - version) * count for version, count in versions.items())
+    return BatchSummary(
+        step=step,
+        trainer_version=trainer_version,
+        num_samples=len(samples),
+        num_rollouts=sum(len(group.trained) for group in groups),
+        num_tokens=int(lengths.sum(dtype=np.int64)),
+        loss_tokens=loss_tokens,
+        masked_tokens=sum(group.masked_tokens for group in groups),
+        num_rows=0,
+        row_tokens=0,
+        staleness_mean=staleness_sum / max(1, loss_tokens),
+        staleness_max=max(0, trainer_version - min(versions, default=trainer_version)),
+        padding=0.0,
+        environments=tuple(sorted({group.group.task.environment for group in groups})),
+        num_demonstrations=sum(not sample.loss_versions() for sample in samples) if demonstrates else 0,
+        cross_entropy_tokens=sum(sample.branch.num_weighted for sample in samples) if demonstrates else 0,
+    )
 
 
 def _measure(

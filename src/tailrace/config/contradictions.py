@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
 
 _SUPPORT_IDS = 2**31
+_LAST_PORT = 65_535
 
 
 class Contradiction:
@@ -52,16 +53,18 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _supports,
         _support_room,
         _batches,
+        _redis,
         _weights,
         _teacher,
         _agent_workers,
         _gateway,
+        _stream,
     )
     return [*chain.from_iterable(check(settings) for check in checks)]
 
 
 def _end(settings: RunSettings) -> Iterator[Contradiction]:
-    if settings.max_steps is None and settings.max_epochs is None:
+    if settings.trainer.feed == "batch" and settings.max_steps is None and settings.max_epochs is None:
         yield Contradiction("this run would never end: set max_steps or max_epochs", "max_steps", "max_epochs")
 
 
@@ -148,6 +151,8 @@ def _groups(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _lengths(settings: RunSettings) -> Iterator[Contradiction]:
+    if settings.trainer.feed == "stream":  # whose rows are none of ours
+        return
     longest = min(settings.rollouts.max_rollout_tokens or settings.max_model_tokens, settings.max_model_tokens)
     if longest > settings.scheduling.row_tokens:
         yield Contradiction(
@@ -293,12 +298,52 @@ def _support_room(settings: RunSettings) -> Iterator[Contradiction]:
 
 def _batches(settings: RunSettings) -> Iterator[Contradiction]:
     placement, batches = settings.placement, settings.transport.batches
-    if batches is not None and (batches == "memory") != (placement == "inline"):
+    if placement == "redis" and batches not in {None, "redis"}:
+        yield Contradiction(
+            f"transport.batches = {batches!r} does not reach a trainer elsewhere (placement = 'redis'): leave it out",
+            *("transport.batches", "placement"),
+        )
+    elif batches is not None and (batches == "memory") != (placement == "inline"):
         yield Contradiction(
             f"transport.batches = {batches!r} does not go with placement = {placement!r}: batches stay in memory where"
             " all is one process, and only there; leave it out, or choose the other placement",
             *("transport.batches", "placement"),
         )
+
+
+def _redis(settings: RunSettings) -> Iterator[Contradiction]:
+    chosen, feeds = settings.transport.redis, settings.feeds_through_redis
+    is_used = settings.uses_redis or feeds
+    if not is_used and (chosen.url is not None or chosen.start):
+        yield Contradiction(
+            'transport.redis is used by nothing: write transport.batches = "redis", or leave it out',
+            *("transport.redis", "transport.batches"),
+        )
+    elif is_used and (chosen.url is None) != chosen.start:
+        what = "trainer.feed = 'stream'" if feeds else "transport.batches = 'redis'"
+        yield Contradiction(
+            f"{what} needs either the address of one (transport.redis.url) or "
+            f"transport.redis.start = true, and {'both are' if chosen.start else 'neither is'} there",
+            *("transport.redis.url", "transport.redis.start"),
+        )
+    if settings.placement != "redis":
+        return
+    refused = {
+        "transport.redis.start": (
+            chosen.start,
+            "starts a Redis that only this machine reaches: give transport.redis.url",
+        ),
+        "trainer.ranks": (settings.trainer.ranks > 1, "above 1 needs ranks that meet on one machine: leave it out"),
+        "generator.return_routed_experts": (
+            settings.generator.return_routed_experts,
+            "leaves routed experts in the memory of the generators' machine: leave it out",
+        ),
+        "transport.weights": (settings.transport.weights == "nccl", "= 'nccl' needs one machine: leave it out"),
+    }
+    for key, (is_chosen, why) in refused.items():
+        if is_chosen:
+            message = f"placement = 'redis' has a trainer on another machine, and {key} {why}"
+            yield Contradiction(message, key, "placement")
 
 
 def _teacher(settings: RunSettings) -> Iterator[Contradiction]:
@@ -367,13 +412,46 @@ def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _gateway(settings: RunSettings) -> Iterator[Contradiction]:
-    port, workers = settings.gateway.port, settings.rollouts.agent_workers
-    if port and workers and settings.placement != "inline":
+    port, workers = settings.gateway.port, settings.rollouts.num_agent_workers
+    if port and settings.placement != "inline" and port + workers > _LAST_PORT:
         yield Contradiction(
-            f"gateway.port is {port}, but with rollouts.agent_workers = {workers} agents may run in processes, which "
-            "have a gateway each: leave gateway.port out, or write rollouts.agent_workers = 0",
+            f"gateway.port is {port}, and the {workers} agent workers of rollouts.agent_workers listen at the ports "
+            f"after it, which end at {_LAST_PORT}: lower gateway.port",
             *("gateway.port", "rollouts.agent_workers"),
         )
+
+
+def _stream(settings: RunSettings) -> Iterator[Contradiction]:
+    """What a trainer that is not ours would ignore, or cannot be given."""
+    if settings.trainer.feed == "batch":
+        return
+    stream, scheduling, own = "trainer.feed = 'stream'", settings.scheduling, type(settings.trainer)()
+    odd = [f"trainer.{name}" for name, value in own if name != "feed" and getattr(settings.trainer, name) != value]
+    if odd:
+        are = "is" if len(odd) == 1 else "are"
+        yield Contradiction(
+            f"{stream} leaves training to a program of yours, and {', '.join(odd)} {are} of Tailrace's own trainer: "
+            f"leave {'it' if len(odd) == 1 else 'them'} out",
+            *(*odd, "trainer.feed"),
+        )
+    reasons = {
+        "max_steps": settings.max_steps is not None and "that program says when training is over",
+        "scheduling.on_stale": scheduling.on_stale == "wait" and "there is no batch that could be held",
+        "scheduling.over_sampling": scheduling.over_sampling > 1 and "there is no edge of a step",
+        "scheduling.whiten_advantages": scheduling.whiten_advantages
+        and "there is no batch to whiten over (tailrace.feed has a helper for the program)",
+        "scheduling.row_tokens": scheduling.row_tokens != type(scheduling).model_fields["row_tokens"].default
+        and "rows are laid by that program",
+        "generator.return_routed_experts": settings.generator.return_routed_experts
+        and "routed experts stay in this run's shared memory",
+        "transport.batches": settings.transport.batches is not None and "no batch is sent",
+        "transport.weights": settings.transport.weights == "nccl" and "weights come in a folder",
+        "placement": settings.placement == "redis" and "the trainer of placement = 'redis' is Tailrace's own",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            message = f"{stream} hands samples to a program of yours, and {reason}: leave {key} out"
+            yield Contradiction(message, key, "trainer.feed")
 
 
 def _first_twice(names: Iterable[str]) -> str | None:

@@ -14,7 +14,11 @@ class GatewaySettings(BaseModel):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen at. Keys are sent as they are, no TLS.")
     port: int = Field(
-        0, ge=0, le=65535, description="0: a free one, taken where an agent first asks for its policy's address."
+        0,
+        ge=0,
+        le=65535,
+        description="0: a free one, taken where an agent first asks for its policy's address. Otherwise the"
+        " orchestrator's, from the start on; agent worker n, counted from 1, listens at port + n.",
     )
     sampling: Literal["client", "run"] = Field(
         "client",

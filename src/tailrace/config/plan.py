@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tailrace.config.settings import RunSettings
+from tailrace.scheduling.settings import WINDOW_BATCHES
 
 _SCHEDULES = {
     0: "Synchronous: generation and training take turns; every token is of the weights that train on it.",
@@ -68,11 +69,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         _GROUP_RELEASE[settings.scheduling.group_release],
         f"Tokens that bear loss are at most {max_staleness} policy versions old; "
         + _ON_STALE[settings.scheduling.on_stale].format(max_restarts=settings.scheduling.max_restarts),
-        f"A step trains on at most {_rollout_tokens(settings) * batch_size:,} completion tokens.",
-        *_ranks(settings),
-        *_components(settings),
-        f"An epoch is about {steps_per_epoch:,.1f} steps, if no group is filtered.",
-        f"The run finishes after about {expected_steps:,.0f} steps.",
+        *_end(settings, steps_per_epoch, expected_steps),
         *_evaluation(settings),
     ]
     return Plan(max_running, steps_per_epoch, expected_steps, sentences)
@@ -85,6 +82,25 @@ def with_decay_end(settings: RunSettings, plan: Plan) -> RunSettings:
         return settings
     end = trainer.model_copy(update={"decay_steps": math.ceil(plan.expected_steps)})
     return settings.model_copy(update={"trainer": end})
+
+
+def _end(settings: RunSettings, steps_per_epoch: float, expected_steps: float) -> list[str]:
+    """What a step is, and how many there are."""
+    epoch = f"An epoch is about {steps_per_epoch:,.1f} steps, if no group is filtered."
+    if settings.trainer.feed == "stream":
+        window = WINDOW_BATCHES * settings.scheduling.batch_size
+        return [
+            f"The trainer is a program of yours: up to {window} samples are handed over before it tells of a step, and "
+            "more where it cannot go on without; its step, its version and its end are what it tells.",
+            epoch.replace("about", "about, at that size,"),
+        ]
+    return [
+        f"A step trains on at most {_rollout_tokens(settings) * settings.scheduling.batch_size:,} completion tokens.",
+        *_ranks(settings),
+        *_components(settings),
+        epoch,
+        f"The run finishes after about {expected_steps:,.0f} steps.",
+    ]
 
 
 def _schedule(settings: RunSettings) -> str:

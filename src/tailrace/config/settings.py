@@ -31,8 +31,9 @@ class RunSettings(BaseModel):
     placement: str = Field(
         "local",
         pattern=r"^\w+$|^[\w.]+:\w+$",
-        description="Who starts the roles. local: trainer and generators are processes of their own; inline: all in one"
-        " process, for tests and debuggers; module:Class: a launcher of your own.",
+        description="Who starts the roles. local: trainer and generators are processes of their own; redis: the same,"
+        " but the trainer, which `tailrace join` has on another machine; inline: all in one process, for tests and"
+        " debuggers; module:Class: a launcher of your own.",
     )
     schedule: Schedule = Field(
         "stream",
@@ -77,6 +78,16 @@ class RunSettings(BaseModel):
         """Prompt and completion together, at most: what a slot of the generator holds, or less."""
         chosen = self.model.max_model_tokens
         return min(chosen or self.generator.max_cache_tokens, self.generator.max_cache_tokens)
+
+    @property
+    def uses_redis(self) -> bool:
+        """Whether batches and the event log go through Redis."""
+        return self.transport.batches == "redis" or self.placement == "redis"
+
+    @property
+    def feeds_through_redis(self) -> bool:
+        """Whether samples go to a trainer outside through Redis."""
+        return self.trainer.feed == "stream" and self.placement == "local"
 
     def group_size(self, environment: EnvironmentSettings) -> int:
         """Rollouts per task of one of the run's environments."""

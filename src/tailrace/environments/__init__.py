@@ -16,7 +16,7 @@ from tailrace.environments.adapters.verifiers import verifiers_environment
 from tailrace.environments.datasets import load_rows
 from tailrace.environments.judge import JudgeFormat, JudgeSettings
 from tailrace.environments.named_rewards import NamedReward
-from tailrace.environments.outside import Offer, outside_agent
+from tailrace.environments.outside import Offer, brought_tasks, outside_agent
 from tailrace.environments.programs import ProgramEnd, ProgramLimits, command_agent
 from tailrace.environments.protocol import (
     Agent,
@@ -62,6 +62,7 @@ __all__ = [
     "ToolCall",
     "ToolSpec",
     "answer_tool_calls",
+    "brought_tasks",
     "command_agent",
     "environment_names",
     "load_environment",

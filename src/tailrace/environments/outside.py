@@ -3,7 +3,8 @@
     admitted ─► offered ─► claimed (POST /rollouts) ─► requests ─► POST /rollouts/{id}/reward or /end
                               a client that is silent for longer than its lease ─► `ClientLost`, tried again
 
-Waiting costs nothing and is no failure: a rollout's time counts from when it is claimed.
+Waiting costs nothing and is no failure: a rollout's time counts from when it is claimed. The task is the run's, or the
+client's own where the environment's `train_tasks` are `brought_tasks()`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tailrace.environments.results import AgentResult
+from tailrace.environments.rows import BroughtRows
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.records import Json, Task
 
 if TYPE_CHECKING:
     from tailrace.environments.protocol import Policy
+
+
+_BROUGHT_TASKS = 4096
+"""Of an epoch, which means nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +75,14 @@ def outside_agent(*, lease_s: float = 120.0) -> OutsideAgent:
     if not lease_s > 0:
         raise SettingsError(f"outside_agent(lease_s={lease_s}): no client could ever keep a rollout; give more than 0")
     return OutsideAgent(lease_s)
+
+
+def brought_tasks(*columns: str) -> BroughtRows:
+    """`train_tasks` of an environment whose clients outside bring the task with their claim: see `docs/agents.md`.
+
+    Each task must have these `columns`, and may have others.
+
+    >>> len(brought_tasks("ticket")[0])
+    0
+    """
+    return BroughtRows(_BROUGHT_TASKS, columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias, overload
 
 import msgspec
@@ -60,6 +60,38 @@ class EmptyRows(LazyRows):
 
     def _row(self, position: int) -> Row:
         return {}
+
+
+class BroughtRow(dict[str, Json]):
+    """The row of a task that a client outside brings: empty until the first of its rollouts is claimed."""
+
+    def __init__(self, columns: Collection[str] = ()) -> None:
+        """`columns` are those that it must be brought with, at least."""
+        super().__init__()
+        self._columns = columns
+        self.is_filled = False
+
+    def missing(self, row: Row) -> str | None:
+        """A column that `row` lacks."""
+        return next((column for column in self._columns if column not in row), None)
+
+    def fill(self, row: Row) -> None:
+        """All rollouts of the task are about this from now on."""
+        self.update(row)
+        self.is_filled = True
+
+
+class BroughtRows(LazyRows):
+    """Places for tasks that clients outside bring: a row of its own each time that one is drawn."""
+
+    def __init__(self, size: int, columns: Collection[str]) -> None:
+        self._size, self._columns = size, columns
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _row(self, position: int) -> Row:
+        return BroughtRow(self._columns)
 
 
 def is_in_memory(rows: Sequence[Row]) -> bool:

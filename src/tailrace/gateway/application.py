@@ -29,9 +29,9 @@ from tailrace.gateway.dialects.protocol import (
     ChatRequest,
     CountsTokens,
     Dialect,
-    Events,
     Failure,
     RequestInvalid,
+    Stream,
 )
 from tailrace.gateway.dialects.token_generation import TokenGeneration, TokenRequest
 from tailrace.gateway.http import (
@@ -56,7 +56,7 @@ from tailrace.gateway.turns import Ask, Turn
 from tailrace.records import Json
 from tailrace.tracing.phases import phase
 
-RequestT = TypeVar("RequestT")
+RequestT = TypeVar("RequestT", ChatRequest, TokenRequest)
 
 _PLAIN = ChatCompletions()
 """Says errors of routes that belong to no dialect."""
@@ -139,11 +139,31 @@ class _Turns(_Exchange, Generic[RequestT]):
     def _whole(self, request: RequestT, answer: Answer) -> dict[str, Json]:
         """The body of an answer that is not streamed."""
 
+    @abstractmethod
+    def _events(self, request: RequestT, turn: Turn) -> Stream:
+        """The events of one that is."""
+
     async def _answer(self, client: _Client, request: RequestT, send: Send) -> int:
+        if request.streams:
+            return await self._stream(client, self._events(request, client.turn), send)
         answer = await client.answer()
         if answer is None:
             return 0
         await send_json(send, self._whole(request, answer))
+        return 200
+
+    async def _stream(self, client: _Client, events: Stream, send: Send) -> int:
+        turn, keep_alive_s = client.turn, self._hall.settings.keep_alive_s
+        if not turn.heard:
+            await turn.changed(keep_alive_s)
+        if isinstance(turn.outcome, Failure):
+            raise RequestInvalid.of(turn.outcome)
+        await begin_events(send)
+        async for part in _parts(client, events, keep_alive_s):
+            await send_events(send, part)
+        if client.has_gone():
+            return 0
+        await send_events(send, b"", more=False)
         return 200
 
 
@@ -167,21 +187,8 @@ class _ChatTurns(_Turns[ChatRequest]):
         return self._dialect.whole(request, answer)
 
     @override
-    async def _answer(self, client: _Client, request: ChatRequest, send: Send) -> int:
-        if not request.streams:
-            return await super()._answer(client, request, send)
-        turn, keep_alive_s = client.turn, self._hall.settings.keep_alive_s
-        if not turn.text:
-            await turn.changed(keep_alive_s)
-        if isinstance(turn.outcome, Failure):
-            raise RequestInvalid.of(turn.outcome)
-        await begin_events(send)
-        async for part in _parts(client, self._dialect.events(request, turn.answer_id, turn.created_s), keep_alive_s):
-            await send_events(send, part)
-        if client.has_gone():
-            return 0
-        await send_events(send, b"", more=False)
-        return 200
+    def _events(self, request: ChatRequest, turn: Turn) -> Stream:
+        return self._dialect.events(request, turn.answer_id, turn.created_s)
 
 
 class _TokenTurns(_Turns[TokenRequest]):
@@ -202,6 +209,10 @@ class _TokenTurns(_Turns[TokenRequest]):
     @override
     def _whole(self, request: TokenRequest, answer: Answer) -> dict[str, Json]:
         return self._dialect.whole(request, answer)
+
+    @override
+    def _events(self, request: TokenRequest, turn: Turn) -> Stream:
+        return self._dialect.events(request, turn.answer_id)
 
 
 class _Client:
@@ -230,16 +241,16 @@ class _Client:
         return self.turn.outcome
 
 
-async def _parts(client: _Client, events: Events, keep_alive_s: float) -> AsyncIterator[bytes]:
+async def _parts(client: _Client, events: Stream, keep_alive_s: float) -> AsyncIterator[bytes]:
     """The events of a turn as there is something to say, until it has ended or the client has gone."""
     turn, position = client.turn, 0
     pending = b"".join(events.begin())
     with _Silence(turn, keep_alive_s) as silence:
         while not client.has_gone():
-            if position < len(turn.text):
-                text = "".join(turn.text[position:])
-                position = len(turn.text)
-                pending += b"".join(events.text(text))
+            if position < len(turn.heard):
+                heard = turn.heard[position:]
+                position = len(turn.heard)
+                pending += b"".join(events.more(heard))
             if turn.outcome is not None:
                 end = events.end(turn.outcome) if isinstance(turn.outcome, Answer) else events.fail(turn.outcome)
                 yield pending + b"".join(end)
@@ -343,7 +354,7 @@ class _Claims(_Exchange):
         headers, offers = headers_of(scope), self._hall.sessions.offers
         offers.require_key(keys_of(headers))
         claim = read_claim((await self._hall.body(scope, receive, headers))[0])
-        claiming = asyncio.ensure_future(offers.claim(claim.environment, claim.wait_s))
+        claiming = asyncio.ensure_future(offers.claim(claim))
 
         def give_up() -> None:
             claiming.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailrace.gateway.dialects.protocol import Answer, ChatRequest, RequestInvalid
+from tailrace.gateway.dialects.protocol import UNSUPPORTED_VALUE, Answer, ChatRequest, RequestInvalid
 from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
 from tailrace.gateway.turns import Ask, Turn
@@ -52,6 +52,7 @@ def continue_tokens(session: Session, request: TokenRequest) -> Ask:
             stop=request.stop,
             stop_token_ids=request.stop_token_ids,
             seed=request.seed if own else None,
+            on_chunk=turn.hear if request.streams else None,
         )
         return _answer(turn, policy, reply, request)
 
@@ -79,6 +80,13 @@ def _own_sampling(session: Session, request: ChatRequest | TokenRequest) -> bool
     if run is not None:
         _require_same("top_p", request.top_p, run, run.top_p)
         _require_same("top_k", request.top_k, run, run.top_k)
+    if request.temperature is not None and not request.temperature > 0:
+        raise RequestInvalid(
+            f"temperature = {request.temperature:g} is not supported: what is trained on is sampled at a temperature "
+            "above 0; leave it out, or set gateway.sampling = 'run'",
+            parameter="temperature",
+            code=UNSUPPORTED_VALUE,
+        )
     return True
 
 
@@ -88,4 +96,5 @@ def _require_same(name: str, asked: float | None, run: SamplingParams, own: floa
             f"{name} = {asked:g} is not supported: all tokens of a rollout are sampled with the run's own, {own:g}; "
             "leave it out, or set gateway.sampling = 'run'",
             parameter=name,
+            code=UNSUPPORTED_VALUE,
         )

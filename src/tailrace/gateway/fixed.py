@@ -28,12 +28,14 @@ class FixedPolicy(Session):
 
     @override
     def policy_for(self, request: ChatRequest | TokenRequest) -> RolloutPolicy:
+        form = request.form if isinstance(request, ChatRequest) else None
         asked = SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=request.top_k or 0,
             max_tokens=request.max_tokens or self.max_model_tokens or SamplingParams().max_tokens,
             seed=None if request.seed is None else abs(request.seed),
+            json_schema=None if form is None else form.schema,
         )
         try:
             asked.require_valid()

@@ -64,10 +64,10 @@ class Gateway(Endpoints):
         """Where it listens; empty until it does."""
         return self._root_url
 
-    @property
     @override
-    def entry(self) -> EndpointsEntry:
-        made_of = _MadeOf(self.settings.model_dump(mode="json"), self._model)
+    def entry(self, worker: int) -> EndpointsEntry:
+        port = self.settings.port and self.settings.port + 1 + worker
+        made_of = _MadeOf({**self.settings.model_dump(mode="json"), "port": port}, self._model)
         return EndpointsEntry(f"{__name__}:make_gateway", msgspec.json.encode(made_of).decode())
 
     @override
@@ -83,6 +83,7 @@ class Gateway(Endpoints):
 
     @override
     async def close(self) -> None:
+        self.offers.close()
         for session in self.sessions:
             self.sessions.close(session)
         if self._starting is not None:

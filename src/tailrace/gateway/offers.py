@@ -2,7 +2,8 @@
 
     play ─► waiting, by environment ─► claim ─► lease: each request begins it anew ─► ended, or lost
 
-A client claims the rollout that has waited longest, and gets its address, its key, its task and its limits.
+A client claims the rollout that has waited longest, and gets its address, its key, its task and its limits. One that
+brings a task gets a rollout of it where there is one, and else has it played by a group that has no task yet.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import hmac
 import itertools
 import secrets
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tailrace.environments import Offer
-from tailrace.environments.rows import row_as_json
+from tailrace.environments.rows import BroughtRow, Row, row_as_json
 from tailrace.errors import ClientLost, RolloutTimeout
 from tailrace.gateway.dialects.protocol import RequestInvalid
 from tailrace.records import Json
 from tailrace.transport.channels import wait_until
 
 if TYPE_CHECKING:
+    from tailrace.gateway.claims import Claim
     from tailrace.gateway.sessions import Session
 
 LONGEST_WAIT_S = 60.0
@@ -39,9 +42,18 @@ class _Waiting:
     """Of those before it."""
     session: Session
     offer: Offer
-    row: bytes
-    """Of its task, as JSON."""
     claimed: asyncio.Future[None]
+
+    @property
+    def row(self) -> Row:
+        """Of its task."""
+        return self.offer.task.row
+
+    def fits(self, brought: Row | None) -> bool:
+        """Whether a claim that brings this task, or none, may have it as it is."""
+        if isinstance(self.row, BroughtRow):
+            return self.row.is_filled and brought in (None, self.row)
+        return brought is None
 
 
 class Offers:
@@ -61,6 +73,12 @@ class Offers:
         """Clients that wait for one."""
         self.environments: list[str] = []
         """Whose rollouts are offered, where that is known."""
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Nothing is offered any more; clients that wait are told so."""
+        self._is_closed = True
+        self._changed.set()
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -70,7 +88,8 @@ class Offers:
     async def play(self, session: Session, offer: Offer) -> None:
         """Offer a rollout, and wait until a client has ended it. See `Endpoint.play_outside`."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(next(self._numbers), session, offer, row_as_json(offer.task), loop.create_future())
+        row_as_json(offer.task)  # one that cannot be told costs its rollout, and no client
+        waiting = _Waiting(next(self._numbers), session, offer, loop.create_future())
         queue = self._waiting.setdefault(offer.task.environment, deque())
         queue.append(waiting)
         self._changed.set()
@@ -90,11 +109,13 @@ class Offers:
         if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in keys):
             raise RequestInvalid("this needs the run's own key: gateway.json in the run's folder holds it", status=401)
 
-    async def claim(self, environment: str | None, wait_s: float) -> dict[str, Json] | None:
+    async def claim(self, claim: Claim) -> dict[str, Json] | None:
         """The rollout that has waited longest, for one client; None where there is none within `wait_s`.
 
-        Raises `RequestInvalid` for an environment that no rollout will ever be of.
+        Raises `RequestInvalid` for an environment that no rollout will ever be of, a task that it does not take, and
+        where the run has ended.
         """
+        environment = claim.environment
         if environment is not None and self.environments and environment not in self.environments:
             raise RequestInvalid(
                 f"no environment of clients outside is called {environment!r}; there are: "
@@ -104,27 +125,55 @@ class Offers:
             )
         self.asking += 1
         try:
-            async with asyncio.timeout(wait_s):
-                await wait_until(self._changed, lambda: self._oldest(environment) is not None)
+            async with asyncio.timeout(claim.wait_s):
+                await wait_until(self._changed, lambda: self._is_closed or self._next(claim) is not None)
         except TimeoutError:
             pass
         finally:
             self.asking -= 1
-        while (queue := self._oldest(environment)) is not None:
-            waiting = queue.popleft()
+        if self._is_closed:
+            raise RequestInvalid("the run has ended: it offers no rollout any more", status=410)
+        while (waiting := self._next(claim)) is not None:
+            self._waiting[waiting.offer.task.environment].remove(waiting)
             if not waiting.claimed.done():  # it was cancelled this very moment
+                if claim.task is not None:
+                    self._fill(waiting.row, claim.task)
                 waiting.claimed.set_result(None)
                 waiting.session.hear()
                 self.claims += 1
                 return _told(waiting)
         return None
 
-    def _oldest(self, environment: str | None) -> deque[_Waiting] | None:
-        """Where the next rollout is taken from: of any environment, the one that waits first."""
-        if environment is not None:
-            return self._waiting.get(environment) or None
-        queues = [queue for queue in self._waiting.values() if queue]
-        return min(queues, key=lambda queue: queue[0].number, default=None)
+    def _next(self, claim: Claim) -> _Waiting | None:
+        """What a claim gets now: of any environment, the one that waits first.
+
+        Raises `RequestInvalid` for a task that is brought to rollouts which have theirs, or lacks a column.
+        """
+        wanted = self._waiting if claim.environment is None else {claim.environment}
+        queues = [queue for name in wanted if (queue := self._waiting.get(name))]
+        found = _first(queues, lambda one: one.fits(claim.task))
+        if found is not None or claim.task is None:
+            return found
+        found = _first(queues, lambda one: isinstance(one.row, BroughtRow) and not one.row.is_filled)
+        if found is None and queues and not any(isinstance(queue[0].row, BroughtRow) for queue in queues):
+            raise RequestInvalid("the rollouts that wait have tasks of their own: leave `task` out", parameter="task")
+        if found is not None and isinstance(found.row, BroughtRow) and (lacks := found.row.missing(claim.task)):
+            raise RequestInvalid(
+                f"a task of {found.offer.task.environment!r} needs a column {lacks!r}", parameter="task"
+            )
+        return found
+
+    def _fill(self, row: Row, brought: Row) -> None:
+        """The rollouts of a group share their row: the others of this one are there for the same task."""
+        if isinstance(row, BroughtRow) and not row.is_filled:
+            row.fill(brought)
+            self._changed.set()
+
+
+def _first(queues: Iterable[deque[_Waiting]], fits: Callable[[_Waiting], bool]) -> _Waiting | None:
+    """The one that has waited longest."""
+    firsts = (next((one for one in queue if fits(one)), None) for queue in queues)
+    return min((one for one in firsts if one is not None), key=lambda one: one.number, default=None)
 
 
 async def _held(session: Session, offer: Offer) -> None:
@@ -159,7 +208,7 @@ def _told(waiting: _Waiting) -> dict[str, Json]:
         "environment": task.environment,
         "task_id": task.task_id,
         "seed": task.seed,
-        "task": msgspec.Raw(waiting.row),
+        "task": msgspec.Raw(row_as_json(task)),
         "key": session.key,
         "openai_base_url": session.openai_url,
         "anthropic_base_url": session.root_url,

@@ -21,6 +21,7 @@ from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import AgentResult, Endpoint, Offer
 from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed
 from tailrace.gateway.conversations import Conversations
+from tailrace.gateway.dialects.json_form import require_no_form
 from tailrace.gateway.dialects.protocol import ChatRequest, Failure, RequestInvalid
 from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.offers import Offers
@@ -117,8 +118,9 @@ class Session(Endpoint):
         return self._policy.max_model_tokens
 
     def policy_for(self, request: ChatRequest | TokenRequest) -> RolloutPolicy:
-        """Who answers a request."""
-        del request
+        """Who answers a request. Raises `RequestInvalid` where nobody can."""
+        if isinstance(request, ChatRequest):
+            require_no_form(request.form)
         return self._policy
 
     def count_tokens(self, request: ChatRequest) -> int:

@@ -1,10 +1,10 @@
 """One turn that a client asks for: sampled once, however often it is asked for again.
 
-    request ─► Turn (a task) ─► the policy ─► text*, then an Answer or a Failure
+    request ─► Turn (a task) ─► the policy ─► text or tokens*, then an Answer or a Failure
     retry ────┘ joins it, running or done
 
 A turn that nobody waits for any more is cancelled: at once, or after a moment where its client is one that retries.
-What had been sampled of it is not recorded then; the rollout's turn is spent.
+Nothing of it is recorded then, so that whoever asks again goes on with the same branch; the rollout's turn is spent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed, RequestRefused, RolloutError
-from tailrace.gateway.dialects.protocol import Answer, Failure, RequestInvalid
+from tailrace.gateway.dialects.protocol import Answer, Failure, Heard, RequestInvalid
 from tailrace.records import Completion, FinishReason, Reply
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Turn:
 
     def __init__(self, session: Session, ask: Ask, repeatable: Repeatable) -> None:
         self.answer_id, self.created_s = uuid.uuid4().hex, int(time.time())
-        self.text: list[str] = []
-        """Of the reply, as far as it is known."""
+        self.heard: list[Heard] = []
+        """Of the reply, as far as it is known and streamed."""
         self.outcome: Answer | Failure | None = None
         self.repeatable, self.attempt = repeatable, repeatable.attempt or 0
         self._session, self._ask = session, ask
@@ -90,7 +90,7 @@ class Turn:
         self._task.cancel()
 
     async def changed(self, timeout_s: float | None = None) -> bool:
-        """Wait until there is more text, or the outcome, or a call of `wake`; False where `timeout_s` has passed."""
+        """Wait until there is more to say, or the outcome, or a call of `wake`; False where `timeout_s` has passed."""
         if self.outcome is not None:
             return True
         loop = self._task.get_loop()
@@ -143,9 +143,9 @@ class Turn:
         refusal = session.refusal(error)
         return refusal or Answer(reply=_NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
 
-    def hear(self, text: str) -> None:
-        """More of its reply's text."""
-        self.text.append(text)
+    def hear(self, more: Heard) -> None:
+        """More of its reply."""
+        self.heard.append(more)
         self.wake()
 
     def _ended(self, task: asyncio.Task[None]) -> None:

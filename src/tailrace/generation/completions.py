@@ -14,6 +14,10 @@ from tailrace.records import Completion, FinishReason, Float32Array, GenerationR
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
+WORK_AT_ONCE = 64
+"""Short replies that are handed to their readers before others have a turn of the event loop: about a millisecond."""
+_TOKENS_PER_REPLY = 32
+"""Reading so many tokens back into text takes whoever awaits a reply as long as all else that a short one costs."""
 _ADDED = ("queue_s", "decode_s", "cached_prompt_tokens", "preemptions", "mixed_cache_tokens", "nonfinite_logprobs")
 """Metrics that add up over the parts of an interrupted completion."""
 
@@ -99,6 +103,11 @@ def head(completion: Completion, end: int) -> Completion:
         supports=completion.supports and completion.supports.part(0, end),
         metrics=completion.metrics,
     )
+
+
+def work_of(completion: Completion | None) -> int:
+    """What whoever awaits a completion will do with it, in short replies; None stands for a chunk, or no reply."""
+    return 1 if completion is None else 1 + completion.num_tokens // _TOKENS_PER_REPLY
 
 
 def count_nonfinite(logprobs: Float32Array) -> int:

@@ -28,8 +28,23 @@ from tailrace.records.events import (
     TrainerEnded,
     TrainerStarted,
 )
+from tailrace.records.feed import (
+    CheckpointSaved,
+    ConsumerJoined,
+    ConsumerLost,
+    FeedReport,
+    FeedSample,
+    SamplesDropped,
+    SamplesLost,
+    SamplesTaken,
+    SamplesWanted,
+    StepDone,
+    TrainingBegan,
+    TrainingOver,
+    WeightsWritten,
+)
 from tailrace.records.generation import Generate, GenerationRequest, OnChunk
-from tailrace.records.ids import GroupId, RequestId, RolloutId, SessionId, TaskId, session_of
+from tailrace.records.ids import GroupId, RequestId, RolloutId, SampleId, SessionId, TaskId, sample_of, session_of
 from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
@@ -37,6 +52,7 @@ from tailrace.records.planned_batch import SUPPORT_COLUMNS, TOKEN_COLUMNS, Plann
 from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.scores import NO_TOKEN, TokenScores
+from tailrace.records.streamed import StreamedOrigin, StreamedSample
 from tailrace.records.supports import Supports, ragged_places
 from tailrace.records.task import Task
 
@@ -54,11 +70,16 @@ __all__ = [
     "BatchSummary",
     "BoolArray",
     "Branch",
+    "CheckpointSaved",
     "CheckpointWritten",
     "ColumnKind",
     "Completion",
+    "ConsumerJoined",
+    "ConsumerLost",
     "Event",
     "ExpertArray",
+    "FeedReport",
+    "FeedSample",
     "FinishReason",
     "Float32Array",
     "Generate",
@@ -83,12 +104,20 @@ __all__ = [
     "Rollout",
     "RolloutId",
     "RunStatus",
+    "SampleId",
     "SampleOrigins",
+    "SamplesDropped",
+    "SamplesLost",
+    "SamplesTaken",
+    "SamplesWanted",
     "SamplingParams",
     "SessionId",
+    "StepDone",
     "StepSkipped",
     "StepTrained",
     "StopRequested",
+    "StreamedOrigin",
+    "StreamedSample",
     "Supports",
     "Task",
     "TaskId",
@@ -98,12 +127,16 @@ __all__ = [
     "ToolSpec",
     "TrainerEnded",
     "TrainerStarted",
+    "TrainingBegan",
+    "TrainingOver",
     "TrainingSample",
+    "WeightsWritten",
     "Whitening",
     "as_token_ids",
     "chunks_before",
     "is_too_deep",
     "ragged_places",
+    "sample_of",
     "session_of",
     "unrecorded",
 ]

@@ -20,7 +20,8 @@ class GenerationRequest:
 
     request_id: RequestId
     session_id: SessionId
-    """Requests of one session share a growing prefix, whose cache an engine may keep."""
+    """Requests of one session share a growing prefix, whose cache an engine may keep; what follows the last completion
+    may be replaced, where the request after it was cancelled."""
     group_id: GroupId
     """Requests of one group share a prompt, which an engine may compute once."""
     prompt_token_ids: Int32Array  # [num_prompt_tokens]

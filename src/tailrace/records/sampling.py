@@ -24,6 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Whether the tokens that top-p and top-k left are returned with each token, as training on it needs."""
     seed: int | None = None
     """Seed of this request's own random stream; None draws from the engine's."""
+    json_schema: str | None = None
+    """What the reply has to be, a schema of JSON as JSON; None: any text. Never of rollouts that are trained on."""
     n: int = 1
     """Sequences of one request; there is no other number than 1."""
 

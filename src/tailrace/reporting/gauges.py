@@ -13,10 +13,11 @@ import psutil
 from tailrace.generation.router.replica import Replica
 from tailrace.rollouts.agent_workers import AgentWorkers
 from tailrace.rollouts.scoring import ModelUsage
-from tailrace.scheduling import EnvironmentFigures, SchedulerStatistics, Verdict
+from tailrace.scheduling import EnvironmentFigures, FeedFigures, SchedulerStatistics, Verdict
 from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.payloads.accounts import PayloadAccounts, PayloadFigures
+from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.weights.lending import LendingFigures
 
 Gauge: TypeAlias = Callable[[], Mapping[str, float]]
@@ -27,6 +28,7 @@ WAITS = {
     Verdict.BUFFER_FULL: "buffer_wait_s",
     Verdict.WEIGHTS_OLD: "weights_wait_s",
     Verdict.STEP_STARTED: "edge_wait_s",
+    Verdict.TRANSPORT_AWAY: "transport_wait_s",
     Verdict.ENOUGH: "enough_wait_s",
     Verdict.ENVIRONMENTS_FAIL: "failing_wait_s",
 }
@@ -119,6 +121,24 @@ def _phase_metrics(taken: Mapping[str, PhaseUsage]) -> dict[str, float]:
     return {metric: value for name, usage in taken.items() for metric, value in usage.metrics(name).items()}
 
 
+def feed_gauge(figures: Callable[[], FeedFigures]) -> Gauge:
+    """Where the stream of samples to an outside trainer is."""
+    before = figures()
+
+    def read() -> dict[str, float]:
+        nonlocal before
+        earlier, before = before, figures()
+        return {
+            "feed/consumers": before.consumers,
+            "feed/samples_in_hand": before.in_hand,
+            "feed/wanted_samples": before.wanted,
+            "feed/returned_samples": before.returned - earlier.returned,
+            "feed/trained_again": before.trained_again - earlier.trained_again,
+        }
+
+    return read
+
+
 def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures]]) -> Gauge:
     """Where every environment of the mix is."""
     return lambda: {
@@ -186,5 +206,22 @@ def weights_gauge(figures: Callable[[], LendingFigures]) -> Gauge:
         if new.compared_bytes:
             metrics["weights/changed_share"] = new.changed_bytes / new.compared_bytes
         return metrics
+
+    return read
+
+
+def redis_gauge(place: RedisPlace | None) -> Gauge:
+    """What Redis was like for the orchestrator; nothing where there is none."""
+
+    def read() -> dict[str, float]:
+        if place is None:
+            return {}
+        figures = place.figures
+        return {
+            "redis/outages": figures.outages,
+            "redis/away_s": figures.away_s,
+            "redis/restored": figures.restored,
+            "redis/ignored": figures.ignored,
+        }
 
     return read

@@ -189,14 +189,15 @@ class RunRecorder(MetricsAccumulator):
         for name, value in (
             ("batch/samples", batch.num_samples),
             ("batch/rollouts", batch.num_rollouts),
-            ("batch/rows", batch.num_rows),
             ("batch/tokens", batch.num_tokens),
             ("batch/loss_tokens", batch.loss_tokens),
             ("batch/masked_tokens", batch.masked_tokens),
-            ("batch/padding", batch.padding),
             ("staleness/max", batch.staleness_max),
         ):
             self.add(name, value)
+        if batch.num_rows:  # an outside trainer lays its own
+            self.add("batch/rows", batch.num_rows)
+            self.add("batch/padding", batch.padding)
         self.add("staleness/mean", batch.staleness_mean, weight=batch.loss_tokens)
         if batch.cross_entropy_tokens:
             self.add("batch/cross_entropy_tokens", batch.cross_entropy_tokens)

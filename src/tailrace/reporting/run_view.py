@@ -15,6 +15,7 @@ from tailrace.tracing.lag import LagStatistics
 _WAITING = {
     Verdict.BUDGET_SPENT: " (the staleness budget is spent)",
     Verdict.BUFFER_FULL: " (enough finished groups wait for it)",
+    Verdict.TRANSPORT_AWAY: " (Redis is away)",
 }
 
 

@@ -38,9 +38,8 @@ class Endpoints(Protocol):
         Raises `SettingsError` where the gateway cannot be started (its port is taken, a package is missing, ...).
         """
 
-    @property
-    def entry(self) -> EndpointsEntry:
-        """How agent workers make theirs."""
+    def entry(self, worker: int) -> EndpointsEntry:
+        """How an agent worker makes its own; they are numbered from 0 on."""
 
     async def start(self) -> None:
         """Called before the first rollout. Raises as `open` does."""

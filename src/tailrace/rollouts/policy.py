@@ -4,13 +4,13 @@
                   │
                   └─ none: a new branch (from the start, or from the sampled tokens that the histories share)
 
-Sampled tokens are never tokenized again: a branch that is forked copies them as context, without loss.
+Sampled tokens are never tokenized again: a branch that is forked copies them as context, without loss. A turn that is
+cancelled or fails leaves nothing on its branch, so that whoever asks again goes on with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -30,6 +30,7 @@ from tailrace.records import (
     GenerationRequest,
     Int32Array,
     Message,
+    OnChunk,
     Reply,
     RequestId,
     Rollout,
@@ -40,12 +41,20 @@ from tailrace.records import (
     session_of,
 )
 from tailrace.records.columns import RESERVED, as_column
-from tailrace.rollouts.chat.conversations import BranchConversation, Match, Turn, longest_match, longest_prefix
+from tailrace.rollouts.chat.conversations import (
+    AskedTurn,
+    BranchConversation,
+    Match,
+    Turn,
+    longest_match,
+    longest_prefix,
+)
 from tailrace.rollouts.chat.rendering import Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, listener_for
 from tailrace.rollouts.chat.text_deltas import TextDeltas
 from tailrace.rollouts.chat.text_parts import as_text
 from tailrace.rollouts.endpoints import Endpoints
+from tailrace.rollouts.turn_sampling import turn_sampling
 from tailrace.tracing.phases import phase
 
 _LENGTH, _LOST = FinishReason.LENGTH, (FinishReason.ERROR, FinishReason.ABORTED)
@@ -150,12 +159,12 @@ class RolloutPolicy:
         with phase("render"):
             conversation, context = self._locate(messages, tools, self._branch_temperature(temperature))
             limit = self._completion_limit(conversation, len(context), max_tokens)
-            self._begin_turn(conversation, context, messages)
-            request = self._request(conversation, limit, seed)
+            asked = self._begin_turn(conversation, context, messages)
+            request = self._request(asked, limit, seed)
             hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
-        completion = await self._sample(conversation, request, task, listener, hears)
+        completion = await self._sample(asked, request, task, listener, hears)
         with phase("parse"):
-            return self._record(conversation, completion, listener)
+            return self._record(asked, completion, listener)
 
     async def continue_tokens(
         self,
@@ -166,10 +175,12 @@ class RolloutPolicy:
         stop: Sequence[str] = (),
         stop_token_ids: tuple[int, ...] | None = None,
         seed: int | None = None,
+        on_chunk: OnChunk | None = None,
     ) -> Reply:
         """One turn by tokens: sample what follows `token_ids` [num_tokens], on the branch that they begin with.
 
-        `stop_token_ids` are the model's own unless given. Raises as `chat` does, and `ValueError` where the run has a
+        `stop_token_ids` are the model's own unless given. `on_chunk` hears the tokens while they are sampled, unless
+        there is a `stop`, which may take some of them back. Raises as `chat` does, and `ValueError` where the run has a
         system prompt of its own, which tokens cannot be given.
         """
         task = await self._own_task()
@@ -183,14 +194,14 @@ class RolloutPolicy:
             context = token_ids[shared:]
             limit = self._completion_limit(conversation, len(context), max_tokens)
             said: Message = {"role": "user", "content": self._renderer.text(context.tolist())}
-            self._begin_turn(conversation, context, [*conversation.messages, said])
-            request = self._request(conversation, limit, seed)
+            asked = self._begin_turn(conversation, context, [*conversation.messages, said])
+            request = self._request(asked, limit, seed)
             if stop_token_ids is not None:
                 sampling = msgspec.structs.replace(request.sampling, stop_token_ids=stop_token_ids)
                 request = replace(request, sampling=sampling)
-        completion = await self._sample(conversation, request, task, listener, None)
+        completion = await self._sample(asked, request, task, listener, on_chunk if listener is None else None)
         with phase("parse"):
-            return self._record(conversation, completion, listener)
+            return self._record(asked, completion, listener)
 
     def demonstrate(self, messages: list[Message], *, tools: list[ToolSpec] | None = None, weight: float = 1.0) -> None:
         """Add a branch that nobody sampled: see `Policy.demonstrate`."""
@@ -314,7 +325,9 @@ class RolloutPolicy:
         return conversation
 
     def _open(self, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
-        return BranchConversation(len(self._rollout.branches), Branch(temperature), tools)
+        """A new branch: in place of one whose only turn was never answered, where there is such."""
+        unused = (one.index for one in self._conversations if not one.turns and not one.is_waiting)
+        return BranchConversation(next(unused, len(self._rollout.branches)), Branch(temperature), tools)
 
     # ---- how it is sampled
 
@@ -348,7 +361,7 @@ class RolloutPolicy:
             limits.append(context - prompt)
         if (most := self._max_rollout_tokens) is not None:
             used = self._rollout.num_tokens + self._reserved_tokens + context_tokens
-            if self._is_new(conversation):
+            if not conversation.turns:
                 used += conversation.branch.num_tokens
             if used >= most:
                 raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
@@ -366,40 +379,37 @@ class RolloutPolicy:
 
     # ---- one completion
 
-    def _begin_turn(self, conversation: BranchConversation, context: Int32Array, messages: list[Message]) -> None:
-        """Record what the turn's prompt adds. Messages are copied: what the agent does to its own changes nothing."""
-        if self._is_new(conversation):
-            self._conversations.append(conversation)
-            self._rollout.branches.append(conversation.branch)
-        conversation.branch.extend_context(context)
-        conversation.messages.extend(message.copy() for message in messages[len(conversation.messages) :])
+    def _begin_turn(self, conversation: BranchConversation, context: Int32Array, messages: list[Message]) -> AskedTurn:
+        """Spend a turn. Messages are copied: what the agent does to its own changes nothing."""
+        if not conversation.turns:
+            place = conversation.index
+            self._conversations = [*(one for one in self._conversations if one.index != place), conversation]
+            self._rollout.branches[place : place + 1] = [conversation.branch]
         self._rollout.turns += 1
-
-    def _is_new(self, conversation: BranchConversation) -> bool:
-        """Whether its first turn is yet to begin."""
-        return conversation.index == len(self._rollout.branches)
+        said = [message.copy() for message in messages[len(conversation.messages) :]]
+        return AskedTurn(conversation, context, said)
 
     async def _sample(
         self,
-        conversation: BranchConversation,
+        asked: AskedTurn,
         request: GenerationRequest,
         task: asyncio.Task[object],
         listener: StopStrings | None,
-        hears: TextDeltas | None,
+        hears: OnChunk | None,
     ) -> Completion:
         clock = task.get_loop()
-        turn, limit = self._rollout.turns, request.sampling.max_tokens
-        conversation.is_waiting = True
-        self._reserved_tokens += limit
+        turn, reserved = self._rollout.turns, request.sampling.max_tokens + len(asked.context)
+        asked.conversation.is_waiting = True
+        self._reserved_tokens += reserved
         started_s = clock.time()
         self._turns.add(task)
         try:
             with phase("generate", about={"turn": turn}):
                 completion = await self._completed(request, listener, hears)
         finally:
-            conversation.is_waiting = False
+            asked.conversation.is_waiting = False
             self._turns.discard(task)
-            self._reserved_tokens -= limit
+            self._reserved_tokens -= reserved
         self._count("generate_s", clock.time() - started_s)
         if completion.finish_reason in _LOST:
             raise RolloutError(
@@ -408,7 +418,7 @@ class RolloutPolicy:
         return completion
 
     async def _completed(
-        self, request: GenerationRequest, listener: StopStrings | None, hears: TextDeltas | None
+        self, request: GenerationRequest, listener: StopStrings | None, hears: OnChunk | None
     ) -> Completion:
         """What is sampled, up to the first of the strings that `listener` looks for.
 
@@ -423,41 +433,27 @@ class RolloutPolicy:
             end = len(request.prompt_token_ids) + kept.num_tokens
             return replace(kept, routed_experts=chunks_before(end, completion.routed_experts))
         try:
-            return listener.cut(await self._generate(request, listener if hears is None else hears.before(listener)))
+            return listener.cut(await self._generate(request, listener if hears is None else listener.after(hears)))
         except StopStringFound:
             return listener.completion
 
-    def _request(self, conversation: BranchConversation, limit: int, seed: int | None) -> GenerationRequest:
-        rollout, turn = self._rollout, self._rollout.turns
+    def _request(self, asked: AskedTurn, limit: int, seed: int | None) -> GenerationRequest:
+        rollout, turn, conversation = self._rollout, self._rollout.turns, asked.conversation
         session_id = session_of(rollout.rollout_id, conversation.index)
         return GenerationRequest(
             request_id=RequestId(f"{session_id}/{turn}"),
             session_id=session_id,
             group_id=rollout.group_id,
-            prompt_token_ids=conversation.branch.token_ids,
-            sampling=self._sampling(limit, turn, conversation.branch.temperature, seed),
+            prompt_token_ids=asked.prompt_token_ids,
+            sampling=turn_sampling(
+                rollout, limit, self._renderer.stop_token_ids, temperature=conversation.branch.temperature, seed=seed
+            ),
             owner=rollout.rollout_id,
         )
 
-    def _sampling(self, limit: int, turn: int, temperature: float | None, asked: int | None) -> SamplingParams:
-        """The rollout's sampling for one turn: a seed of its own, so that turns do not share one random stream."""
-        sampling = self._rollout.sampling
-        seed = None
-        if asked is not None:
-            entropy = [abs(asked), turn, zlib.crc32(self._rollout.rollout_id.encode())]
-            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        elif sampling.seed is not None:
-            seed = int(np.random.SeedSequence([sampling.seed, turn]).generate_state(1)[0])
-        return msgspec.structs.replace(
-            sampling,
-            temperature=sampling.temperature if temperature is None else temperature,
-            max_tokens=limit,
-            stop_token_ids=self._renderer.stop_token_ids,
-            seed=seed,
-        )
-
-    def _record(self, conversation: BranchConversation, completion: Completion, listener: StopStrings | None) -> Reply:
-        branch = conversation.branch
+    def _record(self, asked: AskedTurn, completion: Completion, listener: StopStrings | None) -> Reply:
+        conversation, branch = asked.conversation, asked.conversation.branch
+        branch.extend_context(asked.context)
         prompt = branch.token_ids
         branch.extend_completion(completion)
         parsed = self._renderer.parse(completion, prompt_token_ids=prompt, tools=conversation.tools)
@@ -465,7 +461,7 @@ class RolloutPolicy:
         if listener is not None:
             message["content"] = listener.before(message["content"])
             self._count("cut_tokens", listener.cut_tokens)
-        conversation.messages.append(message.copy())
+        conversation.messages += [*asked.messages, message.copy()]
         drifted = self._renderer.drifts(completion)
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
         self._rollout.messages = list(conversation.messages)

@@ -87,7 +87,7 @@ class Rollouter:
                 max_steps=max_steps,
                 records_experts=records_experts,
                 takes_demonstrations=takes_demonstrations,
-                endpoints=None if endpoints is None else endpoints.entry,
+                endpoints=endpoints,
             )
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import TypedDict
 
 from tailrace.config import RunSettings
 from tailrace.gateway import Gateway
@@ -27,25 +28,36 @@ from tailrace.reporting.gauges import (
     SchedulerGauge,
     agent_worker_gauges,
     environment_gauge,
+    feed_gauge,
     payload_gauge,
     phase_gauge,
+    redis_gauge,
     replica_gauge,
     usage_gauge,
     weights_gauge,
 )
 from tailrace.reporting.observer import MetricsListener, RunObserver
-from tailrace.reporting.run_view import RunView, snapshot
+from tailrace.reporting.run_view import RunView, Stage, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.callbacks import Callbacks
 from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.outside import offered, waits_for_clients
+from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.run.parts import held_out_tasks, make_rollouter
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
 from tailrace.run.teacher import make_teacher
-from tailrace.scheduling import Evaluator, StreamScheduler, TaskSource, TaskStream
+from tailrace.scheduling import (
+    Evaluator,
+    FeedScheduler,
+    SaveState,
+    SchedulingSettings,
+    StreamScheduler,
+    TaskSource,
+    TaskStream,
+)
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder
@@ -100,7 +112,7 @@ class ComposedRun:
     writer: BackgroundWriter
     observer: RunObserver
     rollouter: Rollouter
-    scheduler: StreamScheduler
+    scheduler: StreamScheduler | FeedScheduler
     evaluator: Evaluator
     orchestrator: Orchestrator
 
@@ -115,7 +127,7 @@ class ComposedRun:
         so_far = replace(
             self.ground.view(),
             stage=orchestrator.stage,
-            waiting_for=orchestrator.start_waits_for or waits_for_clients(self.gateway),
+            waiting_for=self._waits_for_outside or orchestrator.start_waits_for or waits_for_clients(self.gateway),
             step=orchestrator.step,
             policy_version=orchestrator.version,
             moves=orchestrator.events + self.roles.generators.engine_steps,
@@ -128,6 +140,16 @@ class ComposedRun:
             evaluator=self.evaluator,
             lag=self.ground.lag.snapshot(),
         )
+
+    @property
+    def _waits_for_outside(self) -> str:
+        """For people, where it is a trainer that is not ours."""
+        orchestrator, scheduler = self.orchestrator, self.scheduler
+        if not isinstance(scheduler, FeedScheduler) or orchestrator.stage not in (Stage.STARTING, Stage.TRAINING):
+            return ""
+        if not orchestrator.has_begun and self.roles.generators.router.weights.newest is None and orchestrator.version:
+            return f"the outside trainer to write weights of version {orchestrator.version}, with which it begins"
+        return scheduler.describe_waiting()
 
 
 @contextlib.asynccontextmanager
@@ -159,21 +181,11 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
         tasks = TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
         states = SchedulerStates(paths.scheduler, paths.checkpoints)
-        scheduler = StreamScheduler(
-            tasks,
-            rollouter.runner(on_lost=observer.rollout_lost),
-            roles.batches.send,
-            observer,
-            settings=settings.scheduling,
-            max_staleness=settings.max_staleness,
-            max_running=settings.max_running,
-            group_sizes={name: loaded.group_size for name, loaded in environments.items()},
-            whole_groups=[name for name, loaded in environments.items() if loaded.spec.needs_whole_group],
-            max_steps=settings.max_steps,
-            num_ranks=settings.trainer.row_groups,
-            save_state=lambda step, state: asyncio.to_thread(states.write, step, state),
-            holder=holding,
+        scheduler = _scheduler(
+            ground, roles, tasks=tasks, rollouter=rollouter, observer=observer, states=states, holding=holding
         )
+        if roles.redis is not None:
+            roles.redis.tell(scheduler.hold)
         evaluator = Evaluator(
             await asyncio.to_thread(_held_out, settings, environments),
             rollouter.runner(evaluation_seed=settings.seed, on_ended=roles.payloads.release),
@@ -197,6 +209,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             usage_gauge(lambda: rollouter.teacher_usage),
             payload_gauge(roles.payloads),
             weights_gauge(lambda: roles.lending),
+            redis_gauge(roles.redis),
             lambda: {"training/restarts": roles.trainer.restarts},
         )
         orchestrator = Orchestrator(
@@ -210,6 +223,53 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             evaluator=evaluator,
         )
         yield ComposedRun(ground, roles, gateway, writer, observer, rollouter, scheduler, evaluator, orchestrator)
+
+
+def _scheduler(
+    ground: RunGround,
+    roles: StartedRoles,
+    *,
+    tasks: TaskStream,
+    rollouter: Rollouter,
+    observer: RunObserver,
+    states: SchedulerStates,
+    holding: HoldingGenerate,
+) -> StreamScheduler | FeedScheduler:
+    """Of batches for the run's own trainer, or of samples for one that is not ours."""
+    settings, environments = ground.settings, ground.environments
+    common: _OfAnyFeed = {
+        "settings": settings.scheduling,
+        "max_staleness": settings.max_staleness,
+        "max_running": settings.max_running,
+        "group_sizes": {name: loaded.group_size for name, loaded in environments.items()},
+        "whole_groups": [name for name, loaded in environments.items() if loaded.spec.needs_whole_group],
+        "save_state": lambda step, state: asyncio.to_thread(states.write, step, state),
+    }
+    runner, trainer = rollouter.runner(on_lost=observer.rollout_lost), roles.trainer
+    if isinstance(trainer, OutsideTrainer):
+        retained_bytes = int(settings.restarts.retained_mb * 1e6)
+        feed = FeedScheduler(tasks, runner, trainer.samples, observer, retained_bytes=retained_bytes, **common)
+        trainer.listen(feed)
+        observer.add_gauges(feed_gauge(lambda: feed.figures))
+        return feed
+    return StreamScheduler(
+        *(tasks, runner, trainer.batches.send, observer),
+        max_steps=settings.max_steps,
+        num_ranks=settings.trainer.row_groups,
+        holder=holding,
+        **common,
+    )
+
+
+class _OfAnyFeed(TypedDict):
+    """What both kinds of schedulers take."""
+
+    settings: SchedulingSettings
+    max_staleness: int
+    max_running: int
+    group_sizes: dict[str, int]
+    whole_groups: list[str]
+    save_state: SaveState
 
 
 def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:

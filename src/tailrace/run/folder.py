@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import tomli_w
 
 from tailrace.config import CONFIG_FILE, RECIPE_FILE, Difference, RunSettings, differences, own_settings
 from tailrace.errors import DataError, SettingsError
+from tailrace.feed import FEED_FILE
 from tailrace.guards import guarded
 from tailrace.reporting.sinks import step_of_path
 from tailrace.run.ownership import OWNER_FILE, own_folder
@@ -49,6 +51,7 @@ class RunPaths:
         self.tokens = root / "tokens"
         """Every token that was trained on, where asked for."""
         self.gateway = root / "gateway.json"
+        self.feed = root / FEED_FILE
         """Where clients outside find the run, and its key; gone when the run has ended."""
         self.nonfinite = root / "nonfinite"
         """The rows of steps that were skipped since their loss or gradient was not finite."""
@@ -81,6 +84,20 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         what = f" ({error.filename})" if error.filename else ""
         raise DataError(f"cannot write the run folder {folder}: {error.strerror}{what}") from error
+
+
+@contextlib.contextmanager
+def told_in(path: Path, content: bytes) -> Iterator[None]:
+    """A file for this user alone, for as long as what it tells of is there."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content + b"\n")
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

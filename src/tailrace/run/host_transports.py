@@ -13,12 +13,13 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.config import RunSettings
+from tailrace.feed import FeedPlace
 from tailrace.generation.rpc.client import GeneratorClient, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.lifecycle.launchers import Launcher
 from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, remove_leftovers
-from tailrace.lifecycle.roles import Role
-from tailrace.run.folder import RunPaths
+from tailrace.lifecycle.roles import Role, RoleSpec
+from tailrace.run.folder import RunPaths, told_in, writing
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
 from tailrace.transport.batches.channels import (
     ChannelBatchReceiver,
@@ -33,10 +34,15 @@ from tailrace.transport.batches.channels import (
 )
 from tailrace.transport.channels import require_listener
 from tailrace.transport.events.log import MemoryEventLog
-from tailrace.transport.events.rpc import EventLogClient, EventLogServer
+from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient, EventLogServer
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
+from tailrace.transport.redis.channels import RedisPlace
+from tailrace.transport.redis.connection import require_redis, with_password
+from tailrace.transport.redis.sample_sender import RedisSampleSender
+from tailrace.transport.redis.streams import Origin
+from tailrace.transport.samples.stream import SampleSender
 from tailrace.transport.weights.lending import ModelStateDictLender
 from tailrace.transport.weights.stores import (
     ModelStateDictStore,
@@ -44,6 +50,10 @@ from tailrace.transport.weights.stores import (
     remove_published,
 )
 from tailrace.transport.weights.transfers import TransferReceiver, TransferringModelStateDictStore
+
+REDIS = "redis"
+"""The role that is a Redis of the run's own."""
+REDIS_ENTRY = "tailrace.run.roles:redis"
 
 ORCHESTRATOR = "orchestrator"
 """Its name as a writer of payloads that came over sockets; a generator's is that of its life."""
@@ -59,6 +69,10 @@ class Whereabouts(msgspec.Struct, frozen=True):
     shared_memory: str
     payloads: str
     """Folder for those that shared memory has no room for."""
+    redis: str = ""
+    """URL of the Redis that events and batches go through; empty where they do not."""
+    samples: str = ""
+    """URL of the one that samples for an outside trainer go through; empty without one."""
     trainer_life: int = 0
     """How often the trainer was started before; each life has addresses of its own for events and batches."""
 
@@ -87,6 +101,7 @@ class HostTransports(Transports):
 
     def __init__(self, where: Whereabouts, settings: RunSettings) -> None:
         self.where, self._settings = where, settings
+        self.redis = redis_place(where, settings) if where.redis else None
         self._shared_memory, self._files = Path(where.shared_memory), Path(where.batch_files)
         self.lender = ModelStateDictLender(self._shared_memory, deltas=settings.transport.weights != "whole")
         """Lends published weights to be sent to generators that do not see the folder."""
@@ -96,7 +111,7 @@ class HostTransports(Transports):
     async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
         for address in (self.where.events, rank_address(self.where.batches, rank)):
             require_listener(address)
-        log = EventLogClient(self.where.events, self.where.epoch)
+        log = self._log_client(rank)
         batches = self._batch_receiver(rank)
         store = self._published(rank)
         payloads = self._payload_store()
@@ -153,6 +168,10 @@ class HostTransports(Transports):
                 return file_sender(address, self._files, **ranks, **kept)
             case "zmq":
                 return value_sender(address, **ranks, **kept)
+            case _ if self.redis is not None and self._settings.transport.redis.bodies == "files":
+                return file_sender(address, self._files, **ranks, **kept, open_channel=self.redis.open_channel)
+            case _ if self.redis is not None:
+                return value_sender(address, **ranks, **kept, open_channel=self.redis.open_keeping_channel)
             case _:
                 return shared_memory_sender(
                     address, self._shared_memory, spill=self._files, checksum_bodies=True, **ranks, **kept
@@ -165,13 +184,18 @@ class HostTransports(Transports):
                 return file_receiver(address, self._files, rank=rank, **ranks)
             case "zmq":
                 return value_receiver(address, rank=rank, **ranks)
+            case _ if self.redis is not None and self._settings.transport.redis.bodies == "files":
+                return file_receiver(address, self._files, rank=rank, **ranks, open_channel=self.redis.open_channel)
+            case _ if self.redis is not None:
+                return value_receiver(address, rank=rank, **ranks, open_channel=self.redis.open_channel)
             case _:
                 return shared_memory_receiver(address, self._shared_memory, spill=self._files, rank=rank, **ranks)
 
     async def end_trainer_life(self, launcher: Launcher, batches: ChannelBatchSender) -> None:
         """New addresses for the next life of the trainer, at which `batches` waits for it."""
         life = self.where.trainer_life + 1
-        events, new = (launcher.address(f"{name}.{life}") for name in ("events", "batches"))
+        address = launcher.address if self.redis is None else self.redis.address
+        events, new = (address(f"{name}.{life}") for name in ("events", "batches"))
         self.where = msgspec.structs.replace(self.where, events=events, batches=new, trainer_life=life)
         await batches.reconnect(new)
 
@@ -189,7 +213,7 @@ class HostTransports(Transports):
         if not restarts_trainer(self._settings):
             return None
         chosen = int(self._settings.restarts.retained_mb * 1e6)
-        if self._settings.transport.batches in ("files", "zmq"):
+        if self.redis is not None or self._settings.transport.batches in ("files", "zmq"):
             return chosen
         return min(chosen, shutil.disk_usage(self._shared_memory).free // 4)
 
@@ -197,6 +221,14 @@ class HostTransports(Transports):
     def _trainer_ranks(self) -> _TrainerRanks:
         trainer = self._settings.trainer
         return {"num_ranks": trainer.ranks, "ranks_per_row": trainer.sequence_parallel}
+
+    @override
+    def sample_sender(self) -> SampleSender:
+        return RedisSampleSender(redis_place(self.where, self._settings, self.where.samples))
+
+    @override
+    def model_state_dicts(self) -> SharedMemoryModelStateDictStore:
+        return SharedMemoryModelStateDictStore(self._shared_memory)
 
     @override
     def payload_accounts(self) -> PayloadAccounts:
@@ -211,7 +243,16 @@ class HostTransports(Transports):
 
     @override
     def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
-        return EventLogServer(log, self.where.events).close
+        if self.redis is None:
+            return EventLogServer(log, self.where.events).close
+        addresses = [rank_address(self.where.events, rank) for rank in range(self._settings.trainer.ranks)]
+        return ConversingEventLogServer(log, addresses, self.redis.open_channel).close
+
+    def _log_client(self, rank: int) -> EventLogClient:
+        if self.redis is None:
+            return EventLogClient(self.where.events, self.where.epoch)
+        address = rank_address(self.where.events, rank)
+        return EventLogClient(address, self.where.epoch, self.redis.open_channel)
 
     @override
     def connect(
@@ -232,12 +273,24 @@ class HostTransports(Transports):
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def redis_place(where: Whereabouts, settings: RunSettings, url: str = "") -> RedisPlace:
+    """Where one start of a run keeps its streams."""
+    chosen = settings.transport.redis
+    return RedisPlace(url or where.redis, Origin(settings.name, where.epoch), chosen.outage_s, chosen.prefix)
+
+
 @asynccontextmanager
 async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Launcher) -> AsyncIterator[HostTransports]:
     """With fresh folders, which are removed at the end; those of dead runs are removed before."""
     await asyncio.to_thread(remove_leftovers)
+    redis = await _redis_url(settings, launcher) if settings.uses_redis else ""
+    samples = await _redis_url(settings, launcher) if settings.feeds_through_redis else ""
     with ExitStack() as stack:
-        shared_memory = payloads = stack.enter_context(own_shared_memory(launcher.epoch)).path
+        if launcher.has_trainer_elsewhere:  # which sees the run's folder alone
+            await asyncio.to_thread(remove_leftovers, paths.root)
+            shared_memory = payloads = stack.enter_context(own_payload_folder(launcher.epoch, paths.root)).path
+        else:
+            shared_memory = payloads = stack.enter_context(own_shared_memory(launcher.epoch)).path
         if settings.generator.return_routed_experts:
             parent = Path(settings.transport.payload_folder or paths.root)
             await asyncio.to_thread(remove_leftovers, parent)
@@ -249,7 +302,30 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             batch_files=str(paths.batches),
             shared_memory=str(shared_memory),
             payloads=str(payloads),
+            redis=redis,
+            samples=samples,
         )
+        if samples:
+            place = redis_place(where, settings, samples)
+            await asyncio.to_thread(place.remove_keys)
+            told = FeedPlace(settings.transport.redis.url or samples, settings.name, place.prefix)
+            with writing(paths.root):
+                stack.enter_context(told_in(paths.feed, msgspec.json.encode(told)))
+        if redis:
+            place = redis_place(where, settings)
+            await asyncio.to_thread(place.remove_keys)
+            where = msgspec.structs.replace(where, events=place.address("events"), batches=place.address("batches"))
         transports = HostTransports(where, settings)
         stack.callback(transports.lender.close)
+        launcher.redis = transports.redis
         yield transports
+
+
+async def _redis_url(settings: RunSettings, launcher: Launcher) -> str:
+    """Of one that is there, or was started. Raises `SettingsError`, `LifecycleError`."""
+    if settings.transport.redis.start:
+        return await launcher.start(RoleSpec(REDIS, REDIS_ENTRY, bytes(launcher.logs))).ready()
+    assert settings.transport.redis.url is not None
+    url = with_password(settings.transport.redis.url)
+    await asyncio.to_thread(require_redis, url)
+    return url

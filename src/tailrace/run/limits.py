@@ -102,7 +102,7 @@ def _caches(settings: RunSettings) -> Iterator[Claim]:
         width = 2 * layers * (keys or heads) * head_size * _BYTES[settings.model.dtype]
         what = f"keys and values of {generator.concurrency:,} requests of {settings.max_model_tokens:,} tokens"
         yield Claim(generator.replicas * tokens * width, what, "generator.slots", BEYOND_REASON)
-    if not trainer.device.startswith("cuda"):
+    if trainer.feed == "batch" and not trainer.device.startswith("cuda"):
         tokens = settings.scheduling.row_tokens
         inputs = layers * hidden * 4 * -(-tokens // trainer.sequence_parallel)
         yield Claim(inputs, f"layers' inputs of a row of {tokens:,} tokens", "scheduling.row_tokens", BEYOND_REASON)

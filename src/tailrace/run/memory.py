@@ -29,7 +29,8 @@ def describe_memory(settings: RunSettings) -> list[str]:
     except ModelError as error:
         return [f"What it needs of memory is not known here: {error}"]
     sizes, adapter = model_sizes(outline), adapter_sizes(outline, settings.trainer.lora)
-    return [*_trainer(settings, sizes, adapter), *_generators(settings, sizes, adapter), *_teacher(settings)]
+    trainer = _trainer(settings, sizes, adapter) if settings.trainer.feed == "batch" else ()
+    return [*trainer, *_generators(settings, sizes, adapter), *_teacher(settings)]
 
 
 def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> Iterator[str]:

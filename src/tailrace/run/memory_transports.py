@@ -24,6 +24,7 @@ from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.store import MemoryPayloadStore
+from tailrace.transport.samples.memory import MemorySampleStream
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
 
 _of_this_process: dict[str, MemoryTransports] = {}
@@ -37,6 +38,7 @@ class MemoryTransports(Transports):
         """`model` is the name of the one that generators start with."""
         self._log, self.model = log, model
         self._batches = MemoryBatchQueue(BATCHES_AHEAD)
+        self.samples = MemorySampleStream()
         self.store = MemoryModelStateDictStore()
         self._payloads = MemoryPayloadStore()
         self.generators: dict[str, tuple[Generator, asyncio.Event]] = {}
@@ -81,6 +83,14 @@ class MemoryTransports(Transports):
     @override
     def batch_sender(self) -> MemoryBatchQueue:
         return self._batches
+
+    @override
+    def sample_sender(self) -> MemorySampleStream:
+        return self.samples
+
+    @override
+    def model_state_dicts(self) -> MemoryModelStateDictStore:
+        return self.store
 
     @override
     def payload_accounts(self) -> PayloadAccounts:

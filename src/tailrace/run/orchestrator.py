@@ -49,7 +49,7 @@ from tailrace.rollouts import Rollouter
 from tailrace.run.folder import RunPaths, count_starts, wind_back
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles
-from tailrace.scheduling import Evaluator, StreamScheduler
+from tailrace.scheduling import Evaluator, Scheduler
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 
@@ -73,7 +73,7 @@ class Orchestrator(WeightListener):
         paths: RunPaths,
         *,
         rollouter: Rollouter,
-        scheduler: StreamScheduler,
+        scheduler: Scheduler,
         states: SchedulerStates,
         observer: RunObserver,
         evaluator: Evaluator,
@@ -280,7 +280,7 @@ class Orchestrator(WeightListener):
             step=self.step,
             version=self.version,
             serving_version=self.installed_version,
-            state=await asyncio.to_thread(self._states.read, self.step),
+            state=await asyncio.to_thread(self._roles.trainer.state_at, self._states, self.step),
             resumes=earlier.starts,
         )
         self._observer.begin(earlier)

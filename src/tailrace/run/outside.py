@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.errors import SettingsError
 from tailrace.reporting.gauges import Gauge
 from tailrace.rollouts import LoadedEnvironment
-from tailrace.run.folder import writing
+from tailrace.run.folder import told_in, writing
 
 if TYPE_CHECKING:
     from tailrace.gateway import Gateway
@@ -41,23 +40,9 @@ async def offered(
     gateway.offers.environments = outside
     with contextlib.ExitStack() as told:
         with writing(path.parent):
-            told.enter_context(_told_in(path, gateway))
+            access = {"url": gateway.root_url, "key": gateway.offers.key}
+            told.enter_context(told_in(path, json.dumps(access).encode()))
         yield [_outside_gauge(gateway)]
-
-
-@contextlib.contextmanager
-def _told_in(path: Path, gateway: Gateway) -> Iterator[None]:
-    """A file with the gateway's address and key for this user alone, as long as it listens."""
-    told = json.dumps({"url": gateway.root_url, "key": gateway.offers.key}) + "\n"
-    draft = path.with_name(f"{path.name}.new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(told)
-    draft.replace(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _outside_gauge(gateway: Gateway) -> Gauge:

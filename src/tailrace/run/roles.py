@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 import numpy as np
 
+from tailrace.child_processes import describe_exit
 from tailrace.config import RunSettings
-from tailrace.errors import CheckpointError
+from tailrace.errors import CheckpointError, LifecycleError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.roles import Role
@@ -32,6 +34,7 @@ from tailrace.run.transports import TrainerEnds, Transports
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.training.settings.trainer import ExportFormat
 from tailrace.transport.events.log import EventLog
+from tailrace.transport.redis.server import RedisServer
 
 if TYPE_CHECKING:
     from tailrace.training.ranks import JoinedRanks, Ranks
@@ -256,6 +259,18 @@ async def teacher(role: Role) -> None:
     settings = teacher_settings(role_settings.run)
     assert settings is not None, "no teacher"
     await _serve(role, role_settings, settings.model, settings.generator)
+
+
+async def redis(role: Role) -> None:
+    """A Redis server of this run's own, which ends with this role. Raises `LifecycleError` where it ends by itself."""
+    server = RedisServer(Path(os.fsdecode(role.spec.settings)))
+    try:
+        await asyncio.to_thread(server.start)
+        role.ready(server.url)
+        status = await asyncio.to_thread(server.wait)
+    finally:
+        server.kill()
+    raise LifecycleError(f"the run's own Redis ended, {describe_exit(status)}")
 
 
 async def _serve(role: Role, role_settings: RoleSettings, model: ModelSettings, chosen: GeneratorSettings) -> None:

@@ -67,6 +67,12 @@ class SchedulerStates:
                 "put it back where the checkpoint was copied from"
             ) from error
 
+    def read_newest(self, step: int) -> bytes:
+        """That of `step`, or of the newest step before that was told of: an outside trainer may have gone further than
+        it told. Empty where there is none. Raises `CheckpointError`."""
+        told = [one for one in _steps(self._folder, suffix=".json") if one <= step]
+        return self.read(max(told)) if step and told else b""
+
     def _prune(self, first: int, last: int) -> None:
         """Keep the states of `first` to `last` and those of checkpoints; later ones are of a run that was resumed."""
         kept = {*range(first, last + 1)}

@@ -35,6 +35,7 @@ from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Generators
 from tailrace.run.host_transports import HostTransports, host_transports, restarts_trainer
 from tailrace.run.memory_transports import new_memory_transports
+from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
 from tailrace.run.roles import GENERATOR, TEACHER_ENTRY, TRAINER, RoleSettings
 from tailrace.run.teacher import TEACHER, teacher_settings
@@ -45,6 +46,7 @@ from tailrace.transport.batches.channels import ChannelBatchSender
 from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.weights.lending import LendingFigures
 
 Watch: TypeAlias = Callable[[], Coroutine[Any, Any, NoReturn]]
@@ -56,25 +58,33 @@ class StartedRoles:
     def __init__(self, starter: _RoleStarter, log: MemoryEventLog) -> None:
         self.shutdown = starter.settings.shutdown
         self._launcher, self._transports = starter.launcher, starter.transports
-        self.trainer = TrainerLives(starter, log, RestartHistory(starter.trainer_restarts))
-        self.batches = self.trainer.batches
+        self.trainer = starter.trainer_of(log)
         self.payloads = self._transports.payload_accounts()
-        if isinstance(self.batches, ChannelBatchSender):
-            self.batches.payloads = self.payloads
+        if isinstance(self.trainer, TrainerLives):
+            self.trainer.keep(self.payloads)
         self.generators = starter.start_generators(payloads=self.payloads)
         self.teacher = starter.start_teacher()
         """Of one generator, which no weights are sent to; None where the loss needs none here."""
 
     async def watch(self) -> NoReturn:
-        """Wait for a trainer, a teacher or a last generator that ends early and is not started again, and raise why."""
-        teachers = [] if self.teacher is None else [self.teacher.watch()]
-        await first_done(self._launcher.watch(), self.trainer.watch(), self.generators.watch(), *teachers)
+        """Wait for a trainer, a teacher or a last generator that ends early and is not started again, and raise why.
+
+        Or for a Redis that stays away.
+        """
+        others = [] if self.teacher is None else [self.teacher.watch()]
+        others += [] if self.redis is None else [self.redis.watch()]
+        await first_done(self._launcher.watch(), self.trainer.watch(), self.generators.watch(), *others)
 
     @property
     def lending(self) -> LendingFigures:
         """Of weights that were sent to generators which do not share this host's memory."""
         transports = self._transports
         return transports.lender.figures if isinstance(transports, HostTransports) else LendingFigures()
+
+    @property
+    def redis(self) -> RedisPlace | None:
+        """Where batches and events go through Redis."""
+        return self._transports.redis if isinstance(self._transports, HostTransports) else None
 
     def pids(self) -> dict[str, int]:
         """Ids of the processes that run now, by role."""
@@ -90,7 +100,7 @@ class StartedRoles:
         """In this order, each stage with its deadline. Rollouts are cancelled and the trainer has saved before."""
         self.trainer.let_end()
         for stage, action in (
-            (ShutdownStage.CLOSE_TRANSPORTS, self.batches.close),
+            (ShutdownStage.CLOSE_TRANSPORTS, self.trainer.end_feed),
             (ShutdownStage.STOP_GENERATORS, self._stop_generators),
             (ShutdownStage.CLOSE_EVENT_LOG, self.trainer.leave),
         ):
@@ -128,7 +138,12 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
     is_alone = settings.generator.replicas == 1 and not settings.generator.connect
     plays_nothing = settings.rollouts.model_copy(update={"agent_workers": 0})  # roles do not; their caller may
     placed = settings.model_copy(
-        update={"placement": "inline" if is_alone else "local", "rollouts": plays_nothing},
+        update={
+            "placement": "inline" if is_alone else "local",
+            "rollouts": plays_nothing,
+            "transport": settings.transport.model_copy(update={"batches": None}),  # there are none
+            "trainer": settings.trainer.model_copy(update={"feed": "batch"}),
+        },
     )
     async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
         generators = starter.start_generators(with_trainer=False)
@@ -157,6 +172,13 @@ class _RoleStarter:
         chosen, is_ours = self.settings.restarts, isinstance(self.transports, HostTransports) and self.launched is None
         is_restarted = is_ours and restarts_trainer(self.settings)
         return chosen if is_restarted else chosen.model_copy(update={"per_role": 0})
+
+    def trainer_of(self, log: MemoryEventLog) -> TrainerLives | OutsideTrainer:
+        """Ours, which this starts, or one that somebody else does."""
+        if self.settings.trainer.feed == "stream":
+            samples, store = self.transports.sample_sender(), self.transports.model_state_dicts()
+            return OutsideTrainer(samples, store, log)
+        return TrainerLives(self, log, RestartHistory(self.trainer_restarts))
 
     def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:
         """All of its ranks, rank 0 first; `earlier` are those of the life before, which have left."""

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol
 
+from typing_extensions import override
+
 from tailrace.config import RunSettings
-from tailrace.errors import LifecycleError, TransportError
+from tailrace.errors import LifecycleError, TailraceError, TransportError
 from tailrace.lifecycle.exit_codes import is_from_outside
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
+from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.trainer_ranks import launched_rank
 from tailrace.transport.batches.channels import ChannelBatchSender
 from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _logger = logging.getLogger(__name__)
 
 
 def describe_lives(settings: RunSettings) -> list[str]:
     """For people: why a trainer that ends early is not started again, or only at times, where restarts are granted."""
-    if not settings.restarts.per_role:
+    if not settings.restarts.per_role or settings.trainer.feed == "stream":
         return []
     if launched_rank(settings.trainer) is not None:
         return ["A trainer that ends early ends the run: another launcher started its ranks."]
@@ -38,6 +43,65 @@ def describe_lives(settings: RunSettings) -> list[str]:
             f"experts, come to restarts.retained_mb = {settings.restarts.retained_mb:g} at most."
         ]
     return []
+
+
+class RunTrainer(ABC):
+    """The trainer of a run, as its owner knows it: ours over all its lives, or one that is not ours."""
+
+    restarts: int
+    """How often it was started again."""
+
+    @abstractmethod
+    async def watch(self) -> NoReturn:
+        """Wait until the trainer ended early and is not started again, and raise why."""
+
+    @abstractmethod
+    async def gone(self) -> TailraceError:
+        """Wait until there is no trainer any more, and none will come; why."""
+
+    @abstractmethod
+    def started(self, step: int) -> None:
+        """A life of the trainer holds the weights of this step."""
+
+    @abstractmethod
+    def step_ended(self, step: int, version: int) -> None:
+        """After this step the policy has this version, for the first time: later lives number it alike."""
+
+    @abstractmethod
+    def saved(self, step: int) -> None:
+        """A checkpoint contains this step."""
+
+    @abstractmethod
+    def earliest_step(self, step: int) -> int:
+        """Of which a checkpoint may be begun once the trainer has done `step`: it may have to do later ones again."""
+
+    def state_at(self, states: SchedulerStates, step: int) -> bytes:
+        """The scheduler's, where the trainer goes on after `step`. Raises `CheckpointError`."""
+        return states.read(step)
+
+    @abstractmethod
+    def published(self) -> None:
+        """The newest weights are those of the life that trains: nobody needs those of earlier ones."""
+
+    @abstractmethod
+    def let_end(self) -> None:
+        """Training is about to end: from now on the trainer is not started again."""
+
+    @abstractmethod
+    async def end_feed(self) -> None:
+        """Hand over nothing more: whoever waits for it learns so. Twice does nothing."""
+
+    @abstractmethod
+    async def leave(self) -> None:
+        """The event log has ended, and the trainer leaves by itself."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """End every rank at once. Raises `LifecycleError` where the system holds one."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Watch no more. Closing twice does nothing."""
 
 
 class TrainerStarter(Protocol):
@@ -64,7 +128,7 @@ class TrainerStarter(Protocol):
         ...
 
 
-class TrainerLives:
+class TrainerLives(RunTrainer):
     """Make it on a running event loop; it starts the trainer."""
 
     def __init__(self, starter: TrainerStarter, log: MemoryEventLog, restarts: RestartHistory) -> None:
@@ -83,18 +147,24 @@ class TrainerLives:
 
     # --- what its owner waits for ------------------------------------------------------------------------------------
 
+    @override
     async def watch(self) -> NoReturn:
-        """Wait until the trainer ended early and is not started again, and raise why."""
         raise await self.gone()
 
+    @override
     async def gone(self) -> LifecycleError:
-        """Wait until there is no trainer any more, and none will come; why."""
         return await asyncio.shield(self._gone)
+
+    def keep(self, payloads: PayloadAccounts) -> None:
+        """What batches refer to stays with them, for as long as they may be trained again."""
+        if isinstance(self.batches, ChannelBatchSender):
+            self.batches.payloads = payloads
 
     # --- what its owner learns from the event log --------------------------------------------------------------------
 
+    @override
     def started(self, step: int) -> None:
-        """A life of the trainer holds the weights of this step: it is sent what is kept of later ones."""
+        """It is sent what is kept of later steps."""
         self._has_worked = True
         if not self.restarts:
             return
@@ -108,48 +178,53 @@ class TrainerLives:
         else:
             _logger.info("the trainer goes on after step %d, with %d batches that are sent again", step, count)
 
+    @override
     def step_ended(self, step: int, version: int) -> None:
-        """After this step the policy has this version, for the first time: later lives number it alike."""
         if isinstance(self.batches, ChannelBatchSender):
             self.batches.step_ended(step, version)
 
+    @override
     def saved(self, step: int) -> None:
-        """A checkpoint contains this step."""
         if isinstance(self.batches, ChannelBatchSender):
             self.batches.saved(step)
 
+    @override
     def earliest_step(self, step: int) -> int:
-        """Of which a checkpoint may be begun once the trainer has done `step`: it may have to do later ones again."""
         oldest = self.batches.oldest_retained if isinstance(self.batches, ChannelBatchSender) else None
         return step if oldest is None else min(step, oldest - 1)
 
+    @override
     def published(self) -> None:
-        """The newest weights are those of the life that trains: nobody needs those of earlier ones."""
         if self._forgotten_pids:
             self._starter.forget_weights(self._forgotten_pids)
             self._forgotten_pids = []
 
+    @override
     def let_end(self) -> None:
-        """Training is about to end: from now on the trainer is not started again."""
         self._is_over = True
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
+    @override
+    async def end_feed(self) -> None:
+        await self.batches.close()
+
+    @override
     async def leave(self) -> None:
-        """The event log has ended, and the trainer leaves by itself; the launcher ends it if it doesn't in time."""
+        """The launcher ends it if it doesn't in time."""
         self._is_over = True
         for rank in self._ranks:
             rank.expect_exit()
         await self._end_log()
         await asyncio.gather(*(rank.left() for rank in self._ranks if rank.is_running))
 
+    @override
     async def kill(self) -> None:
-        """End every rank at once. Raises `LifecycleError` where the system holds one."""
         self._is_over = True
         await asyncio.gather(*(rank.kill() for rank in self._ranks))
 
+    @override
     async def close(self) -> None:
-        """Watch no more. Closing twice does nothing."""
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
 

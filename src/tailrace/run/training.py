@@ -39,6 +39,7 @@ from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, open_run_folder, record_settings, writing
 from tailrace.run.limits import require_room
 from tailrace.run.notices import wait_for_notice
+from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
 from tailrace.run.parts import (
     describe_places,
     load_environments,
@@ -81,21 +82,26 @@ async def train(
     given: Mapping[str, object] = MappingProxyType({}),
     callbacks: Callbacks | None = None,
     abort: Callable[[ExitCode], NoReturn] = exit_at_once,
+    outside: OutsideProgram | None = None,
 ) -> RunSummary:
     """Train, and leave a run's folder under `parent`.
 
     `recipe` is what the settings were made of, before anything was laid over it: by it a resume tells what was edited
-    since. `given` are environments that only this process has, `abort` is called for a second signal to stop. Raises
-    `TailraceError` before anything is started, and at the end what one of `callbacks` raised.
+    since. `given` are environments that only this process has, `abort` is called for a second signal to stop. `outside`
+    is the trainer of a run with `trainer.feed = "stream"` and `placement = "inline"`, which has all in this process.
+    Raises `TailraceError` before anything is started, and at the end what one of `callbacks` raised.
     """
     callbacks = callbacks or Callbacks()
+    require_program(settings, outside)
     if not launcher_class(settings.placement).runs_in_this_process:  # a trainer in it configures its own allocator
         share_one_arena()
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(_load_environments, settings, given)
     with open_run_folder(settings, parent) as paths:
         try:
-            summary = await _train_in(paths, settings, recipe, environments, devices, callbacks=callbacks, abort=abort)
+            summary = await _train_in(
+                *(paths, settings, recipe, environments, devices), callbacks=callbacks, abort=abort, outside=outside
+            )
         except Exception as error:
             await asyncio.to_thread(_write_failed, settings, paths, error)
             raise
@@ -114,6 +120,7 @@ async def _train_in(
     *,
     callbacks: Callbacks,
     abort: Callable[[ExitCode], NoReturn],
+    outside: OutsideProgram | None,
 ) -> RunSummary:
     """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
@@ -149,7 +156,11 @@ async def _train_in(
         async with compose(ground) as run:
             live.follow(run.view)
             with _stop_signals(run, live, abort) as signals:
-                async with callbacks.delivered(run.orchestrator.request_stop), _watched(run, signals):
+                async with (
+                    callbacks.delivered(run.orchestrator.request_stop),
+                    _watched(run, signals),
+                    program_beside(outside, run.roles.trainer, run.orchestrator.fail),
+                ):
                     ended = await run.orchestrator.run()
         return await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
 

@@ -21,7 +21,8 @@ from tailrace.transport.batches.queue import BatchReceiver, BatchSender
 from tailrace.transport.events.log import EventLog, MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.store import PayloadStore
-from tailrace.transport.weights.stores import ModelStateDictStore
+from tailrace.transport.samples.stream import SampleSender
+from tailrace.transport.weights.stores import FolderPublisher, ModelStateDictStore
 
 MakeGenerator: TypeAlias = Callable[[PayloadStore], Generator]
 
@@ -69,6 +70,14 @@ class Transports(ABC):
     @abstractmethod
     def batch_sender(self) -> BatchSender:
         """The orchestrator's end of the batch queue."""
+
+    @abstractmethod
+    def sample_sender(self) -> SampleSender:
+        """The orchestrator's end of the stream of samples to an outside trainer."""
+
+    @abstractmethod
+    def model_state_dicts(self) -> FolderPublisher:
+        """Where the weights are published that an outside trainer wrote."""
 
     @abstractmethod
     def payload_accounts(self) -> PayloadAccounts:

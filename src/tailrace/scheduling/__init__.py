@@ -1,13 +1,15 @@
 """What runs now, and what is trained on next.
 
-In: tasks from the task stream, and the trainer's events. Out: batches. The stream scheduler keeps the engines full: it
-admits groups while the staleness budget and the engines have room, scores each group as soon as it is complete, and
-forms a batch once one is full. It never polls, never drops a rollout without a reason in the ledger, and never decides
-when training is over: the trainer does.
+In: tasks from the task stream, and the trainer's events. Out: batches; or samples one at a time, to a trainer that is
+not ours (`feed`). The scheduler keeps the engines full: it admits groups while the staleness budget and the engines
+have room, scores each group as soon as it is complete, and forms a batch once one is full. It never polls, never drops
+a rollout without a reason in the ledger, and never decides when training is over: the trainer does.
 """
 
 from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
+from tailrace.scheduling.base import SaveState, Scheduler
 from tailrace.scheduling.evaluation import Evaluation, EvaluationResult, Evaluator, evaluate
+from tailrace.scheduling.feed import FeedFigures, FeedScheduler
 from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
@@ -24,8 +26,12 @@ __all__ = [
     "EvaluationResult",
     "EvaluationSettings",
     "Evaluator",
+    "FeedFigures",
+    "FeedScheduler",
     "GroupRunner",
     "Ledger",
+    "SaveState",
+    "Scheduler",
     "SchedulerObserver",
     "SchedulerStatistics",
     "SchedulingSettings",

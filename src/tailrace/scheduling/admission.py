@@ -23,6 +23,8 @@ class Verdict(enum.StrEnum):
     """Under over-sampling: all groups of this step have started."""
     ENVIRONMENTS_FAIL = "environments_fail"
     """Every environment that has tasks pauses, since it failed: see `backoff`."""
+    TRANSPORT_AWAY = "transport_away"
+    """What carries things to the trainer is away: what is finished meanwhile waits, and nothing new starts."""
     ENOUGH = "enough"
     """What was started fills every remaining step."""
 

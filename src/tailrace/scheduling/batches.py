@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from tailrace.batching import FormedBatch, Packing, SampledGroup, form_batch, sample_group
-from tailrace.records import Outcome
-from tailrace.scheduling.ledger import Accounts, UntrainableStreak
-from tailrace.scheduling.outstanding import Outstanding, ReadyGroup
+from tailrace.batching import FormedBatch, Packing, SampledGroup, form_batch
+from tailrace.scheduling.judging import Judge
+from tailrace.scheduling.ledger import UntrainableStreak
+from tailrace.scheduling.outstanding import Outstanding
 from tailrace.scheduling.settings import SchedulingSettings
-from tailrace.scheduling.staleness import RESTARTED, StalePolicy
 from tailrace.scheduling.tasks import TaskStream
-from tailrace.tracing.phases import phase
 
 SAMPLED_AT_ONCE = 32
 """Rollouts in one slice."""
@@ -28,8 +26,7 @@ class BatchFormer:
         self,
         tasks: TaskStream,
         outstanding: Outstanding,
-        accounts: Accounts,
-        stale: StalePolicy,
+        judge: Judge,
         settings: SchedulingSettings,
         *,
         untrainable: UntrainableStreak,
@@ -37,8 +34,8 @@ class BatchFormer:
     ) -> None:
         """`num_ranks` are the trainer's."""
         self._packing = Packing(settings.row_tokens, num_ranks)
-        self._tasks, self._outstanding, self._accounts = tasks, outstanding, accounts
-        self._stale, self._settings, self._untrainable = stale, settings, untrainable
+        self._tasks, self._outstanding, self._judge = tasks, outstanding, judge
+        self._settings, self._untrainable = settings, untrainable
 
     def form(self, *, step: int, trainer_version: int) -> Generator[None, None, FormedBatch | None]:
         """The batch of `step`, for a trainer of at most `trainer_version`; None where nothing in it would bear loss.
@@ -49,8 +46,8 @@ class BatchFormer:
         size = since_yield = 0
         while self._outstanding.ready and size < self._settings.batch_size:
             ready = self._outstanding.take()
-            taken = self._sample(ready, trainer_version)
-            if taken is not None and taken.samples:
+            if taken := self._judge.sample(ready, trainer_version):
+                self._tasks.end(ready.opened.key, trained=True)
                 sampled.append(taken)
                 size += ready.size
             since_yield += len(ready.group.rollouts)
@@ -68,25 +65,3 @@ class BatchFormer:
         )
         self._untrainable.formed()
         return formed
-
-    def _sample(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup | None:
-        """One group's samples; None where it is started again instead."""
-        key = ready.opened.key
-        with phase("sample"):
-            taken = sample_group(
-                ready.group,
-                oldest_version=self._stale.oldest_allowed(trainer_version),
-                drop_stale=self._stale.drops_rollouts,
-            )
-        # of a part: to start the task again would train on the rest twice
-        is_whole = ready.size == ready.opened.size
-        if taken.masked_tokens and is_whole and self._stale.restarts_finished(self._tasks.restarts(key)):
-            self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
-            self._tasks.restart(key)
-            return None
-        for rollout, reason in taken.filtered:
-            self._accounts.end([rollout], Outcome.filtered(reason))
-        self._tasks.end(key, trained=bool(taken.samples))
-        if not taken.samples:
-            self._untrainable.expire(ready.size)
-        return taken

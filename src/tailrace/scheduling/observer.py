@@ -60,7 +60,7 @@ class SchedulerStatistics:
     """Groups stopped and started again."""
     paused: Sequence[str]
     """Environments that pause, since they failed."""
-    set_aside: int
+    set_aside: int = 0
     """Rollouts that were set aside at the edge of a step and go on in the next one."""
 
 

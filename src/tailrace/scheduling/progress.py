@@ -37,6 +37,10 @@ class Progress:
         self.step, self.version = event.step, event.version
         return formed
 
+    def advance(self, step: int, version: int) -> None:
+        """An outside trainer is there now, further on or, coming back from a checkpoint, further back."""
+        self.step, self.version = step, version
+
     def install(self, version: int) -> None:
         """No generator serves an older version any more."""
         if self._serving_version is not None:

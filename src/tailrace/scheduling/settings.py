@@ -16,6 +16,10 @@ OnStraggler: TypeAlias = Literal["continue", "requeue", "resume_next_step", "dro
 MAX_STALENESS: dict[Schedule, int] = {"sync": 0, "one-step-off": 1, "stream": 4}
 """The default of `max_staleness` under each schedule."""
 
+WINDOW_BATCHES = 2
+"""Batches' worth of samples that an outside trainer may be handed before it tells of a step: one that it trains on, and
+one that it fetched ahead."""
+
 
 class SchedulingSettings(BatchingSettings):
     """When tasks are admitted, and how old the tokens that are trained on may be."""

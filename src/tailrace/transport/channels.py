@@ -10,15 +10,17 @@ import asyncio
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
+from typing_extensions import override
 from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
@@ -138,8 +140,54 @@ class PeerMonitor:
         self._monitor.close(linger=0)
 
 
-class Channel:
-    """One end of a conversation of two processes, in whole messages and in order. Make it on a running event loop.
+class Conversation(ABC):
+    """One end of a conversation of two processes, in whole messages and in order."""
+
+    def __init__(self) -> None:
+        self.failure: TransportError | None = None
+        """What ended it, for good."""
+        self.connected = False
+        """Whether the other end is there."""
+
+    @abstractmethod
+    def send(self, message: bytes, body: mmap.mmap | None = None) -> None:
+        """Hand a message on, in the end to the other end. Never waits. A `body` is not copied.
+
+        Raises what ended the conversation, and `TransportError` where nothing more is taken.
+        """
+
+    @property
+    def num_sent(self) -> int:
+        """How many messages were handed on; 0 where nobody keeps them."""
+        return 0
+
+    def release(self, number: int) -> None:  # noqa: B027 - most keep nothing
+        """Messages up to this one need not be kept for the other end any more."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close this end; the other end is notified. Messages sent before still arrive. Closing twice does nothing."""
+
+
+class OpenChannel(Protocol):
+    """How an end of a conversation is opened, whatever carries it."""
+
+    def __call__(
+        self,
+        address: str,
+        *,
+        bind: bool,
+        on_message: Callable[[bytes], None],
+        changed: asyncio.Event,
+        peer: str,
+        on_body: Callable[[memoryview], None] | None = None,
+    ) -> Conversation:
+        """On a running event loop; see `Channel`."""
+        ...
+
+
+class Channel(Conversation):
+    """One end of a conversation over a socket. Make it on a running event loop.
 
     Every message is handed to `on_message` on the event loop, and `changed` is set after it, as it is when the other
     end connects or is gone. What ended the channel is then in `failure`: a `PeerGone`, or the `TransportError` that
@@ -161,8 +209,7 @@ class Channel:
     ) -> None:
         """A message may bring one body of bytes, which `on_body` gets before the message;
         a channel without ends with `CorruptData` at the first body."""
-        self.failure: TransportError | None = None
-        self.connected = False
+        super().__init__()
         self._on_message, self._on_body, self._changed, self._peer = on_message, on_body, changed, peer
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._monitor = PeerMonitor(self._socket)
@@ -179,6 +226,7 @@ class Channel:
             asyncio.create_task(self._watch(), name=f"watch over the {peer}"),
         }
 
+    @override
     def send(self, message: bytes, body: mmap.mmap | None = None) -> None:
         """Hand a message to the socket, which keeps it until the other end takes it. Never waits.
 
@@ -196,8 +244,8 @@ class Channel:
         except zmq.Again:
             raise TransportError(f"the {self._peer} takes no messages") from None
 
+    @override
     async def close(self) -> None:
-        """Close this end; the other end is notified. Messages sent before still arrive. Closing twice does nothing."""
         self._end(PeerGone(f"the channel to the {self._peer} is closed"))
         for task in self._tasks:
             task.cancel()

@@ -47,6 +47,7 @@ _TRAILER = struct.Struct("<QQQQ")  # sequence, checksum of the header, of the te
 TRAILER_BYTES = _TRAILER.size
 """At a file's end: while they are zeros it holds no content."""
 _TRAILER_NAME = "__trailer__"
+_TRAILER_DTYPE = "U64"
 _METADATA_NAME = "__metadata__"
 _REST_NAME = f"{PAD_PREFIX}rest"
 _SIZE_STEP_BYTES = 64 * 1024
@@ -160,25 +161,41 @@ class SegmentFile:
             self._file = -1
 
 
+def pack_segment(tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str]) -> bytes:
+    """The content of a file that is never recycled, as bytes: as short as it can be, its tensors checksummed.
+
+    Tensors begin at multiples of their own elements; the widest first, they need no pads.
+    """
+    layout = _Layout(tensors, metadata, is_packed=True)
+    header, body = layout.header(layout.num_bytes), b"".join(layout.body_buffers())
+    trailer = _TRAILER.pack(1, xxhash.xxh3_64_intdigest(header), xxhash.xxh3_64_intdigest(body), 1)
+    return b"".join((header, body, trailer))
+
+
 class _Layout:
     """Where everything goes, computed before anything is written."""
 
-    def __init__(self, tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str], *, is_packed: bool = False
+    ) -> None:
         self._tensors = tensors
         self._metadata = dict(metadata)
         self._entries: dict[str, TensorEntry] = {}
         self._pads: list[int] = []
+        dtypes = [*(tensor.dtype for tensor in tensors.values()), _TRAILER_DTYPE]
         position = 0
-        for name, tensor in tensors.items():
+        for (name, tensor), following in zip(tensors.items(), dtypes[1:], strict=True):
             end = position + tensor.num_bytes
             self._entries[name] = TensorEntry(tensor.dtype, tensor.shape, (position, end))
-            position = _aligned(end)
+            position = _aligned(end, DTYPE_BYTES[following] if is_packed else ALIGNMENT_BYTES)
             self._pads.append(position - end)
             if position > end:
                 self._entries[f"{PAD_PREFIX}{len(self._pads)}"] = _pad_entry(end, position)
         self._body_bytes = position
         # The rest's end is not known yet; a number of more digits than any real one keeps its place.
-        self._header_bytes = _aligned(len(self._header_json(10**18)) + _LENGTH.size)
+        longest = self._header_json(position + _TRAILER.size if is_packed else 10**18)
+        alignment = DTYPE_BYTES[_TRAILER_DTYPE] if is_packed else ALIGNMENT_BYTES
+        self._header_bytes = _aligned(len(longest) + _LENGTH.size, alignment)
         self.num_bytes = self._header_bytes + position + _TRAILER.size
 
     def file_size(self, current: int) -> int:
@@ -212,7 +229,7 @@ class _Layout:
             _METADATA_NAME: self._metadata,
             **self._entries,
             _REST_NAME: _pad_entry(self._body_bytes, trailer_start),
-            _TRAILER_NAME: TensorEntry("U64", (_TRAILER.size // 8,), (trailer_start, body_end)),
+            _TRAILER_NAME: TensorEntry(_TRAILER_DTYPE, (_TRAILER.size // 8,), (trailer_start, body_end)),
         }
         return msgspec.json.encode(header)
 
@@ -265,6 +282,31 @@ def read_segment(path: Path | str, mapping: mmap.mmap | memoryview) -> Segment:
         (start, end),
         body_checksum if has_body_checksum else None,
     )
+
+
+def read_safetensors(path: Path) -> Mapping[str, TensorBuffers]:
+    """The tensors of a file that somebody else wrote in the format: views of a mapping. O(tensors).
+
+    Raises `TransportError` for a file that cannot be opened, and `CorruptData` for one that is not what it says.
+    """
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise TransportError(f"cannot open {path}: {error}") from error
+    content = memoryview(mapping)
+    length = _LENGTH.unpack_from(content)[0] if len(content) >= _LENGTH.size else _MAX_HEADER_BYTES + 1
+    start = _LENGTH.size + length
+    if length > _MAX_HEADER_BYTES or start > len(content):
+        raise CorruptData(f"{path} was cut short, or is no file of safetensors: it has {len(content):,} bytes")
+    entries, _ = _parse_header(path, bytes(content[_LENGTH.size : start]))
+    _require_gapless(path, entries, len(content) - start)
+    return {
+        name: TensorBuffers(
+            entry.dtype, entry.shape, [content[start + entry.data_offsets[0] : start + entry.data_offsets[1]]]
+        )
+        for name, entry in entries.items()
+    }
 
 
 def verify_body(path: Path | str, segment: Segment, *, required: bool = False) -> None:
@@ -330,8 +372,8 @@ def _write_all(file: int, buffers: Iterator[memoryview], digest: xxhash.xxh3_64 
                 chunk[0] = chunk[0].cast("B")[written:]
 
 
-def _aligned(position: int) -> int:
-    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _aligned(position: int, alignment_bytes: int) -> int:
+    return -(-position // alignment_bytes) * alignment_bytes
 
 
 def _pad_entry(start: int, end: int) -> TensorEntry:

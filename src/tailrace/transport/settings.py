@@ -6,7 +6,41 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-BatchTransport: TypeAlias = Literal["memory", "shared_memory", "files", "zmq"]
+BatchTransport: TypeAlias = Literal["memory", "shared_memory", "files", "zmq", "redis"]
+
+
+class RedisSettings(BaseModel):
+    """Section `transport.redis`: the Redis that batches and the event log go through, where they do."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | None = Field(
+        default=None,
+        description="Where it is: redis://host:6379/0, rediss:// for TLS (with ?ssl_ca_certs=FILE where its certificate"
+        " is your own), unix:///socket; a user of its access lists before the @. What is written here is in the run's"
+        " config.toml, too: leave the password out, and give it in the environment variable TAILRACE_REDIS_PASSWORD",
+    )
+    start: bool = Field(
+        default=False,
+        description="Start one for this run alone (redis-server has to be installed): on a free port of this machine's"
+        " loopback, with a password of its own, in memory",
+    )
+    bodies: Literal["streams", "files"] = Field(
+        default="streams",
+        description="Where the bytes of batches go. streams: through Redis, too. files: checksummed files in the run's"
+        " folder, which both ends have to see; Redis carries references to them",
+    )
+    outage_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="How long Redis may be away, or without memory, before the run fails with that reason, in seconds."
+        " Until then nothing new starts, and everybody waits",
+    )
+    prefix: str = Field(
+        default="tailrace",
+        min_length=1,
+        description="What the names of all keys begin with; the run's name follows",
+    )
 
 
 class TransportSettings(BaseModel):
@@ -19,8 +53,10 @@ class TransportSettings(BaseModel):
         description="What carries batches to the trainer. memory: the event loop that both share; the only one for"
         " placement = inline, and only for that. shared_memory: recycled files in the host's shared memory. files:"
         " checksummed files in the run's folder, each batch published by one rename: slower, on any file system. zmq:"
-        " by value, through a socket. Unset: memory inline, shared_memory otherwise.",
+        " by value, through a socket. redis: through streams of the Redis of transport.redis, and the event log with"
+        " them. Unset: memory inline, redis for placement = redis, shared_memory otherwise.",
     )
+    redis: RedisSettings = Field(default_factory=RedisSettings)
     payloads: Literal["reference", "value"] = Field(
         default="reference",
         description="How routed experts reach the trainer: the generator leaves them in shared memory and a reference "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tailrace.environments import (
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import play
+from tests.support.installed_openenv import installed_openenv
 from tests.support.scripted_policy import Said, ScriptedPolicy, calls
 
 pytest.importorskip("websockets")
@@ -191,19 +191,9 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         OpenEnvServer(url="http://127.0.0.1")
 
 
-@pytest.fixture(scope="session")
-def openenv_python() -> str:
-    """Of an environment that has OpenEnv: `make .venv-openenv/.installed`."""
-    path = os.environ.get("TAILRACE_OPENENV_PYTHON", str(Path(__file__).parents[3] / ".venv-openenv/bin/python"))
-    if not Path(path).exists():
-        pytest.skip("OpenEnv is not installed: make .venv-openenv/.installed")
-    return path
-
-
 @pytest.mark.long
-async def test_a_fresh_scaffold_of_openenv_runs_as_it_is(
-    openenv_python: str, tmp_path: Path, renderer: ChatRenderer
-) -> None:
+async def test_a_fresh_scaffold_of_openenv_runs_as_it_is(tmp_path: Path, renderer: ChatRenderer) -> None:
+    openenv_python = installed_openenv()
     command = [Path(openenv_python).with_name("openenv"), "init", "shouting_env"]
     made = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr + made.stdout

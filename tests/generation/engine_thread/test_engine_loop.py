@@ -59,6 +59,27 @@ async def test_as_many_sessions_as_slots_lose_only_the_step_between_two_turns() 
     assert await occupancy(SimulatedEngine(slots=32), 32, sessions=32, turns=5) > 0.95
 
 
+async def test_what_many_requests_sampled_is_handed_out_in_order_with_pauses() -> None:
+    world = World(SimulatedEngine(slots=500, chunk_tokens=1))
+    names, heard, counts = [f"r{number}" for number in range(500)], list[str](), [0]
+    for name in names:
+
+        def hear(chunk: Completion, name: str = name) -> None:
+            heard.append(name)
+
+        world.start(world.inbox.generate(request(name, (1, 2), max_tokens=2), hear))
+    await let_others_run()
+    for _ in range(2):
+        world.loop.act(world.inbox.decide(world.loop.state, world.policy))
+    done = asyncio.ensure_future(asyncio.gather(*world.tasks))
+    while not done.done():
+        await asyncio.sleep(0)
+        counts.append(len(heard))
+    assert heard == 2 * names
+    assert max(np.diff(counts)) <= 128
+    assert [completion.num_tokens for completion in done.result()] == [2] * 500
+
+
 async def test_several_requests_may_finish_in_one_step_and_each_learns_how_many_were_in_flight() -> None:
     world = World(SimulatedEngine(slots=4))
     for i in range(6):

@@ -22,6 +22,8 @@ from tailrace.transport.batches.channels import (
 )
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
 from tailrace.transport.channels import ipc_address
+from tailrace.transport.redis.channels import RedisPlace
+from tests.support.redis_servers import needs_redis, place_of
 from tests.transport.transport_builders import assert_same_batch, make_batch, plan
 
 
@@ -53,7 +55,9 @@ class Queue:
         await self.sender.close()
 
 
-def open_queue(kind: str, num_ranks: int, address: str, folder: Path, *, ranks_per_row: int = 1) -> Queue:
+def open_queue(
+    kind: str, num_ranks: int, address: str, folder: Path, redis: RedisPlace | None, *, ranks_per_row: int = 1
+) -> Queue:
     """Two batches at most."""
     whole = {"num_ranks": num_ranks, "ranks_per_row": ranks_per_row}
     ranks = [{"rank": rank, **whole} for rank in range(num_ranks)]
@@ -68,16 +72,42 @@ def open_queue(kind: str, num_ranks: int, address: str, folder: Path, *, ranks_p
             file_sender(address, folder, **whole),
             [file_receiver(address, folder, **rank) for rank in ranks],
         )
-    return Queue(value_sender(address, **whole), [value_receiver(address, **rank) for rank in ranks])
+    if redis is None:
+        return Queue(value_sender(address, **whole), [value_receiver(address, **rank) for rank in ranks])
+    address = redis.address("batches")
+    if kind == "redis":
+        by_value = value_sender(address, **whole, open_channel=redis.open_keeping_channel)
+        return Queue(by_value, [value_receiver(address, **rank, open_channel=redis.open_channel) for rank in ranks])
+    by_reference = file_sender(address, folder, **whole, open_channel=redis.open_channel)
+    receivers = [file_receiver(address, folder, **rank, open_channel=redis.open_channel) for rank in ranks]
+    return Queue(by_reference, receivers)
 
 
-KINDS = ("memory", "shared memory", "files", "by value")
+KINDS = (
+    "memory",
+    "shared memory",
+    "files",
+    "by value",
+    pytest.param("redis", marks=needs_redis),
+    pytest.param("redis, files", marks=needs_redis),
+)
 
 
-@pytest.fixture(params=[(kind, ranks) for kind in KINDS for ranks in (1, 3)], ids=lambda of: f"{of[0]}, {of[1]}")
-async def queue(request: pytest.FixtureRequest, sockets: Path, tmp_path: Path) -> AsyncIterator[Queue]:
-    kind, num_ranks = request.param
-    queue = open_queue(kind, num_ranks, ipc_address(sockets, "batches"), tmp_path / "batches")
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def redis(kind: str, request: pytest.FixtureRequest) -> RedisPlace | None:
+    return place_of(request.getfixturevalue("shared_redis")) if "redis" in kind else None
+
+
+@pytest.fixture(params=[1, 3])
+async def queue(
+    request: pytest.FixtureRequest, kind: str, redis: RedisPlace | None, sockets: Path, tmp_path: Path
+) -> AsyncIterator[Queue]:
+    queue = open_queue(kind, request.param, ipc_address(sockets, "batches"), tmp_path / "batches", redis)
     (tmp_path / "batches").mkdir(exist_ok=True)
     yield queue
     await queue.close()
@@ -103,10 +133,12 @@ async def test_every_rank_receives_its_own_rows_whole_and_in_order(queue: Queue)
         assert len({part.num_rows for part in parts}) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
-async def test_neighbours_that_share_rows_open_the_same_ones(kind: str, sockets: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS[1:], indirect=True)
+async def test_neighbours_that_share_rows_open_the_same_ones(
+    kind: str, redis: RedisPlace | None, sockets: Path, tmp_path: Path
+) -> None:
     address = ipc_address(sockets, "batches")
-    queue = open_queue(kind, 4, address, tmp_path / "batches", ranks_per_row=2)
+    queue = open_queue(kind, 4, address, tmp_path / "batches", redis, ranks_per_row=2)
     (tmp_path / "batches").mkdir(exist_ok=True)
     batches = [make_batch(step, num_samples=6, num_ranks=2) for step in (1, 2, 3)]
     for batch in batches[:2]:

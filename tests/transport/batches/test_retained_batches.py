@@ -22,6 +22,8 @@ from tailrace.transport.batches.channels import (
     value_sender,
 )
 from tailrace.transport.channels import ipc_address
+from tailrace.transport.redis.channels import RedisPlace
+from tests.support.redis_servers import needs_redis, place_of
 from tests.transport.transport_builders import assert_same_batch, plan
 
 PLENTY = 10**9
@@ -34,8 +36,10 @@ def batch(step: int) -> PlannedBatch:
 class Ends:
     """A sender, and two ranks that may be replaced."""
 
-    def __init__(self, kind: str, sockets: Path, folder: Path, retained_bytes: int | None) -> None:
-        self._kind, self._sockets, self._folder, self._lives = kind, sockets, folder, 0
+    def __init__(
+        self, kind: str, sockets: Path, folder: Path, retained_bytes: int | None, redis: RedisPlace | None = None
+    ) -> None:
+        self._kind, self._sockets, self._folder, self._lives, self._redis = kind, sockets, folder, 0, redis
         self.sender = self._sender(retained_bytes)
         self.ranks: list[ChannelBatchReceiver] = []
         self.meet()
@@ -49,12 +53,18 @@ class Ends:
                 )
             case "files":
                 return file_sender(address, self._folder, num_ranks=2, capacity=3, retained_bytes=retained_bytes)
+            case _ if self._redis is not None:
+                opened = self._redis.open_keeping_channel
+                return value_sender(
+                    address, num_ranks=2, capacity=3, retained_bytes=retained_bytes, open_channel=opened
+                )
             case _:
                 return value_sender(address, num_ranks=2, capacity=3, retained_bytes=retained_bytes)
 
     @property
     def _address(self) -> str:
-        return ipc_address(self._sockets, f"batches.{self._lives}")
+        name = f"batches.{self._lives}"
+        return ipc_address(self._sockets, name) if self._redis is None else self._redis.address(name)
 
     def meet(self) -> None:
         """Two ranks come."""
@@ -62,8 +72,13 @@ class Ends:
             "shared memory": lambda rank: shared_memory_receiver(self._address, self._folder, rank=rank, num_ranks=2),
             "files": lambda rank: file_receiver(self._address, self._folder, rank=rank, num_ranks=2),
             "by value": lambda rank: value_receiver(self._address, rank=rank, num_ranks=2),
+            "redis": self._redis_receiver,
         }
         self.ranks = [receivers[self._kind](rank) for rank in range(2)]
+
+    def _redis_receiver(self, rank: int) -> ChannelBatchReceiver:
+        assert self._redis is not None
+        return value_receiver(self._address, rank=rank, num_ranks=2, open_channel=self._redis.open_channel)
 
     async def replace(self) -> None:
         """The ranks end, and others come."""
@@ -88,8 +103,10 @@ class Ends:
 
 
 @asynccontextmanager
-async def ends(kind: str, sockets: Path, folder: Path, retained_bytes: int | None = PLENTY) -> AsyncIterator[Ends]:
-    made = Ends(kind, sockets, folder, retained_bytes)
+async def ends(
+    kind: str, sockets: Path, folder: Path, retained_bytes: int | None = PLENTY, redis: RedisPlace | None = None
+) -> AsyncIterator[Ends]:
+    made = Ends(kind, sockets, folder, retained_bytes, redis)
     try:
         async with asyncio.timeout(60):
             yield made
@@ -99,11 +116,12 @@ async def ends(kind: str, sockets: Path, folder: Path, retained_bytes: int | Non
         await made.sender.close()
 
 
-@pytest.mark.parametrize("kind", ["shared memory", "files", "by value"])
+@pytest.mark.parametrize("kind", ["shared memory", "files", "by value", pytest.param("redis", marks=needs_redis)])
 async def test_what_no_checkpoint_has_is_sent_again_in_order_before_what_is_new(
-    kind: str, sockets: Path, tmp_path: Path
+    kind: str, sockets: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    async with ends(kind, sockets, tmp_path) as run:
+    redis = place_of(request.getfixturevalue("shared_redis")) if kind == "redis" else None
+    async with ends(kind, sockets, tmp_path, redis=redis) as run:
         for step in range(1, 6):
             await run.sender.send(batch(step))
             await run.train(step)

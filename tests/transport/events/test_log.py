@@ -19,8 +19,9 @@ from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.records import Event, RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.events.log import RECENT, EventLog, FileEventLog, MemoryEventLog
-from tailrace.transport.events.rpc import EventLogClient, EventLogServer
+from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient, EventLogServer
 from tests.support.event_files import read_events
+from tests.support.redis_servers import needs_redis, place_of
 
 EPOCH = "this-epoch"
 
@@ -37,15 +38,22 @@ class Log:
     end: Callable[[], object]
 
 
-@pytest.fixture(params=["memory", "file", "client"])
+@pytest.fixture(params=["memory", "file", "client", pytest.param("redis", marks=needs_redis)])
 async def events(request: pytest.FixtureRequest, sockets: Path, tmp_path: Path) -> AsyncIterator[Log]:
     owned = MemoryEventLog(EPOCH) if request.param == "memory" else FileEventLog(tmp_path / "events.jsonl", EPOCH)
-    if request.param != "client":
+    if request.param in ("memory", "file"):
         yield Log(owned, owned.close)
         await owned.close()
         return
-    server = EventLogServer(owned, ipc_address(sockets, "events"))
-    client = EventLogClient(ipc_address(sockets, "events"), EPOCH)
+    server: EventLogServer | ConversingEventLogServer
+    if request.param == "redis":
+        redis = place_of(request.getfixturevalue("shared_redis"), epoch=EPOCH)
+        address = redis.address("events")
+        server = ConversingEventLogServer(owned, [address], redis.open_channel)
+        client = EventLogClient(address, EPOCH, redis.open_channel)
+    else:
+        server = EventLogServer(owned, ipc_address(sockets, "events"))
+        client = EventLogClient(ipc_address(sockets, "events"), EPOCH)
 
     async def end() -> None:
         await owned.close()

@@ -20,18 +20,21 @@ from tailrace.gateway.dialects.fields import (
     require_messages,
     shown,
     stop_strings,
+    streams_usage,
     text_of,
 )
+from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.openai_errors import openai_error
 from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Dialect, Events, Failure, RequestInvalid
 from tailrace.gateway.dialects.server_sent import unsent
 from tailrace.gateway.dialects.tool_calls import arguments_text
+from tailrace.gateway.dialects.usage import usage
 from tailrace.records import FinishReason, Json, Message, ToolCall, ToolSpec
 
 _READ = frozenset(
     {
         *("model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
-        *("top_k", "seed", "stop", "stream", "stream_options", "logprobs", "return_token_ids"),
+        *("top_k", "seed", "stop", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"),
     }
 )
 _WITHOUT_EFFECT = frozenset(
@@ -49,7 +52,6 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "top_logprobs": (0,),
     "min_p": (0,),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none",),
@@ -61,7 +63,7 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "moderation": (),
 }
 _UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
-_UNGUIDED = "no engine here guides decoding"
+_UNGUIDED = "calls are not guided"
 _REASONS = {
     "n": "a request is one turn; ask again for another one",
     "frequency_penalty": _UNMODIFIED,
@@ -71,7 +73,6 @@ _REASONS = {
     "min_p": _UNMODIFIED,
     "top_logprobs": "engines tell the log-probability of the sampled token alone",
     "parallel_tool_calls": f"{_UNGUIDED}: a reply may have several calls",
-    "response_format": f"{_UNGUIDED}: ask for the form in the prompt, and reward it",
     "modalities": "the policy writes text only",
     "audio": "the policy writes text only",
     "functions": "offer them as tools",
@@ -102,11 +103,13 @@ class ChatCompletions(Dialect):
         wants_logprobs = optional(body, "logprobs", bool) or False
         if streams and wants_logprobs:
             raise RequestInvalid("logprobs with stream is not supported: leave one of them out", parameter="logprobs")
+        tools = _tools(body)
         asked = [optional(body, name, int) for name in ("max_completion_tokens", "max_tokens")]
         return ChatRequest(
             model=of_type(body.get("model", ""), str, "model"),
             messages=messages,
-            tools=_tools(body),
+            tools=tools,
+            form=read_form(body.get("response_format"), "response_format", tools=tools),
             max_tokens=min((one for one in asked if one is not None), default=None),
             temperature=number(body, "temperature"),
             top_p=number(body, "top_p"),
@@ -114,7 +117,7 @@ class ChatCompletions(Dialect):
             seed=optional(body, "seed", int),
             stop=stop_strings(body.get("stop"), "stop"),
             streams=streams,
-            streams_usage=_streams_usage(body),
+            streams_usage=streams_usage(body),
             wants_logprobs=wants_logprobs,
             wants_token_ids=optional(body, "return_token_ids", bool) or False,
         )
@@ -137,7 +140,7 @@ class ChatCompletions(Dialect):
         whole: dict[str, Json] = {
             **_head("chat.completion", request, answer.answer_id, answer.created_s),
             "choices": [choice],
-            "usage": _usage(answer),
+            "usage": usage(answer),
         }
         if request.wants_token_ids:
             choice["token_ids"] = reply.completion.token_ids.tolist()
@@ -194,7 +197,7 @@ class _Chunks(Events):
         yield self._chunk({}, finish_reason=_finish_reason(answer), **more)
         if self._request.streams_usage:
             head = self._head[: -len(b',"usage":null')]
-            yield head + b',"choices":[],"usage":' + msgspec.json.encode(_usage(answer)) + b"}\n\n"
+            yield head + b',"choices":[],"usage":' + msgspec.json.encode(usage(answer)) + b"}\n\n"
         yield b"data: [DONE]\n\n"
 
     @override
@@ -292,14 +295,6 @@ def _tools(body: Mapping[str, Json]) -> list[ToolSpec] | None:
     return tools if tools and choice != "none" else None
 
 
-def _streams_usage(body: Mapping[str, Json]) -> bool:
-    options = optional(body, "stream_options", dict) or {}
-    for name in options:
-        if name not in ("include_usage", "include_obfuscation"):
-            raise RequestInvalid(f"stream_options.{name} is not supported", parameter=f"stream_options.{name}")
-    return bool(options.get("include_usage"))
-
-
 def _head(kind: str, request: ChatRequest, answer_id: str, created_s: int) -> dict[str, Json]:
     return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": created_s, "model": request.model}
 
@@ -327,13 +322,4 @@ def _logprobs(answer: Answer) -> dict[str, Json]:
             for text, logprob in zip(answer.token_texts, logprobs, strict=True)
         ],
         "refusal": None,
-    }
-
-
-def _usage(answer: Answer) -> dict[str, Json]:
-    completion = answer.reply.completion.num_tokens
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": answer.prompt_tokens + completion,
     }

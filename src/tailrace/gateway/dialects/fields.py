@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tailrace.gateway.dialects.protocol import RequestInvalid
+from tailrace.gateway.dialects.protocol import UNSUPPORTED_VALUE, RequestInvalid
 from tailrace.records import Json, Message, ToolSpec
 
 ValueT = TypeVar("ValueT")
@@ -41,10 +41,11 @@ def require_known(
             continue
         place = f"{within}.{name}" if within else name
         if name not in neutral:
-            raise RequestInvalid(f"unknown field {place!r}: leave it out", parameter=place)
+            raise RequestInvalid(f"unknown field {place!r}: leave it out", parameter=place, code="unknown_parameter")
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
             why = reasons.get(name, "leave it out")
-            raise RequestInvalid(f"{place} = {shown(value)} is not supported: {why}", parameter=place)
+            message = f"{place} = {shown(value)} is not supported: {why}"
+            raise RequestInvalid(message, parameter=place, code=UNSUPPORTED_VALUE)
 
 
 def shown(value: Json) -> str:
@@ -101,6 +102,15 @@ def stop_strings(value: Json, name: str) -> tuple[str, ...]:
         if not of_type(one, str, name):
             raise RequestInvalid(f"{name} has an empty string, which ends every reply before it begins", parameter=name)
     return tuple(strings)
+
+
+def streams_usage(body: Mapping[str, Json]) -> bool:
+    """OpenAI's and vLLM's `stream_options`: whether a last event tells the usage."""
+    options = optional(body, "stream_options", dict) or {}
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise RequestInvalid(f"stream_options.{name} is not supported", parameter=f"stream_options.{name}")
+    return bool(options.get("include_usage"))
 
 
 def text_of(content: Json, name: str, *, kinds: Collection[str] = ("text",), between: str = "") -> str:

@@ -23,6 +23,7 @@ from tailrace.gateway.dialects.fields import (
     text_of,
     whole_number,
 )
+from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
 from tailrace.records import Json, Message, ToolSpec
 
@@ -34,7 +35,7 @@ _READ = frozenset(
     }
 )
 _WITHOUT_EFFECT = frozenset({"cache_control", "inference_geo", "metadata", "service_tier"})
-_UNGUIDED = "no engine here guides decoding"
+_UNGUIDED = "calls are not guided"
 _UNSHORTENED = "a conversation is never shortened here, since its tokens are trained on"
 _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "container": (),
@@ -50,8 +51,6 @@ _REASONS = {
     "speed": "there is one speed",
     THREAD: "send the whole conversation",
 }
-_OUTPUT_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"format": ()}
-_OUTPUT_REASONS = {"format": f"{_UNGUIDED}: ask for the form in the prompt, and reward it"}
 _TOOL_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
@@ -89,15 +88,15 @@ def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesR
     output = optional(body, "output_config", dict) or {}
     require_known(
         output,
-        read=(),
-        neutral=_OUTPUT_NEUTRAL,
+        read=("format",),
+        neutral={},
         without_effect=("effort",),  # Claude Code sends it with every request
-        reasons=_OUTPUT_REASONS,
         within="output_config",
     )
     messages = [*_system(body.get("system")), *_messages(body.get("messages"))]
     require_messages(messages, "messages")
-    tools, may_call = _tools(body), _may_call(body)
+    tools = _tools(body)
+    offered = tools if _may_call(body) and tools else None
     shows, omits = _thinking(body)
     max_tokens = whole_number(body, "max_tokens", least=1)
     if max_tokens is None and not counts:
@@ -105,7 +104,8 @@ def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesR
     return MessagesRequest(
         model=of_type(body.get("model"), str, "model"),
         messages=messages,
-        tools=tools if tools and may_call else None,
+        tools=offered,
+        form=read_form(output.get("format"), "output_config.format", tools=offered),
         max_tokens=max_tokens,
         temperature=number(body, "temperature"),
         top_p=number(body, "top_p"),

@@ -15,7 +15,7 @@ def openai_error(failure: Failure) -> dict[str, Json]:
     'n'
     """
     kind = error_kind(failure)
-    code = kind if failure.status == 429 else None
+    code = kind if failure.status == 429 else failure.code
     return {"error": {"message": failure.message, "type": kind, "param": failure.parameter, "code": code}}
 
 

@@ -1,18 +1,22 @@
 """What a dialect reads and writes. No I/O: bytes come from and go to the server.
 
 body ─read─► ChatRequest ... Answer ─whole─► body
-                                   ─events─► server-sent events: begin, text*, reasoning*, end | fail
+                                   ─events─► server-sent events: begin, more*, end | fail
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import msgspec
+from typing_extensions import override
 
 from tailrace.errors import TailraceError
-from tailrace.records import Json, Message, Reply, ToolSpec
+from tailrace.records import Completion, Json, Message, Reply, ToolSpec
+
+Heard: TypeAlias = str | Completion
+"""What is known of a reply while it is sampled: more of its text, or more of its tokens."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +32,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    form: JsonForm | None = None
+    """What the answer's text has to be; None: any text."""
     streams: bool = False
     streams_usage: bool = False
     """Chat completions alone: whether a last chunk tells the usage."""
@@ -40,6 +46,15 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a later request may follow its answer."""
     num_instructions: int = 0
     """Messages at the front that hold for this turn alone: one that follows it leaves them behind."""
+
+
+class JsonForm(msgspec.Struct, frozen=True):
+    """JSON of a schema."""
+
+    schema: str
+    """As JSON."""
+    parameter: str
+    """The field that asks for it."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,32 +81,36 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence: what was refused, and what to do."""
     parameter: str | None = None
     """The field of the request that it is about."""
+    code: str | None = None
+    """What OpenAI's clients tell its kind by, some of which then ask without that field."""
+
+
+UNSUPPORTED_VALUE = "unsupported_value"
 
 
 class RequestInvalid(TailraceError):
     """A request that cannot be read, or asks for what is not supported; `failure` says it by name."""
 
-    def __init__(self, message: str, *, parameter: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, parameter: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.failure = Failure(status=status, message=message, parameter=parameter)
+        self.failure = Failure(status=status, message=message, parameter=parameter, code=code)
 
     @classmethod
     def of(cls, failure: Failure) -> RequestInvalid:
         """To raise a failure."""
-        return cls(failure.message, parameter=failure.parameter, status=failure.status)
+        return cls(failure.message, parameter=failure.parameter, status=failure.status, code=failure.code)
 
 
-class Events(Protocol):
+class Stream(Protocol):
     """The server-sent events of one answer, as bytes that are ready to be sent. Called in order."""
 
     def begin(self) -> Iterable[bytes]:
         """Once, before anything else."""
 
-    def text(self, delta: str) -> Iterable[bytes]:
-        """More of the reply's text."""
-
-    def reasoning(self, delta: str) -> Iterable[bytes]:
-        """More of its reasoning; all of it comes before the first text."""
+    def more(self, heard: Sequence[Heard]) -> Iterable[bytes]:
+        """More of the reply is known."""
 
     def end(self, answer: Answer) -> Iterable[bytes]:
         """What has not been sent yet (the rest of the text, tool calls), why it ended, usage, and the end mark."""
@@ -101,6 +120,20 @@ class Events(Protocol):
 
     def keep_alive(self) -> bytes:
         """Sent while nothing is sampled, so that no proxy closes the connection."""
+
+
+class Events(Stream, Protocol):
+    """Those of a conversation's next message."""
+
+    @override
+    def more(self, heard: Sequence[Heard]) -> Iterable[bytes]:
+        return self.text("".join(one for one in heard if isinstance(one, str)))
+
+    def text(self, delta: str) -> Iterable[bytes]:
+        """More of the reply's text."""
+
+    def reasoning(self, delta: str) -> Iterable[bytes]:
+        """More of its reasoning; all of it comes before the first text."""
 
 
 class Dialect(Protocol):

@@ -33,7 +33,6 @@ def begun_response(request: ResponsesRequest, answer_id: str, created_s: int) ->
         "incomplete_details": None,
         "output": [],
         "parallel_tool_calls": True,
-        "text": {"format": {"type": "text"}},
         "truncation": "disabled",
         "usage": None,
         **request.echo,

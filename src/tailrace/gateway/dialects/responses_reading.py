@@ -23,6 +23,7 @@ from tailrace.gateway.dialects.fields import (
     text_of,
     whole_number,
 )
+from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
 from tailrace.records import Json, Message, ToolSpec
 
@@ -51,7 +52,7 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_UNGUIDED = "no engine here guides decoding"
+_UNGUIDED = "calls are not guided"
 _REASONS = {
     "background": "an answer comes with its own request",
     "context_management": "a conversation is never shortened here, since its tokens are trained on",
@@ -71,11 +72,8 @@ _TOOL_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "allowed_callers": (["direct"],),
     "output_schema": (),
 }
-_TEXT_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"format": ({"type": "text"},), "verbosity": ("medium",)}
-_TEXT_REASONS = {
-    "format": f"{_UNGUIDED}: ask for the form in the prompt, and reward it",
-    "verbosity": "how much the policy says is what it learns; set max_output_tokens",
-}
+_TEXT_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"verbosity": ("medium",)}
+_TEXT_REASONS = {"verbosity": "how much the policy says is what it learns; set max_output_tokens"}
 _REASONING_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"effort": ()}
 _REASONING_REASONS = {"effort": "how long the policy thinks is what it learns; set max_output_tokens"}
 _ITEM = ("type", "id", "status")
@@ -101,11 +99,12 @@ def read_request(body: Mapping[str, Json]) -> ResponsesRequest:
     """A request's body. Raises `RequestInvalid`."""
     require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
     text = optional(body, "text", dict) or {}
-    require_known(text, read=(), neutral=_TEXT_NEUTRAL, reasons=_TEXT_REASONS, within="text")
+    require_known(text, read=("format",), neutral=_TEXT_NEUTRAL, reasons=_TEXT_REASONS, within="text")
     instructions, given = optional(body, "instructions", str), _input(body.get("input"))
     require_messages(given, "input")
     own: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     tools, tool_choice = _tools(body), _tool_choice(body)
+    offered = tools if tools and tool_choice == "auto" else None
     summary, stores = _summary(body), optional(body, "store", bool) is not False
     model = of_type(body.get("model", ""), str, "model")
     max_tokens, temperature = whole_number(body, "max_output_tokens", least=1), number(body, "temperature")
@@ -119,6 +118,7 @@ def read_request(body: Mapping[str, Json]) -> ResponsesRequest:
         "reasoning": {"effort": None, "summary": summary},
         "store": stores,
         "temperature": temperature,
+        "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": tool_choice,
         "tools": [{"type": "function", "strict": False, **tool} for tool in tools],
         "top_p": top_p,
@@ -126,7 +126,8 @@ def read_request(body: Mapping[str, Json]) -> ResponsesRequest:
     return ResponsesRequest(
         model=model,
         messages=[*own, *given],
-        tools=tools if tools and tool_choice == "auto" else None,
+        tools=offered,
+        form=read_form(text.get("format"), "text.format", tools=offered),
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -1,6 +1,7 @@
 """vLLM's tokens in, tokens out: `POST /inference/v1/generate`.
 
     {"token_ids": [...], "sampling_params": {...}} ─► {"choices": [{"token_ids", "logprobs", "weight_versions"}]}
+                             "stream": true        ─► the same in parts, versions and the finish reason with the last
 
 As of vLLM 0.32; each log-probability names its token both ways that its clients read (`token_id` and `token`).
 """
@@ -8,20 +9,20 @@ As of vLLM 0.32; each log-probability names its token both ways that its clients
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import msgspec
 import numpy as np
 
-from tailrace.gateway.dialects.fields import number, of_type, optional, require_known, stop_strings
-from tailrace.gateway.dialects.protocol import Answer, Failure, RequestInvalid
-from tailrace.records import Completion, FinishReason, Int32Array, Json
+from tailrace.gateway.dialects.fields import number, of_type, optional, require_known, stop_strings, streams_usage
+from tailrace.gateway.dialects.protocol import Answer, Failure, RequestInvalid, Stream
+from tailrace.gateway.dialects.token_events import TokenEvents
+from tailrace.gateway.dialects.token_output import ended, tokens
+from tailrace.gateway.dialects.usage import usage
+from tailrace.records import Int32Array, Json
 
-_READ = frozenset({"request_id", "token_ids", "sampling_params", "model"})
+_READ = frozenset({"request_id", "token_ids", "sampling_params", "model", "stream", "stream_options"})
 _WITHOUT_EFFECT = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
 _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
     "priority": (0,),
     "output_mode": ("tokens",),
     "return_token_ids": (False,),
@@ -31,7 +32,6 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "ec_transfer_params": (),
 }
 _REASONS = {
-    "stream": "tokens come whole, with their log-probabilities; chat completions are streamed",
     "priority": "the run's scheduler orders requests",
     "output_mode": "tokens come as ids alone",
     "features": "the policy reads text only",
@@ -67,7 +67,7 @@ _SAMPLING_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
 _SAMPLING_REASONS = {
     "n": "a request is one turn; ask again for another one",
     "logprobs": "engines tell the log-probability of the sampled token alone",
-    "structured_outputs": "no engine here guides decoding",
+    "structured_outputs": "answers of a schema are chat's",
     **dict.fromkeys(
         ("min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
         _UNMODIFIED,
@@ -88,6 +88,9 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...] | None
     """None: the model's own."""
+    streams: bool
+    streams_usage: bool
+    """Whether a last event tells the usage."""
 
 
 class TokenGeneration:
@@ -118,29 +121,19 @@ class TokenGeneration:
             seed=optional(sampling, "seed", int),
             stop=stop_strings(sampling.get("stop"), "stop"),
             stop_token_ids=tuple(_token_ids(ends, "stop_token_ids").tolist()) if ends else None,
+            streams=optional(body, "stream", bool) or False,
+            streams_usage=streams_usage(body),
         )
 
     def whole(self, request: TokenRequest, answer: Answer) -> dict[str, Json]:
         """The body of an answer."""
         completion = answer.reply.completion
-        choice: dict[str, Json] = {
-            "index": 0,
-            "token_ids": completion.token_ids.tolist(),
-            "logprobs": {"content": _logprobs(completion)},
-            "finish_reason": "length" if completion.finish_reason is FinishReason.LENGTH else "stop",
-            "routed_experts": None,
-            "sampling_mask": _sampling_mask(completion),
-            "weight_versions": _weight_versions(completion),
-        }
-        return {
-            "request_id": request.request_id or answer.answer_id,
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": answer.prompt_tokens,
-                "completion_tokens": completion.num_tokens,
-                "total_tokens": answer.prompt_tokens + completion.num_tokens,
-            },
-        }
+        choice = {**tokens(completion), **ended(completion), "routed_experts": None}
+        return {"request_id": request.request_id or answer.answer_id, "choices": [choice], "usage": usage(answer)}
+
+    def events(self, request: TokenRequest, answer_id: str) -> Stream:
+        """The events of one that is streamed."""
+        return TokenEvents(request.request_id or answer_id, self.error, tells_usage=request.streams_usage)
 
     def error(self, failure: Failure) -> dict[str, Json]:
         """The body of an error response, as vLLM writes it."""
@@ -162,29 +155,3 @@ def _token_ids(value: Json, name: str) -> Int32Array:
     if not token_ids or min(token_ids) < 0 or max(token_ids) >= 2**31:
         raise RequestInvalid(f"{name} must be ids from 0 on, one at least", parameter=name)
     return np.array(token_ids, np.int32)
-
-
-def _logprobs(completion: Completion) -> list[Json]:
-    pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
-    return [
-        {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob, "top_logprobs": []}
-        for token_id, logprob in pairs
-    ]
-
-
-def _sampling_mask(completion: Completion) -> list[list[int]] | None:
-    """The tokens that each one was sampled from, where the run restricts sampling."""
-    if completion.supports is None:
-        return None
-    ends = np.cumsum(completion.supports.counts).tolist()
-    token_ids = completion.supports.token_ids.tolist()
-    return [token_ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _weight_versions(completion: Completion) -> list[Json]:
-    """Stretches of one policy version."""
-    versions = completion.policy_versions
-    if not len(versions):
-        return []
-    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [{"version": str(int(versions[start])), "start": start, "end": end} for start, end in pairwise(edges)]

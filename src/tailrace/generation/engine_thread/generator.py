@@ -4,7 +4,7 @@
     generate()               ──→ inbox ──→       arrivals → engine.add / engine.abort
     interrupt()              ──→ inbox ──→       engine.abort; what was sampled goes back
     load_model_state_dict()  ──→ staging ──→     engine.load_model_state_dict, between two steps
-    futures  ←── one call_soon_threadsafe ──     engine.step()
+    futures  ←── one call_soon_threadsafe ──     engine.step(); many are handed out with pauses
 
 One thread builds, steps and closes the engine: OpenMP settings are per thread, and some engines require it.
 """

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from typing_extensions import override
 
 from tailrace.errors import EngineFailed, RequestRefused
-from tailrace.generation.completions import as_chunk, assembled, count_nonfinite, finished
+from tailrace.generation.completions import as_chunk, assembled, count_nonfinite, finished, work_of
 from tailrace.generation.decisions import (
     DEFAULT_WEIGHT_POLICY,
     Close,
@@ -28,7 +29,7 @@ from tailrace.generation.decisions import (
     Step,
     WeightPolicy,
 )
-from tailrace.generation.engine_thread.handover import post
+from tailrace.generation.engine_thread.handout import Delivery, Handout
 from tailrace.generation.engine_thread.inbox import Call, Inbox, Interruption, RecordedExperts
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
 from tailrace.records import Completion, FinishReason
@@ -45,13 +46,42 @@ class _Interrupting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Delivery:
-    """What one step sampled of a request, for its caller."""
+class _Sampled(Delivery):
+    """What one step sampled of a request. A listener that raises fails its own request alone."""
 
     call: Call
     sampled: SampledTokens
     completion: Completion | None = None
     """Where it ended."""
+
+    @override
+    def deliver(self) -> int:
+        future, on_chunk = self.call.waiter.future, self.call.on_chunk
+        if future.done():
+            return 0
+        try:
+            if on_chunk is not None and len(self.sampled.token_ids):
+                on_chunk(as_chunk(self.sampled))
+        except Exception as error:  # noqa: BLE001 - raised to the caller
+            future.set_exception(error)
+        else:
+            if self.completion is not None:
+                future.set_result(self.completion)
+        return work_of(self.completion)
+
+
+@dataclass(frozen=True, slots=True)
+class _Interrupted(Delivery):
+    """All requests of an interruption were handed back."""
+
+    interruption: Interruption
+    count: int
+
+    @override
+    def deliver(self) -> int:
+        if not self.interruption.done.future.done():
+            self.interruption.done.future.set_result(self.count)
+        return 1
 
 
 class EngineLoop:
@@ -64,6 +94,7 @@ class EngineLoop:
         self._engine, self._inbox, self._policy = engine, inbox, policy
         self._calls: dict[str, Call] = {}
         self._interrupting: list[_Interrupting] = []
+        self._handouts: dict[asyncio.AbstractEventLoop, Handout] = {}
         self._notifications: list[Callable[[], None]] = []
         """Called once the statistics are those after this iteration."""
         self._is_reset = False
@@ -132,24 +163,30 @@ class EngineLoop:
         self._settle_interruptions()
 
     def _resolve(self, chunks: list[SampledTokens]) -> None:
-        """Hand chunks and completions to their event loops: one wake-up per loop, however many there are."""
-        deliveries: dict[asyncio.AbstractEventLoop, list[_Delivery]] = defaultdict(list)
+        """Hand chunks and completions to their event loops: one wake-up each, and pauses where there are many."""
+        deliveries: dict[asyncio.AbstractEventLoop, list[_Sampled]] = defaultdict(list)
         for chunk in chunks:
             call = self._calls[chunk.request_id]
             call.chunks.append(chunk)
             self._nonfinite += count_nonfinite(chunk.logprobs)
             if chunk.finish_reason is None:
                 if call.on_chunk is not None:
-                    deliveries[call.waiter.loop].append(_Delivery(call, chunk))
+                    deliveries[call.waiter.loop].append(_Sampled(call, chunk))
                 continue
             completion = assembled(call.request.prefix, call.chunks, chunk.finish_reason, waited_s=call.waited_s)
             if chunk.routed_experts is not None:
                 call.experts.append(RecordedExperts(chunk.routed_experts_start, chunk.routed_experts))
             completion.metrics["in_flight"] = float(len(self._calls))
             del self._calls[chunk.request_id]
-            deliveries[call.waiter.loop].append(_Delivery(call, chunk, completion))
+            deliveries[call.waiter.loop].append(_Sampled(call, chunk, completion))
         for loop, delivered in deliveries.items():
-            self._notifications.append(partial(post, loop, _deliver, delivered))
+            self._notify(loop, delivered)
+
+    def _notify(self, loop: asyncio.AbstractEventLoop, deliveries: Sequence[Delivery]) -> None:
+        handout = self._handouts.get(loop)
+        if handout is None:
+            handout = self._handouts[loop] = Handout(loop)
+        self._notifications.append(partial(handout.put, deliveries))
 
     # --- interruption --------------------------------------------------------------------------------------------
 
@@ -168,7 +205,8 @@ class EngineLoop:
         for interrupting in self._interrupting:
             interrupting.left &= self._calls.keys()
             if not interrupting.left:
-                self._notifications.append(partial(interrupting.interruption.done.resolve, interrupting.count))
+                interruption = interrupting.interruption
+                self._notify(interruption.done.loop, [_Interrupted(interruption, interrupting.count)])
         self._interrupting = [interrupting for interrupting in self._interrupting if interrupting.left]
 
     # --- weights -------------------------------------------------------------------------------------------------
@@ -218,19 +256,3 @@ def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:
         call.waiter.fail(failure())
     for interruption in taken.interruptions:
         interruption.done.fail(failure())
-
-
-def _deliver(deliveries: list[_Delivery]) -> None:
-    """On the callers' event loop. A listener that raises fails its own request alone."""
-    for delivery in deliveries:
-        future, on_chunk = delivery.call.waiter.future, delivery.call.on_chunk
-        if future.done():
-            continue
-        try:
-            if on_chunk is not None and len(delivery.sampled.token_ids):
-                on_chunk(as_chunk(delivery.sampled))
-        except Exception as error:  # noqa: BLE001 - raised to the caller
-            future.set_exception(error)
-        else:
-            if delivery.completion is not None:
-                future.set_result(delivery.completion)

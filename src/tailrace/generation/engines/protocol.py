@@ -128,6 +128,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it can tell what top-p and top-k left of the vocabulary."""
     scores_prompts: bool = False
     """Whether it takes requests with `score_top_k`."""
+    guides: bool = False
+    """Whether it takes requests with `sampling.json_schema`."""
 
     def require_acceptable(self, request: GenerationRequest, running: Container[str] = ()) -> None:
         """Raise `RequestRefused`, naming the request, for one that no engine with these limits can serve,
@@ -142,6 +144,11 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestRefused(f"{name}: {error}") from error
         if request.sampling.returns_supports and request.sampling.restricts and not self.returns_supports:
             raise RequestRefused(f"{name} is for training with top-p or top-k: {NO_SUPPORTS}")
+        if request.sampling.json_schema is not None and not self.guides:
+            raise RequestRefused(
+                f"{name} asks for JSON of a schema, and this engine does not guide decoding: generator.engine = 'vllm' "
+                "does; or ask for the form in the prompt"
+            )
         if request.score_top_k is not None and not self.scores_prompts:
             raise RequestRefused(f"{name} asks for scores of its tokens, which this engine does not give")
         if len(request.prompt_token_ids) == 0:

@@ -25,7 +25,7 @@ import zmq
 import zmq.asyncio
 
 from tailrace.errors import CorruptData, EngineFailed, SettingsError, TransportError
-from tailrace.generation.completions import tail
+from tailrace.generation.completions import WORK_AT_ONCE, tail, work_of
 from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.keys import CurveKeys, keep_alive
@@ -56,11 +56,6 @@ ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 """Gets the engine's statistics, and how many requests of this client had been received by then."""
 
 _COPIED_BYTES = 1 << 16
-_TAKEN_AT_ONCE = 64
-"""Replies of a few tokens taken before others have a turn of the event loop: about a millisecond."""
-
-_TOKENS_PER_REPLY = 32
-"""Reading so many tokens back into text takes whoever awaits a reply as long as all else that a short one costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +345,8 @@ class GeneratorClient:
             header, frames = message
             for reply in messages.unpack_replies(header):
                 self._handle(reply, frames)
-                taken += _work_of(reply)
-                if taken >= _TAKEN_AT_ONCE:
+                taken += work_of(reply.completion if isinstance(reply, messages.CompletionReply) else None)
+                if taken >= WORK_AT_ONCE:
                     taken = 0
                     await asyncio.sleep(0)
 
@@ -419,10 +414,3 @@ class GeneratorClient:
         error = EngineFailed(str(self._failure))
         error.__cause__ = self._failure
         return error
-
-
-def _work_of(reply: AnyReply) -> int:
-    """What whoever awaits it will do with it, in short replies."""
-    if not isinstance(reply, messages.CompletionReply):
-        return 1
-    return 1 + reply.completion.num_tokens // _TOKENS_PER_REPLY

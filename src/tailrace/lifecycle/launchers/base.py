@@ -18,6 +18,7 @@ from tailrace.lifecycle.devices import visible_devices
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.transport.channels import wait_until
+from tailrace.transport.redis.channels import RedisPlace
 
 _logger = logging.getLogger(__name__)
 
@@ -167,12 +168,16 @@ class Launcher(ABC):
     handle_class: ClassVar[type[RoleHandle]]
     runs_in_this_process: ClassVar[bool] = False
     """Whether its roles share this process's memory: what joins them are objects then, and no sockets."""
+    has_trainer_elsewhere: ClassVar[bool] = False
+    """Whether the trainer is on another machine, and shares no more with this one than Redis and the run's folder."""
 
     def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
         """`logs` is the folder for what roles print."""
         self.epoch, self.logs, self.settings = epoch, logs, settings or ShutdownSettings()
         self.restarts = RestartSettings()
         """How long a role may give no sign of life, or be stuck."""
+        self.redis: RedisPlace | None = None
+        """Where roles on other machines are asked for, of a launcher that has such."""
         self.changed = asyncio.Event()
         """Set when a role leaves, or may leave."""
         self.inherited: tuple[int, ...] = ()
@@ -200,7 +205,7 @@ class Launcher(ABC):
         before = self._handles.get(spec.name)
         if before is not None and before.is_running:
             raise LifecycleError(f"a role named {spec.name} runs already")
-        handle = self._handles[spec.name] = self.handle_class(spec, self, is_replaceable=is_replaceable)
+        handle = self._handles[spec.name] = self._handle_class_of(spec)(spec, self, is_replaceable=is_replaceable)
         handle.start_life()
         return handle
 
@@ -238,6 +243,10 @@ class Launcher(ABC):
             await self.close()
         finally:
             self.kill()
+
+    def _handle_class_of(self, spec: RoleSpec) -> type[RoleHandle]:
+        """Of this role."""
+        return self.handle_class
 
     def _failed(self) -> list[RoleHandle]:
         return [role for role in self._handles.values() if role.has_failed and not role.is_replaceable]

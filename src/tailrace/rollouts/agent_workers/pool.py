@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Mapping
 
+import msgspec
+
 from tailrace.environments import AgentResult, EnvironmentSettings
 from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
 from tailrace.records import Generate, Group, Rollout
@@ -15,7 +17,7 @@ from tailrace.rollouts.agent_workers.messages import Hello, ScoredBy
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
 from tailrace.rollouts.agent_workers.worker import AgentWorker
 from tailrace.rollouts.chat.rendering import RendererSource
-from tailrace.rollouts.endpoints import EndpointsEntry
+from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.output import OutputLog
@@ -52,7 +54,7 @@ class AgentWorkers:
         max_steps: int = 0,
         records_experts: bool = False,
         takes_demonstrations: bool = True,
-        endpoints: EndpointsEntry | None = None,
+        endpoints: Endpoints | None = None,
     ) -> None:
         """`environments` are loaded again in every worker from these settings; the rest is as `Rollouter` takes it."""
         self._output = None if watch.log is None else OutputLog(watch.log)
@@ -67,15 +69,16 @@ class AgentWorkers:
             max_steps=max_steps,
             records_experts=records_experts,
             takes_demonstrations=takes_demonstrations,
-            endpoints=endpoints,
+            endpoints=None,
             lag_interval_s=watch.lag_interval_s,
             stall_s=watch.stall_s,
             trace_folder="" if watch.trace_folder is None else str(watch.trace_folder),
             trace_bytes=watch.trace_bytes,
         )
-        self._workers = [
-            AgentWorker(number, hello, settings, generate, self._output) for number in range(settings.num_agent_workers)
-        ]
+        self._workers = []
+        for number in range(settings.num_agent_workers):
+            own = hello if endpoints is None else msgspec.structs.replace(hello, endpoints=endpoints.entry(number))
+            self._workers.append(AgentWorker(number, own, settings, generate, self._output))
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._failure: TailraceError | None = None

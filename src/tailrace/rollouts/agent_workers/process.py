@@ -125,6 +125,8 @@ class AgentWorkerProcess:
         try:
             try:
                 not_loaded = self._load(hello, settings, loadable, workers)
+                if self._endpoints is not None:
+                    await self._endpoints.start()
             except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
                 self._connection.send(Ready(thread_id=0, failure=Failure.of(error)))
                 await self._closed.wait()

@@ -45,6 +45,22 @@ class BranchConversation:
     """A completion is being sampled; nothing else may extend it meanwhile."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedTurn:
+    """A turn that waits for its reply: what it will add to its branch, and nothing until then."""
+
+    conversation: BranchConversation
+    context: Int32Array  # [num_tokens]
+    messages: list[Message]
+    """Those since the reply before."""
+
+    @property
+    def prompt_token_ids(self) -> Int32Array:
+        """What is sampled after: [num_tokens], the branch with the context behind it."""
+        before = self.conversation.branch.token_ids
+        return np.concatenate([before, self.context]) if len(before) else self.context
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """A conversation goes on from `turn` of a branch."""

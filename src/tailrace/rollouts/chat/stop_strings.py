@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tailrace.generation.completions import head, joined
-from tailrace.records import Completion, FinishReason
+from tailrace.records import Completion, FinishReason, OnChunk
 
 
 class StopStringFound(Exception):
@@ -33,6 +33,15 @@ class StopStrings:
         self._token_ids += chunk.token_ids.tolist()
         if self._holds(self._token_ids[max(0, start - self._window) :]):
             raise StopStringFound
+
+    def after(self, other: OnChunk) -> OnChunk:
+        """Both listen, the other one first, since this one may have heard enough."""
+
+        def hear(chunk: Completion) -> None:
+            other(chunk)
+            self(chunk)
+
+        return hear
 
     @property
     def completion(self) -> Completion:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from tailrace.records import Completion, OnChunk
+from tailrace.records import Completion
 from tailrace.rollouts.chat.replies import MARKERS
 
 _REPLACEMENT = "\ufffd"
@@ -48,15 +48,6 @@ class TextDeltas:
             self._token_ids.pop()
         if text := self._new_text():
             self._hand_on(self._held + text)
-
-    def before(self, other: OnChunk) -> OnChunk:
-        """Both listen, this one first, since the other may have heard enough."""
-
-        def hear(chunk: Completion) -> None:
-            self(chunk)
-            other(chunk)
-
-        return hear
 
     def _new_text(self) -> str:
         """Complete characters of the tokens that are no text yet."""

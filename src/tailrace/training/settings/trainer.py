@@ -22,6 +22,12 @@ class TrainerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    feed: Literal["batch", "stream"] = Field(
+        default="batch",
+        description="batch: Tailrace's own trainer, which is sent whole batches. stream: a program of yours pulls"
+        " finished training samples one at a time, forms steps of its own, and tells of them and of its end"
+        " (docs/streams.md); the rest of this section is of our trainer then, and refused.",
+    )
     learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Learning rate after warm-up.")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",

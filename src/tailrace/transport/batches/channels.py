@@ -41,7 +41,7 @@ from tailrace.transport.batches.stores import (
     ValueSource,
     ValueStore,
 )
-from tailrace.transport.channels import Channel, decode, encode, wait_until
+from tailrace.transport.channels import Channel, Conversation, OpenChannel, decode, encode, wait_until
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 
@@ -80,6 +80,7 @@ class ChannelBatchSender(BatchSender):
         capacity: int = 2,
         adopted: Sequence[Sequence[BatchRef]] = (),
         retained_bytes: int | None = None,
+        open_channel: OpenChannel = Channel,
     ) -> None:
         """`adopted` are batches that lie in the store already: they are offered first, and count as sent.
 
@@ -88,6 +89,7 @@ class ChannelBatchSender(BatchSender):
         """
         require_capacity(capacity)
         self._store, self._num_ranks, self._capacity = store, num_ranks, capacity
+        self._open_channel = open_channel
         self._ranks_per_row = ranks_per_row
         self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in adopted)
         self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
@@ -97,6 +99,7 @@ class ChannelBatchSender(BatchSender):
         self._retained_bytes = retained_bytes
         self._retained: dict[int, _Written] = {}  # all that is not released, the oldest first
         self._versions: dict[int, int] = {}  # after steps that no checkpoint contains
+        self._messages: dict[int, list[int]] = {}  # numbers of the channels' messages, by sequence number
         self._saved_step = 0
         self._newest_step = 0
         self._is_paused = False  # receivers are to say first where they go on
@@ -108,9 +111,9 @@ class ChannelBatchSender(BatchSender):
         self._channels = self._bind(address)
         self._offering = asyncio.create_task(self._offer(), name="batches that wait for receivers")
 
-    def _bind(self, address: str) -> list[Channel]:
+    def _bind(self, address: str) -> list[Conversation]:
         return [
-            Channel(
+            self._open_channel(
                 rank_address(address, rank),
                 bind=True,
                 on_message=partial(self._on_acknowledged, rank),
@@ -139,6 +142,7 @@ class ChannelBatchSender(BatchSender):
         self._is_paused = True
         gone, self._channels = self._channels, self._bind(address)
         self._sent.clear()
+        self._messages.clear()
         await asyncio.gather(*(channel.close() for channel in gone))
 
     def resume_after(self, step: int) -> int:
@@ -259,6 +263,7 @@ class ChannelBatchSender(BatchSender):
             self._is_paused = True  # the receivers are gone, and nobody has noticed yet
         else:
             self._sent[written.sequence] = set(range(self._num_ranks))
+            self._messages[written.sequence] = [channel.num_sent for channel in self._channels]
 
     def _on_acknowledged(self, rank: int, message: bytes) -> None:
         sequence = decode(message, BatchAcknowledged).sequence
@@ -285,6 +290,8 @@ class ChannelBatchSender(BatchSender):
         self._retained.pop(sequence, None)
         if self.payloads is not None:
             self.payloads.let_go(sequence)
+        for channel, number in zip(self._channels, self._messages.pop(sequence, ()), strict=False):
+            channel.release(number)
         self._thread.submit(self._store.release, sequence)
 
 
@@ -295,7 +302,14 @@ class ChannelBatchReceiver(BatchReceiver):
     """
 
     def __init__(
-        self, address: str, source: BatchSource, *, rank: int = 0, num_ranks: int = 1, ranks_per_row: int = 1
+        self,
+        address: str,
+        source: BatchSource,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        ranks_per_row: int = 1,
+        open_channel: OpenChannel = Channel,
     ) -> None:
         self._source = source
         self._part = (rank // ranks_per_row, num_ranks // ranks_per_row)
@@ -304,7 +318,7 @@ class ChannelBatchReceiver(BatchReceiver):
         self._received: dict[int, BatchRef] = {}
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._channel = Channel(
+        self._channel = open_channel(
             rank_address(address, rank),
             bind=False,
             on_message=self._on_reference,
@@ -423,6 +437,7 @@ def file_sender(
     capacity: int = 2,
     retained_bytes: int | None = None,
     keep: bool = False,
+    open_channel: OpenChannel = Channel,
 ) -> ChannelBatchSender:
     """Through durable, checksummed files in a folder that both ends see, on one host or on several.
 
@@ -437,15 +452,24 @@ def file_sender(
         capacity=capacity,
         adopted=store.adopted,
         retained_bytes=retained_bytes,
+        open_channel=open_channel,
     )
 
 
 def file_receiver(
-    address: str, folder: Path, *, rank: int = 0, num_ranks: int = 1, ranks_per_row: int = 1
+    address: str,
+    folder: Path,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    ranks_per_row: int = 1,
+    open_channel: OpenChannel = Channel,
 ) -> ChannelBatchReceiver:
     """The other end of `file_sender`."""
     source = FileSource(folder, recycled=False, require_checksums=True)
-    return ChannelBatchReceiver(address, source, rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row)
+    return ChannelBatchReceiver(
+        address, source, rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row, open_channel=open_channel
+    )
 
 
 def value_sender(
@@ -455,8 +479,9 @@ def value_sender(
     ranks_per_row: int = 1,
     capacity: int = 2,
     retained_bytes: int | None = None,
+    open_channel: OpenChannel = Channel,
 ) -> ChannelBatchSender:
-    """By value, through the socket itself, for hosts that share no folder."""
+    """By value, through the socket itself, or what takes its place, for hosts that share no folder."""
     return ChannelBatchSender(
         address,
         ValueStore(),
@@ -464,9 +489,19 @@ def value_sender(
         ranks_per_row=ranks_per_row,
         capacity=capacity,
         retained_bytes=retained_bytes,
+        open_channel=open_channel,
     )
 
 
-def value_receiver(address: str, *, rank: int = 0, num_ranks: int = 1, ranks_per_row: int = 1) -> ChannelBatchReceiver:
+def value_receiver(
+    address: str,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    ranks_per_row: int = 1,
+    open_channel: OpenChannel = Channel,
+) -> ChannelBatchReceiver:
     """The other end of `value_sender`."""
-    return ChannelBatchReceiver(address, ValueSource(), rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row)
+    return ChannelBatchReceiver(
+        address, ValueSource(), rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row, open_channel=open_channel
+    )

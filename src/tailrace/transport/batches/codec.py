@@ -6,7 +6,6 @@ lengths and the row plan are checked before a batch exists, the plan against its
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -27,12 +26,17 @@ from tailrace.records import (
     PlannedBatch,
     SampleOrigins,
 )
-from tailrace.transport.segments import Segment, TensorBuffers, TensorEntry
+from tailrace.transport.columns import (
+    DTYPE_NAMES,
+    NAMED,
+    is_monotonic,
+    spans_are_valid,
+    view_column,
+    view_named_columns,
+)
+from tailrace.transport.segments import Segment, TensorBuffers
 
-_DTYPES = {"I32": np.dtype(np.int32), "F32": np.dtype(np.float32), "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-_TOKENS = {name: _NAMES[dtype] for name, dtype in TOKEN_COLUMNS.items()}
+_TOKENS = {name: DTYPE_NAMES[dtype] for name, dtype in TOKEN_COLUMNS.items()}
 _BODY = {**_TOKENS, **dict.fromkeys(SUPPORT_COLUMNS, "I32")}
 """All that is long."""
 _PLAN = {
@@ -48,8 +52,6 @@ _PAYLOADS = {"payload_chunks": "I32", "payload_refs": "U8"}
 """The table of payloads: its chunks, row after row, and the references (msgpack)."""
 _SHORT = {**_PLAN, **_PAYLOADS, "origins": "U8"}
 """All that is small, and always checked against its checksum."""
-_NAMED = "column/"
-"""In front of the names of columns that have names of their own."""
 
 
 def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str, str]]:
@@ -66,7 +68,7 @@ def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str
         tensors[name] = TensorBuffers(dtype, (part.size(name),), (piece.data for piece in part.pieces(name)))
     for name, kind in part.columns.items():
         pieces = (piece.reshape(-1).data for piece in part.named_pieces(name))
-        tensors[_NAMED + name] = TensorBuffers(_NAMES[kind.dtype], (part.num_tokens, *kind.width), pieces)
+        tensors[NAMED + name] = TensorBuffers(DTYPE_NAMES[kind.dtype], (part.num_tokens, *kind.width), pieces)
     metadata = {
         "summary": msgspec.json.encode(part.summary).decode(),
         "rank": str(part.first_rank),
@@ -83,7 +85,8 @@ def read_batch(path: Path | str, segment: Segment) -> Batch:
 
 
 def _batch(path: Path | str, segment: Segment) -> Batch:
-    columns = {name: _view(path, segment, name, dtype) for name, dtype in {**_BODY, **_SHORT}.items()}
+    what = f"the batch in {path}"
+    columns = {name: view_column(what, segment, name, dtype) for name, dtype in {**_BODY, **_SHORT}.items()}
     if _checksum(columns[name] for name in _SHORT) != segment.metadata.get("plan_xxh3"):
         raise CorruptData(f"the batch in {path} is damaged: plan_xxh3 differs")
     metadata = _read_metadata(path, segment)
@@ -92,7 +95,7 @@ def _batch(path: Path | str, segment: Segment) -> Batch:
         summary=metadata.summary,
         payloads=_read_payloads(path, columns),
         origins=_read_origins(path, columns),
-        columns=_read_named(path, segment, len(columns["token_ids"])),
+        columns=view_named_columns(what, segment, len(columns["token_ids"])),
         rank=metadata.rank,
         num_ranks=metadata.num_ranks,
         **columns,  # type: ignore[arg-type]
@@ -105,33 +108,6 @@ class _Metadata(msgspec.Struct, frozen=True):
     summary: BatchSummary
     rank: int
     num_ranks: int
-
-
-def _view(path: Path | str, segment: Segment, name: str, dtype: str) -> NDArray[np.generic]:
-    entry = segment.tensors.get(name)
-    if entry is None or entry.dtype != dtype or len(entry.shape) != 1:
-        raise CorruptData(f"the batch in {path} needs a column {name!r} of {dtype}; found {entry}")
-    return _view_of(path, segment, name, entry)
-
-
-def _view_of(path: Path | str, segment: Segment, name: str, entry: TensorEntry) -> NDArray[np.generic]:
-    dtype, start, count = _DTYPES[entry.dtype], entry.data_offsets[0], math.prod(entry.shape)
-    if start % dtype.itemsize:
-        raise CorruptData(f"column {name!r} of {path} is not aligned")
-    flat = np.frombuffer(segment.mapping, dtype, count, start) if count else np.empty(0, dtype)
-    return flat.reshape(entry.shape)
-
-
-def _read_named(path: Path | str, segment: Segment, num_tokens: int) -> dict[str, NDArray[np.generic]]:
-    """Columns that have names of their own. Raises `CorruptData` for one that is not of the batch's tokens."""
-    columns = {}
-    for name, entry in segment.tensors.items():
-        if name.startswith(_NAMED):
-            length, *width = entry.shape or (-1,)
-            if entry.dtype not in ("F32", "I32") or length != num_tokens or len(width) > 1 or 0 in width:
-                raise CorruptData(f"the batch in {path} has {num_tokens} tokens and a column {name!r} of {entry}")
-            columns[name.removeprefix(_NAMED)] = _view_of(path, segment, name, entry)
-    return columns
 
 
 def _read_metadata(path: Path | str, segment: Segment) -> _Metadata:
@@ -150,14 +126,14 @@ def _require_consistent(path: Path | str, metadata: _Metadata, columns: Mapping[
     """The plan fits the columns, so that no row can reach beyond them."""
     num_tokens, num_samples = len(columns["token_ids"]), len(columns["temperatures"])
     rows, samples = columns["row_offsets"], columns["sample_offsets"]
-    samples_fit = len(samples) == num_samples + 1 and _is_monotonic(samples, num_tokens)
-    rows_fit = samples_fit and _is_monotonic(rows, num_samples)
+    samples_fit = len(samples) == num_samples + 1 and is_monotonic(samples, num_tokens)
+    rows_fit = samples_fit and is_monotonic(rows, num_samples)
     fits = {
         "columns": all(len(columns[name]) == num_tokens for name in _TOKENS),
         "sample_offsets": samples_fit,
         "row_offsets": rows_fit and bool(np.all(np.diff(samples[rows]) <= metadata.summary.row_tokens)),
         "advantage_offsets": samples_fit and _advantages_fit(columns, np.diff(samples)),
-        "mixed_spans": _spans_are_valid(columns["mixed_spans"], num_tokens),
+        "mixed_spans": spans_are_valid(columns["mixed_spans"], num_tokens),
         "support_offsets": samples_fit and _supports_fit(columns),
         "summary": _is_part(metadata, num_tokens, num_samples, len(rows) - 1),
     }
@@ -175,7 +151,7 @@ def _is_part(metadata: _Metadata, *counts: int) -> bool:
 def _advantages_fit(columns: Mapping[str, NDArray[np.generic]], lengths: NDArray[np.generic]) -> bool:
     """Whether each sample has one advantage, or one for each of its tokens."""
     offsets = columns["advantage_offsets"]
-    if len(offsets) != len(lengths) + 1 or not _is_monotonic(offsets, len(columns["advantages"])):
+    if len(offsets) != len(lengths) + 1 or not is_monotonic(offsets, len(columns["advantages"])):
         return False
     counts = np.diff(offsets)
     return bool(np.all((counts == 1) | (counts == lengths)))
@@ -184,7 +160,7 @@ def _advantages_fit(columns: Mapping[str, NDArray[np.generic]], lengths: NDArray
 def _supports_fit(columns: Mapping[str, NDArray[np.generic]]) -> bool:
     """Whether each sample has as many ids as the counts of its tokens say."""
     counts, samples, offsets = columns["support_counts"], columns["sample_offsets"], columns["support_offsets"]
-    if len(offsets) != len(samples) or not _is_monotonic(offsets, len(columns["support_ids"])):
+    if len(offsets) != len(samples) or not is_monotonic(offsets, len(columns["support_ids"])):
         return False
     if not len(counts):
         return len(columns["support_ids"]) == 0
@@ -192,11 +168,6 @@ def _supports_fit(columns: Mapping[str, NDArray[np.generic]]) -> bool:
         return False
     before = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
     return bool(np.array_equal(before[samples], offsets))
-
-
-def _spans_are_valid(edges: NDArray[np.generic], num_tokens: int) -> bool:
-    """Whether starts and ends of spans are in order and within the batch."""
-    return len(edges) % 2 == 0 and _is_monotonic(np.concatenate(([0], edges, [num_tokens])), num_tokens)
 
 
 def _read_payloads(path: Path | str, columns: dict[str, NDArray[np.generic]]) -> PayloadTable:
@@ -219,13 +190,6 @@ def _read_origins(path: Path | str, columns: dict[str, NDArray[np.generic]]) -> 
     if not origins.is_sound(len(columns["temperatures"])):
         raise CorruptData(f"the batch in {path} contradicts itself in: origins")
     return origins
-
-
-def _is_monotonic(offsets: NDArray[np.generic], end: int) -> bool:
-    """Whether offsets go from 0 to `end` and never back."""
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != end:
-        return False
-    return bool(np.all(offsets[1:] >= offsets[:-1]))  # type: ignore[operator]
 
 
 def _checksum(arrays: Iterable[NDArray[np.generic]]) -> str:

@@ -77,6 +77,8 @@ class MemoryEventLog(EventLog):
         self.closed = False
         self.has_ended = False
         """Whether the terminal record is there."""
+        self.stop: StopRequested | None = None
+        """The first request to stop, once there is one."""
         self._events: list[Event] = []
         self._changed = asyncio.Event()
 
@@ -85,6 +87,8 @@ class MemoryEventLog(EventLog):
         self._require_acceptable(event)
         remember(self._events, event)
         self.has_ended = self.has_ended or isinstance(event, TrainerEnded)
+        if self.stop is None and isinstance(event, StopRequested):
+            self.stop = event
         self._changed.set()
 
     @override

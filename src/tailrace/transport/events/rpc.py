@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -24,7 +25,15 @@ from typing_extensions import override
 
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import Event
-from tailrace.transport.channels import CLOSE_LINGER_MS, Channel, decode, encode, wait_until
+from tailrace.transport.channels import (
+    CLOSE_LINGER_MS,
+    Channel,
+    Conversation,
+    OpenChannel,
+    decode,
+    encode,
+    wait_until,
+)
 from tailrace.transport.events.log import EventLog, MemoryEventLog, remember
 
 _logger = logging.getLogger(__name__)
@@ -103,16 +112,9 @@ class EventLogServer:
                 _logger.exception("the event log got a message that it does not understand")
                 continue
             if isinstance(request, AppendEvent):
-                await self._send(client, await self._append(request))
+                await self._send(client, await answer(self._log, request))
             elif client not in self._streams:
                 self._streams[client] = asyncio.create_task(self._stream(client), name="event log stream")
-
-    async def _append(self, request: AppendEvent) -> _Answer:
-        try:
-            await self._log.append(request.event)
-        except TransportError as error:
-            return AppendAnswered(request.id, str(error))
-        return AppendAnswered(request.id)
 
     async def _stream(self, client: bytes) -> None:
         """Waits for events; ends with the log or the server. What is sent to a client that has gone is dropped."""
@@ -124,10 +126,66 @@ class EventLogServer:
         await self._socket.send_multipart([client, encode(answer)])
 
 
+class ConversingEventLogServer:
+    """The same, over a conversation of its own with each client. Make it on a running event loop."""
+
+    def __init__(self, log: MemoryEventLog, addresses: Sequence[str], open_channel: OpenChannel) -> None:
+        """One address for each client."""
+        self._log, self._changed = log, asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._following: dict[int, asyncio.Task[None]] = {}
+        self._channels: list[Conversation] = [
+            open_channel(
+                address,
+                bind=True,
+                on_message=partial(self._on_request, number),
+                changed=self._changed,
+                peer="event log's client",
+            )
+            for number, address in enumerate(addresses)
+        ]
+
+    async def close(self) -> None:
+        """As `EventLogServer.close`."""
+        if not self._log.closed:
+            for following in self._following.values():
+                following.cancel()
+        await asyncio.gather(*self._tasks, *self._following.values(), return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in self._channels))
+
+    def _on_request(self, client: int, message: bytes) -> None:
+        """Appends are taken in the order in which they came: the log's own lock has a queue."""
+        request: _Request = decode(message, _Request)  # type: ignore[arg-type]
+        if isinstance(request, AppendEvent):
+            task = asyncio.create_task(self._append(client, request), name="append to the event log")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif client not in self._following:
+            self._following[client] = asyncio.create_task(self._stream(client), name="event log stream")
+
+    async def _append(self, client: int, request: AppendEvent) -> None:
+        self._channels[client].send(encode(await answer(self._log, request)))
+
+    async def _stream(self, client: int) -> None:
+        """Waits for events; ends with the log or the client."""
+        async for event in self._log.follow():
+            self._channels[client].send(encode(EventLogged(event)))
+        self._channels[client].send(encode(LogEnded()))
+
+
+async def answer(log: MemoryEventLog, request: AppendEvent) -> AppendAnswered:
+    """Append, and say how that went."""
+    try:
+        await log.append(request.event)
+    except TransportError as error:
+        return AppendAnswered(request.id, str(error))
+    return AppendAnswered(request.id)
+
+
 class EventLogClient(EventLog):
     """Another process's event log. Make it on a running event loop; it connects to `address`."""
 
-    def __init__(self, address: str, epoch: str) -> None:
+    def __init__(self, address: str, epoch: str, open_channel: OpenChannel = Channel) -> None:
         self._epoch = epoch
         self._ids = itertools.count()
         self._waiting: set[int] = set()
@@ -136,7 +194,7 @@ class EventLogClient(EventLog):
         self._is_following = False
         self._ended = False
         self._changed = asyncio.Event()
-        self._channel = Channel(
+        self._channel = open_channel(
             address, bind=False, on_message=self._on_answer, changed=self._changed, peer="event log's server"
         )
 

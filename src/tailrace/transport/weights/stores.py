@@ -21,7 +21,15 @@ from typing_extensions import override
 from tailrace.errors import CorruptData, TransportError
 from tailrace.guards import guarded
 from tailrace.records import ModelStateDictRef
-from tailrace.transport.segments import Segment, SegmentFile, TensorBuffers, map_segment, read_segment, verify_body
+from tailrace.transport.segments import (
+    Segment,
+    SegmentFile,
+    TensorBuffers,
+    map_segment,
+    read_safetensors,
+    read_segment,
+    verify_body,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +82,22 @@ class ModelStateDictStore(Protocol):
         ...
 
 
+class FolderPublisher(Protocol):
+    """A store that takes weights which somebody else wrote. Its calls block: keep them off the event loop."""
+
+    def publish_folder(self, folder: Path, version: int) -> ModelStateDictRef:
+        """Copy what a folder in Hugging Face layout holds into the store: all of its safetensors files.
+
+        Raises `TransportError` for a folder without, one that cannot be read or has a tensor twice, and where the store
+        has no room; `CorruptData` for files that are not what they say.
+        """
+        ...
+
+    def close(self) -> None:
+        """As `ModelStateDictStore.close`."""
+        ...
+
+
 class MemoryModelStateDictStore(ModelStateDictStore):
     """A store within one process, which keeps a copy of the newest state dict. Safe across threads."""
 
@@ -88,6 +112,16 @@ class MemoryModelStateDictStore(ModelStateDictStore):
             self._newest = ModelStateDict(copies, version)
         num_bytes = sum(tensor.nbytes for tensor in copies.values())
         return ModelStateDictRef(version=version, uri="memory:newest", num_bytes=num_bytes)
+
+    def publish_folder(self, folder: Path, version: int) -> ModelStateDictRef:
+        """As `FolderPublisher` says."""
+        from safetensors.torch import load_file
+
+        tensors: dict[str, torch.Tensor] = {}
+        _read_folder(folder)  # says what is wrong with it
+        for path in _weight_files(folder):
+            tensors |= load_file(path)
+        return self.publish(tensors, version)
 
     @contextmanager
     @override
@@ -121,7 +155,13 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
     @override
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> ModelStateDictRef:
         """Waits for no reader."""
-        buffers = {name: _buffers(name, tensor) for name, tensor in tensors.items()}
+        return self._write({name: _buffers(name, tensor) for name, tensor in tensors.items()}, version)
+
+    def publish_folder(self, folder: Path, version: int) -> ModelStateDictRef:
+        """As `FolderPublisher` says. Never imports torch."""
+        return self._write(_read_folder(folder), version)
+
+    def _write(self, buffers: Mapping[str, TensorBuffers], version: int) -> ModelStateDictRef:
         slot = self._take_free_slot()
         try:
             slot.write(buffers, {"version": str(version)}, next(self._sequences), checksum_body=True)
@@ -192,6 +232,27 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
         slot = SegmentFile(self._folder / f"{PUBLISHED_FILE}{os.getpid()}-{len(self._slots)}.safetensors")
         fcntl.flock(slot, fcntl.LOCK_EX)
         return slot
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _read_folder(folder: Path) -> dict[str, TensorBuffers]:
+    """As `ModelStateDictStore.publish_folder` reads it: views of its files."""
+    tensors: dict[str, TensorBuffers] = {}
+    for path in _weight_files(folder):
+        found = read_safetensors(path)
+        if twice := tensors.keys() & found.keys():
+            raise TransportError(f"{folder} holds the tensor {min(twice)!r} twice: leave one set of weights there")
+        tensors |= found
+    if not tensors:
+        raise TransportError(f"{folder} holds no weights (*.safetensors): save the model there first, then tell of it")
+    if odd := next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPE_NAMES), None):
+        raise TransportError(
+            f"tensor {odd!r} in {folder} has the type {tensors[odd].dtype}; weights are of {', '.join(_DTYPE_NAMES)}"
+        )
+    return tensors
 
 
 def remove_published(folder: Path, pid: int) -> None:

@@ -20,6 +20,7 @@ from tailrace.generation.engines.protocol import (
     SampledTokens,
 )
 from tailrace.generation.engines.vllm.core import build_core
+from tailrace.generation.engines.vllm.guiding import Guide
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
 from tailrace.generation.engines.vllm.routed_experts import HandedOut, ReturnedExperts
@@ -82,7 +83,9 @@ class VllmEngine(Engine):
             max_model_tokens=config.model_config.max_model_len,
             returns_supports=config.model_config.return_sampling_mask,
             scores_prompts=True,
+            guides=True,
         )
+        self._guide = Guide(core.engine_core)
         parallel = config.parallel_config
         in_process = parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher"
         self._weights = WeightInstaller(core, config.model_config.hf_config, in_process=in_process)
@@ -139,9 +142,9 @@ class VllmEngine(Engine):
             experts=experts,
         )
         adapter = None if self._weights.adapters is None else self._weights.adapters.request
-        self._client.add_request(
-            core_request(request, core_id=core_id, salt=salt, experts_start=experts_start, adapter=adapter)
-        )
+        sent = core_request(request, core_id=core_id, salt=salt, experts_start=experts_start, adapter=adapter)
+        self._guide.apply(request, sent.sampling_params)
+        self._client.add_request(sent)
         self._core_ids[request.request_id] = core_id
         self._running[core_id] = progress
 

@@ -1,0 +1,172 @@
+"""`tailrace join`: this machine has the trainer of a run whose other roles are elsewhere (placement = "redis").
+
+Both see one Redis and one folder of runs, each under a path of its own. Each life of the trainer is asked for by a
+notice in Redis; this command starts it as `tailrace train` does on one machine, and tells how it goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tailrace.errors import DataError, TransportError
+from tailrace.lifecycle.exit_codes import ExitCode
+from tailrace.lifecycle.launchers import RoleHandle
+from tailrace.lifecycle.launchers.local import LocalLauncher
+from tailrace.lifecycle.launchers.redis import (
+    BEAT_EVERY_S,
+    Beat,
+    FromMachine,
+    KillRole,
+    Notice,
+    RoleLeft,
+    RoleReady,
+    StartRole,
+    StopRole,
+    ToMachine,
+    notice_key,
+)
+from tailrace.run.folder import RunPaths
+from tailrace.run.roles import RoleSettings
+from tailrace.transport.channels import Conversation, decode, encode, wait_until
+from tailrace.transport.redis.channels import RedisPlace
+from tailrace.transport.redis.connection import require_redis, with_password
+from tailrace.transport.redis.streams import Origin
+
+_LOOK_S = 0.5
+"""Between two looks for a notice."""
+_NEXT_LIFE_S = 30.0
+"""How long to wait for the next life of a role that ended early."""
+_SILENCE_S = 60.0
+"""How long the orchestrator may be silent while Redis is there, before its role is ended."""
+_ORDERLY = (ExitCode.FINISHED, ExitCode.TERMINATED)
+
+
+async def join(name: str, url: str, runs: Path, prefix: str, say: Callable[[str], None]) -> int:
+    """Have the trainer of the run of that name, over all its lives; the exit status of the last one.
+
+    Waits for the run to start. Raises `SettingsError` where Redis refuses, and `DataError` where the run's folder is
+    not below `runs`.
+    """
+    url = with_password(url)
+    await asyncio.to_thread(require_redis, url)
+    place = RedisPlace(url, Origin(name, ""), prefix=prefix)
+    say(f"waits for the run {name} to want a trainer")
+    served: Notice | None = None
+    status = int(ExitCode.FINISHED)
+    while (notice := await _next_notice(place, served)) is not None:
+        say(f"has the {notice.name} of the run {name}, life {notice.life}")
+        status, served = await _Machine(place, notice, runs).run(), notice
+        if status in _ORDERLY:
+            break
+    say(f"the trainer of the run {name} has ended, with status {status}")
+    return status
+
+
+async def _next_notice(place: RedisPlace, served: Notice | None) -> Notice | None:
+    """Waits for one that is not served yet; None where none comes after one that was."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    with contextlib.closing(place.connect()) as connection:
+        while served is None or loop.time() - began_s < _NEXT_LIFE_S:
+            found = await asyncio.to_thread(connection.one, "GET", notice_key(place))
+            if isinstance(found, bytes) and (notice := decode(found, Notice)) != served:
+                return notice
+            await asyncio.sleep(_LOOK_S)
+    return None
+
+
+class _Machine:
+    """This machine, for one life of the role. Make it on a running event loop."""
+
+    def __init__(self, place: RedisPlace, notice: Notice, runs: Path) -> None:
+        self._paths = RunPaths(runs / notice.run)
+        if not self._paths.root.is_dir():
+            raise DataError(
+                f"the run {notice.run} is not below {runs}: name the folder that both machines see (--runs)"
+            )
+        self._place = RedisPlace(place.url, Origin(notice.run, notice.epoch), prefix=place.prefix)
+        self._changed = asyncio.Event()
+        self._start: StartRole | None = None
+        self._handle: RoleHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._heard_s = asyncio.get_running_loop().time()
+        self._channel: Conversation = self._place.open_channel(
+            notice.address, bind=False, on_message=self._on_message, changed=self._changed, peer="orchestrator"
+        )
+
+    async def run(self) -> int:
+        """From the order to start to the role's end, which the orchestrator is told; the role's exit status."""
+        try:
+            await wait_until(self._changed, lambda: bool(self._start or self._channel.failure))
+            if self._start is None:
+                raise self._channel.failure or TransportError("nothing to start")
+            launcher = LocalLauncher(self._place.origin.epoch, self._paths.logs)
+            spec = replace(self._start.spec, settings=self._own_settings(self._start.spec.settings))
+            async with launcher:
+                self._handle = launcher.start(spec, is_replaceable=True)
+                return await self._until_left(self._handle)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._channel.close()
+
+    async def _until_left(self, handle: RoleHandle) -> int:
+        telling = asyncio.create_task(self._tell_ready(handle), name="ready")
+        self._tasks.add(telling)
+        left = asyncio.ensure_future(handle.left())
+        while not left.done():
+            self._tell(Beat())
+            if self._is_alone():
+                await handle.stop()
+            await asyncio.wait({left}, timeout=BEAT_EVERY_S)
+        status = left.result()
+        self._tell(RoleLeft(status, str(handle.early_exit())))
+        return status
+
+    async def _tell_ready(self, handle: RoleHandle) -> None:
+        self._tell(RoleReady(await handle.ready()))
+
+    def _is_alone(self) -> bool:
+        """Whether nobody wants this role any more: the run is over, or its orchestrator is gone."""
+        now_s = asyncio.get_running_loop().time()
+        if self._place.is_away:
+            self._heard_s = now_s
+        return self._channel.failure is not None or now_s - self._heard_s > _SILENCE_S
+
+    def _on_message(self, message: bytes) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        told: ToMachine = decode(message, ToMachine)  # type: ignore[arg-type]
+        match told:
+            case StartRole():
+                self._start = told
+            case StopRole() if self._handle is not None:
+                self._later(self._handle.stop())
+            case KillRole() if self._handle is not None:
+                self._later(self._handle.kill())
+
+    def _tell(self, message: FromMachine) -> None:
+        with contextlib.suppress(TransportError):  # the orchestrator is gone, which is noticed elsewhere
+            self._channel.send(encode(message))
+
+    def _later(self, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(ending, name="end of the role")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _own_settings(self, settings: bytes) -> bytes:
+        """The same, with this machine's paths and its way to Redis."""
+        theirs = msgspec.json.decode(settings, type=RoleSettings)
+        assert theirs.where is not None, "no transports"
+        own = {
+            name: str(self._paths.root / Path(getattr(theirs.where, name)).relative_to(theirs.run_folder))
+            for name in ("shared_memory", "batch_files", "payloads")
+        }
+        where = msgspec.structs.replace(theirs.where, redis=self._place.url, **own)
+        return msgspec.json.encode(msgspec.structs.replace(theirs, run_folder=str(self._paths.root), where=where))

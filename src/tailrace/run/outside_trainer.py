@@ -1,0 +1,322 @@
+"""The trainer of a run that is not ours: what it tells on the stream of samples becomes the run's events.
+
+    TrainingBegan    ─► TrainerStarted                  WeightsWritten   ─► folder read ─► ModelStateDictPublished
+    StepDone         ─► the scheduler ─► StepTrained    CheckpointSaved  ─► CheckpointWritten
+    TrainingOver     ─► TrainerEnded                    StopRequested, of anybody ─► whoever pulls next
+
+Nobody here starts, restarts or ends it, and no number of samples ends anything: the run waits for `TrainingOver`, and
+the watchdog says for whom. A report that cannot be ends the run, and nothing of it is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NoReturn, Protocol, TypeAlias
+
+from typing_extensions import override
+
+from tailrace.config import RunSettings
+from tailrace.errors import LifecycleError, Misreported, SettingsError, TailraceError, TransportError
+from tailrace.records import (
+    CheckpointSaved,
+    CheckpointWritten,
+    ConsumerLost,
+    FeedReport,
+    ModelStateDictPublished,
+    RunStatus,
+    StepDone,
+    StepTrained,
+    StopRequested,
+    TrainerEnded,
+    TrainerStarted,
+    TrainingBegan,
+    TrainingOver,
+    WeightsWritten,
+)
+from tailrace.reporting.metrics import METRICS
+from tailrace.run.scheduler_states import SchedulerStates
+from tailrace.run.trainer_lives import RunTrainer
+from tailrace.tracing.phases import phase
+from tailrace.transport.channels import wait_until
+from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.samples.memory import MemorySampleStream
+from tailrace.transport.samples.stream import SampleSender
+from tailrace.transport.weights.stores import FolderPublisher
+
+_logger = logging.getLogger(__name__)
+
+OutsideProgram: TypeAlias = Callable[[MemorySampleStream], Awaitable[None]]
+"""A trainer within the process of its run, for tests and debuggers: its ranks `join` the stream that it is given."""
+
+_WORSE = (RunStatus.FINISHED, RunStatus.CANCELLED, RunStatus.FAILED)
+_MOST_UNSAVED_STEPS = 1000
+"""Steps back to which the scheduler's states are kept for a trainer that never tells of a checkpoint."""
+
+
+class ReportListener(Protocol):
+    """Takes in what a trainer tells of samples: `scheduling.FeedScheduler`."""
+
+    async def tell(self, report: FeedReport) -> None:
+        """Raises `Misreported`."""
+
+    def saved(self, step: int) -> None:
+        """A durable checkpoint contains this step."""
+
+    @property
+    def num_consumers(self) -> int:
+        """Ranks of the trainer that are there."""
+
+
+class OutsideTrainer(RunTrainer):
+    """Make it on a running event loop; it reads reports once somebody `listen`s."""
+
+    restarts = 0
+
+    def __init__(self, samples: SampleSender, store: FolderPublisher, log: MemoryEventLog) -> None:
+        self.samples = samples
+        self._store, self._log = store, log
+        self._listener: ReportListener | None = None
+        self._step = self._saved_step = 0
+        self._weights: WeightsWritten | None = None
+        """The newest that are not published yet."""
+        self._newest_weights = -1
+        self._changed = asyncio.Event()
+        self._gone: asyncio.Future[TailraceError] = asyncio.get_running_loop().create_future()
+        self._why_closed = ""
+        self._working = [
+            asyncio.create_task(self._guarded(work), name=name)
+            for work, name in (
+                (self._read_reports, "reports of the trainer"),
+                (self._publish, "weights of the trainer"),
+                (self._relay_end, "requests to stop, for the trainer"),
+            )
+        ]
+
+    def listen(self, listener: ReportListener) -> None:
+        """From now on this takes in what is told of samples."""
+        self._listener = listener
+        self._changed.set()
+
+    # --- what its owner waits for ------------------------------------------------------------------------------------
+
+    @override
+    async def watch(self) -> NoReturn:
+        raise await self.gone()
+
+    @override
+    async def gone(self) -> TailraceError:
+        """One that is silent may come back: only one is gone that told what cannot be, or whose stream is lost."""
+        return await asyncio.shield(self._gone)
+
+    # --- what its owner learns from the event log --------------------------------------------------------------------
+
+    @override
+    def started(self, step: int) -> None:
+        """It said so itself."""
+
+    @override
+    def step_ended(self, step: int, version: int) -> None:
+        """It numbers its versions itself."""
+
+    @override
+    def saved(self, step: int) -> None:
+        self._saved_step = max(step, self._saved_step)
+
+    @override
+    def earliest_step(self, step: int) -> int:
+        return max(self._saved_step, step - _MOST_UNSAVED_STEPS)
+
+    @override
+    def state_at(self, states: SchedulerStates, step: int) -> bytes:
+        return states.read_newest(step)
+
+    @override
+    def published(self) -> None:
+        """The store keeps what is read, and the newest."""
+
+    @override
+    def let_end(self) -> None:
+        """It ends by itself."""
+
+    # --- its end -----------------------------------------------------------------------------------------------------
+
+    @override
+    async def end_feed(self) -> None:
+        await self.samples.close(self._why_closed)
+
+    @override
+    async def leave(self) -> None:
+        """Nobody here started it, and nobody waits for it."""
+
+    @override
+    async def kill(self) -> None:
+        """Its processes are none of ours; the stream's end is all that reaches them."""
+
+    @override
+    async def close(self) -> None:
+        for task in self._working:
+            task.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+        await asyncio.to_thread(self._store.close)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except TailraceError as error:
+            self._give_up(error)
+        except Exception as error:
+            _logger.exception("what the trainer told cannot be handled")
+            self._give_up(LifecycleError(f"what the trainer told cannot be handled: {type(error).__name__}: {error}"))
+
+    def _give_up(self, why: TailraceError) -> None:
+        if not self._gone.done() and not self._log.has_ended:
+            self._why_closed = f"the run failed: {why}"
+            self._gone.set_result(why)
+
+    async def _read_reports(self) -> None:
+        """Waits for reports; ends with the stream, or with the terminal record."""
+        await wait_until(self._changed, lambda: self._listener is not None)
+        assert self._listener is not None
+        async for report in self.samples.reports():
+            await self._listener.tell(report)
+            await self._take(report, self._listener)
+            if isinstance(report, TrainingOver):
+                return
+            if isinstance(report, ConsumerLost):
+                await self._answer_for_nobody()
+        if not self._log.has_ended:
+            raise TransportError("the stream of samples ended without the trainer's terminal record")
+
+    async def _take(self, report: FeedReport, listener: ReportListener) -> None:
+        """Tell the run what the trainer told, once the scheduler believes it."""
+        epoch = self._log.epoch
+        match report:
+            case TrainingBegan(step=step, version=version):
+                self._step = step
+                self._newest_weights = min(self._newest_weights, version)
+                await self._log.append(TrainerStarted(epoch=epoch, step=step, version=version))
+            case StepDone(step=step, version=version, metrics=metrics):
+                self._step = step
+                await self._log.append(StepTrained(epoch=epoch, step=step, version=version, metrics=_known(metrics)))
+            case WeightsWritten(version=version):
+                if version < self._newest_weights:
+                    raise Misreported(
+                        f"consumer {report.consumer!r} wrote weights of version {version} after those of version "
+                        f"{self._newest_weights}: versions never run backwards"
+                    )
+                self._newest_weights, self._weights = version, report
+                self._changed.set()
+            case CheckpointSaved(step=step, path=path):
+                if step > self._step:
+                    raise Misreported(
+                        f"consumer {report.consumer!r} saved a checkpoint of step {step}, and told of step {self._step}"
+                        " last"
+                    )
+                listener.saved(step)
+                await self._log.append(CheckpointWritten(epoch=epoch, step=step, path=path))
+            case TrainingOver(status=status, reason=reason):
+                await self._end(status, reason)
+            case _:
+                pass
+
+    async def _publish(self) -> None:
+        """Waits for weights that were written; the newest alone are read. Ends never."""
+        while True:
+            await wait_until(self._changed, lambda: self._weights is not None)
+            assert self._weights is not None
+            written, self._weights = self._weights, None
+            folder, version = Path(written.folder), written.version
+            try:
+                with phase("publish", track="weights", about={"version": version}) as publishing:
+                    ref = await asyncio.to_thread(self._store.publish_folder, folder, version)
+                    publishing.add_bytes(ref.num_bytes)
+            except TransportError:
+                if self._newest_weights <= version:
+                    raise
+                continue  # newer ones came, and the trainer may have removed these
+            if not self._log.has_ended:
+                await self._log.append(ModelStateDictPublished(epoch=self._log.epoch, ref=ref))
+
+    async def _relay_end(self) -> None:
+        """Waits for a request to stop, and passes it on; a trainer that is not there is answered for."""
+        async for event in self._log.follow():
+            if isinstance(event, StopRequested):
+                await self.samples.request_stop(event)
+                await self._answer_for_nobody()
+            elif isinstance(event, TrainerEnded):
+                self._why_closed = self._why_closed or f"the run is over: {event.status}, {event.reason}"
+
+    async def _answer_for_nobody(self) -> None:
+        """A run that was cancelled, or failed, does not wait for a trainer that is not there."""
+        is_there = self._listener is not None and self._listener.num_consumers
+        if self._log.stop is not None and self._log.stop.status is not RunStatus.FINISHED and not is_there:
+            await self._end(self._log.stop.status, "no rank of the trainer was there")
+
+    async def _end(self, status: RunStatus, reason: str) -> None:
+        """The terminal record. Where a stop was asked for, the trainer does not make a success of it."""
+        if (stop := self._log.stop) is not None:
+            status = max(status, stop.status, key=_WORSE.index)
+            told = "" if reason in ("", stop.reason) else f"; {reason}"
+            reason = f"{stop.role}: {stop.reason}{told}"
+        if not self._log.has_ended:
+            await self._log.append(TrainerEnded(epoch=self._log.epoch, status=status, step=self._step, reason=reason))
+
+
+def require_program(settings: RunSettings, program: OutsideProgram | None) -> None:
+    """Raise `SettingsError` where all is to be in one process, and the trainer is not, or the other way round."""
+    is_inline = settings.trainer.feed == "stream" and settings.placement == "inline"
+    if is_inline and program is None:
+        raise SettingsError(
+            "trainer.feed = 'stream' leaves training to a program of yours, which placement = 'inline' would have in "
+            "this process: write placement = 'local'",
+            key=("placement",),
+        )
+    if program is not None and not is_inline:
+        raise SettingsError(
+            "a trainer was given as a function, which needs trainer.feed = 'stream' and placement = 'inline'",
+            key=("placement",),
+        )
+
+
+@asynccontextmanager
+async def program_beside(
+    program: OutsideProgram | None, trainer: RunTrainer, fail: Callable[[LifecycleError], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Run it beside the run, which it fails by what it raises; on leaving it is cancelled."""
+    if program is None:
+        yield
+        return
+    assert isinstance(trainer, OutsideTrainer)
+    assert isinstance(trainer.samples, MemorySampleStream)
+    running = asyncio.create_task(_run_program(program, trainer.samples, fail), name="outside trainer")
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _run_program(
+    program: OutsideProgram, samples: MemorySampleStream, fail: Callable[[LifecycleError], Awaitable[None]]
+) -> None:
+    try:
+        await program(samples)
+    except Exception as error:
+        _logger.exception("the trainer failed")
+        await fail(LifecycleError(f"the trainer failed: {type(error).__name__}: {error}"))
+
+
+def _known(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Finite ones by the names that Tailrace's own trainer has for them, and others apart."""
+    return {
+        name if name.startswith("training/") and name in METRICS else f"outside/{name}": value
+        for name, value in metrics.items()
+        if math.isfinite(value)
+    }

@@ -1,0 +1,46 @@
+"""What is ready, judged by the age of its tokens as it is about to be trained on."""
+
+from __future__ import annotations
+
+from tailrace.batching import SampledGroup, sample_group
+from tailrace.records import Outcome
+from tailrace.scheduling.ledger import Accounts, UntrainableStreak
+from tailrace.scheduling.outstanding import ReadyGroup
+from tailrace.scheduling.staleness import RESTARTED, StalePolicy
+from tailrace.scheduling.tasks import TaskStream
+from tailrace.tracing.phases import phase
+
+
+class Judge:
+    """Makes samples of groups. Pure but for the accounts: rollouts that bear no loss end here, each with its reason."""
+
+    def __init__(
+        self, tasks: TaskStream, accounts: Accounts, stale: StalePolicy, untrainable: UntrainableStreak
+    ) -> None:
+        self._tasks, self._accounts, self._stale, self._untrainable = tasks, accounts, stale, untrainable
+
+    def sample(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup | None:
+        """One group's samples for a trainer of at most this version; None where none of it is trained on now.
+
+        Then its task is over, or started again. Raises `TrainingError` where that is so for too long.
+        """
+        key = ready.opened.key
+        with phase("sample"):
+            taken = sample_group(
+                ready.group,
+                oldest_version=self._stale.oldest_allowed(trainer_version),
+                drop_stale=self._stale.drops_rollouts,
+            )
+        # of a part: to start the task again would train on the rest twice
+        is_whole = ready.size == ready.opened.size
+        if taken.masked_tokens and is_whole and self._stale.restarts_finished(self._tasks.restarts(key)):
+            self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
+            self._tasks.restart(key)
+            return None
+        for rollout, reason in taken.filtered:
+            self._accounts.end([rollout], Outcome.filtered(reason))
+        if not taken.samples:
+            self._tasks.end(key, trained=False)
+            self._untrainable.expire(ready.size)
+            return None
+        return taken

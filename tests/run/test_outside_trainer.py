@@ -1,0 +1,302 @@
+"""Whole runs that feed a trainer which is not ours, in this process: what it tells is what the run's files say."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import tailrace
+from tailrace.config import RunSettings
+from tailrace.errors import SettingsError
+from tailrace.records import (
+    CheckpointSaved,
+    CheckpointWritten,
+    FeedSample,
+    RunStatus,
+    SamplesWanted,
+    StepDone,
+    StopRequested,
+    TerminalState,
+    TrainingBegan,
+    TrainingOver,
+    WeightsWritten,
+)
+from tailrace.reporting.summary import RunSummary
+from tailrace.run.training import train
+from tailrace.transport.samples.memory import MemorySampleReceiver, MemorySampleStream
+from tests.run.runs import records, rollouts, trained_tasks
+from tests.support.event_files import read_events
+
+QUICKSTART = Path(tailrace.__file__).parent / "recipes" / "models" / "quickstart"
+VOCABULARY = 640
+SIZES = [4, 6, 2, 8]
+"""Samples of each step, where 4 were configured."""
+
+
+def settings(name: str = "run", **changes: object) -> RunSettings:
+    table: dict[str, object] = {
+        "name": name,
+        "placement": "inline",
+        "model": {"name": "bundled:quickstart"},
+        "environments": [
+            {"name": "tests.support.run_environments:words", "args": {"count": 20, "held_out": 0}},
+        ],
+        "rollouts": {"group_size": 2, "max_tokens": 6, "max_turns": 1},
+        "scheduling": {"batch_size": 4, "filter_zero_spread": False, "max_staleness": 10},
+        "generator": {"max_cache_tokens": 512, "slots": 8},
+        "trainer": {"feed": "stream"},
+        "observability": {"live": "off"},
+    }
+    return RunSettings.model_validate({**table, **changes})
+
+
+class Trainer:
+    """A trainer of one rank: its steps change nothing, but that the head of its weights is 0 from the first on."""
+
+    def __init__(self, samples: MemorySampleStream, folder: Path) -> None:
+        self.rank: MemorySampleReceiver = samples.join("rank-0")
+        self.folder = folder
+        self.taken: list[list[FeedSample]] = []
+        self.stop: StopRequested | None = None
+
+    async def begin(self, step: int = 0) -> None:
+        await self.rank.report(TrainingBegan(consumer="rank-0", step=step, version=step))
+        if step:
+            await self.write_weights(step)
+
+    async def pull(self, count: int) -> list[FeedSample]:
+        samples: list[FeedSample] = []
+        await self.rank.report(SamplesWanted(consumer="rank-0", samples=count))
+        while len(samples) < count:
+            pulled = await self.rank.pull(count - len(samples))
+            if isinstance(pulled, StopRequested):
+                self.stop = pulled
+                break
+            samples += pulled
+        return samples
+
+    async def step(self, number: int, samples: list[FeedSample]) -> None:
+        self.taken.append(samples)
+        ids = tuple(one.sample_id for one in samples)
+        metrics = {"training/loss": 0.5, "mine": float(number), "broken": math.nan}
+        await self.rank.report(
+            StepDone(consumer="rank-0", step=number, version=number, sample_ids=ids, metrics=metrics)
+        )
+        await self.write_weights(number)
+
+    async def write_weights(self, version: int) -> None:
+        folder = self.folder / f"version_{version}"
+        await asyncio.to_thread(write_uniform, folder)
+        await self.rank.report(WeightsWritten(consumer="rank-0", version=version, folder=str(folder)))
+
+    async def end(self, status: RunStatus = RunStatus.FINISHED, reason: str = "enough") -> None:
+        await self.rank.report(TrainingOver(consumer="rank-0", status=status, reason=reason))
+
+
+def write_uniform(folder: Path) -> None:
+    """Weights under which every token is as likely as any other, in two files as large models have them."""
+    tensors = load_file(QUICKSTART / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        if name in tensors:
+            tensors[name] = tensors[name] * 0
+    names = sorted(tensors)
+    folder.mkdir(parents=True)
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number:05d}-of-00002.safetensors")
+
+
+async def run_with(
+    parent: Path, program: Callable[[MemorySampleStream], Awaitable[None]], **changes: object
+) -> RunSummary:
+    return await asyncio.wait_for(train(settings(**changes), parent, outside=program), 240)
+
+
+class Fed:
+    """A run of some steps, and what its trainer saw."""
+
+    def __init__(self, parent: Path) -> None:
+        self.folder = parent / "run"
+        self.trainer: Trainer
+        # of steps after the second one every token is of weights that the trainer wrote
+        scheduling = {"batch_size": 4, "filter_zero_spread": False, "max_staleness": 1}
+        self.summary = asyncio.run(run_with(parent, self._train, scheduling=scheduling))
+
+    async def _train(self, samples: MemorySampleStream) -> None:
+        self.trainer = trainer = Trainer(samples, self.folder / "weights")
+        await trainer.begin()
+        for number, size in enumerate(SIZES, 1):
+            await trainer.step(number, await trainer.pull(size))
+        await trainer.rank.report(CheckpointSaved(consumer="rank-0", step=4, path="elsewhere/step_4"))
+        await trainer.end()
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory: pytest.TempPathFactory) -> Fed:
+    return Fed(tmp_path_factory.mktemp("fed"))
+
+
+def test_the_run_ends_as_its_trainer_says(fed: Fed) -> None:
+    assert (fed.summary.status, fed.summary.exit_code, fed.summary.reason) == (RunStatus.FINISHED, 0, "enough")
+    assert (fed.summary.steps, fed.summary.policy_version) == (4, 4)
+    assert fed.summary.checkpoint_path == "elsewhere/step_4"
+    assert (fed.folder / "report.html").is_file()
+    events = read_events(fed.folder / "events.jsonl")
+    assert [event.step for event in events if isinstance(event, CheckpointWritten)] == [4]
+
+
+def test_every_rollout_has_one_end_and_the_figures_are_those_of_the_steps(fed: Fed) -> None:
+    ledger = fed.summary.ledger
+    assert ledger.in_flight == 0
+    assert ledger.admitted == sum(ledger.by_state.values())
+    assert ledger.by_state[TerminalState.TRAINED] == sum(SIZES)
+    lines = records(fed.folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["batch/samples"] for line in lines] == SIZES
+    assert [line["batch/rollouts"] for line in lines] == SIZES
+    assert [line["training/loss"] for line in lines] == [0.5] * 4
+    assert [line["outside/mine"] for line in lines] == [1, 2, 3, 4]
+    assert "outside/broken" not in lines[0]
+    assert "batch/rows" not in lines[0]  # its rows are its own
+    assert {line["feed/consumers"] for line in lines} == {1}
+    taken = fed.trainer.taken
+    tokens = [sum(one.num_tokens for one in samples) for samples in taken]
+    assert [line["batch/tokens"] for line in lines] == tokens
+    for line, samples in zip(lines, taken, strict=True):
+        ages = [
+            line["step"] - 1 - version
+            for one in samples
+            for version, count in one.sample.loss_versions().items()
+            for _ in range(count)
+        ]
+        assert line["staleness/mean"] == pytest.approx(sum(ages) / len(ages))
+        assert line["staleness/max"] == max(ages)
+    written = {record["rollout_id"] for record in rollouts(fed.folder) if record["outcome"]["state"] == "trained"}
+    assert written == {one.sample.rollout_id for samples in taken for one in samples}
+
+
+def test_what_is_handed_over_says_where_it_comes_from(fed: Fed) -> None:
+    one = fed.trainer.taken[0][0]
+    assert one.task_id.startswith("words/train/")
+    assert one.sample_id.startswith(one.sample.rollout_id)
+    assert 0 <= one.reward <= 1
+    assert (one.trainer_version, one.group_rollouts, one.sampling.max_tokens) == (0, 2, 6)
+
+
+def test_its_weights_reach_the_generators(fed: Fed) -> None:
+    samples = [one.sample for taken in fed.trainer.taken for one in taken]
+    assert max(int(one.branch.policy_versions.max()) for one in samples) > 0
+    for one in samples:
+        branch = one.branch
+        is_new = branch.loss_mask & (branch.policy_versions > 0)
+        uniform = branch.logprobs[is_new]
+        assert uniform == pytest.approx([-math.log(VOCABULARY)] * len(uniform), abs=1e-3)
+
+
+def test_a_resumed_run_goes_on_where_its_trainer_does(tmp_path: Path) -> None:
+    """Tasks of steps that the trainer kept are done; all others come again, until there are no more."""
+
+    async def first(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, tmp_path / "weights")
+        await trainer.begin()
+        for number in (1, 2, 3):
+            await trainer.step(number, await trainer.pull(4))
+        await trainer.end(RunStatus.FAILED, "crashed")
+
+    async def second(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, tmp_path / "more_weights")
+        await trainer.begin(2)  # its checkpoint: step 3 is lost
+        number = 2
+        while len(pulled := await trainer.pull(4)) == 4:
+            number += 1
+            await trainer.step(number, pulled)
+        assert trainer.stop is not None
+        await trainer.end(trainer.stop.status, trainer.stop.reason)
+
+    before = asyncio.run(run_with(tmp_path, first, max_epochs=1))
+    assert (before.status, before.exit_code, before.reason) == (RunStatus.FAILED, 1, "crashed")
+    after = asyncio.run(run_with(tmp_path, second, max_epochs=1, resume=True))
+    assert (after.status, after.steps) == (RunStatus.FINISHED, 10)
+    assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
+    assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
+
+
+async def _steps_of_nothing(trainer: Trainer) -> None:
+    await trainer.step(1, await trainer.pull(4))
+    await trainer.step(2, [])
+
+
+async def _weights_of_nothing(trainer: Trainer) -> None:
+    await trainer.rank.report(WeightsWritten(consumer="rank-0", version=0, folder="/nowhere"))
+    await trainer.pull(100)
+
+
+async def _raises(trainer: Trainer) -> None:
+    await trainer.pull(1)
+    raise ValueError("no such loss")
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        (_steps_of_nothing, "told of step 2 without a sample"),
+        (_weights_of_nothing, "/nowhere holds no weights"),
+        (_raises, "the trainer failed: ValueError: no such loss"),
+    ],
+)
+def test_what_ends_a_run_is_named(tmp_path: Path, work: Callable[[Trainer], Awaitable[None]], reason: str) -> None:
+    async def program(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, tmp_path / "weights")
+        await trainer.begin()
+        await work(trainer)
+
+    changes = {"shutdown": {"last_save_s": 1.0, "grace_s": 1.0}}
+    summary = asyncio.run(run_with(tmp_path, program, **changes))
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert reason in summary.reason
+    assert summary.ledger.in_flight == 0
+
+
+def test_the_watchdog_says_that_nobody_trains(tmp_path: Path) -> None:
+    async def program(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, tmp_path / "weights")
+        await trainer.begin()
+        await trainer.pull(1)
+        samples.lose("rank-0", "died")
+        await asyncio.Event().wait()
+
+    changes = {
+        "shutdown": {"last_save_s": 1.0, "grace_s": 1.0},
+        "observability": {"live": "off", "watchdog_s": 2.0},
+    }
+    summary = asyncio.run(run_with(tmp_path, program, **changes))
+    assert summary.status is RunStatus.FAILED
+    assert "no rank of the outside trainer is there" in summary.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"max_steps": 10}, "that program says when training is over: leave max_steps out"),
+        ({"trainer": {"feed": "stream", "learning_rate": 0.1}}, "trainer.learning_rate is of Tailrace's own trainer"),
+        ({"scheduling": {"batch_size": 4, "on_stale": "wait"}}, "leave scheduling.on_stale out"),
+        ({"scheduling": {"batch_size": 4, "over_sampling": 2.0}}, "leave scheduling.over_sampling out"),
+        ({"scheduling": {"batch_size": 4, "whiten_advantages": True}}, "leave scheduling.whiten_advantages out"),
+        ({"scheduling": {"batch_size": 4, "row_tokens": 512}}, "leave scheduling.row_tokens out"),
+        ({"generator": {"return_routed_experts": True}}, "leave generator.return_routed_experts out"),
+        ({"transport": {"batches": "memory"}}, "leave transport.batches out"),
+    ],
+)
+def test_what_a_trainer_outside_would_ignore_is_refused(changes: dict[str, object], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        settings(**changes)
+
+
+async def test_one_process_needs_a_trainer_in_it(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="write placement = 'local'"):
+        await train(settings(), tmp_path)

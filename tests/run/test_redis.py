@@ -1,0 +1,168 @@
+"""Runs whose trainer is reached through Redis alone: on one machine, on two, and while Redis has troubles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import SettingsError
+from tailrace.records import RunStatus
+from tailrace.reporting.summary import read_summary
+from tailrace.transport.redis.server import RedisServer
+from tests.run.runs import IMPORTS, PATIENCE_S, command, records, tiny_settings
+from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history
+from tests.support.redis_servers import ask, needs_redis, redis_server
+
+OVER_REDIS = ("--transport.batches", "redis")
+LONG_RUN = (*FRESH, "--max_steps", "30", "--trainer.checkpoint_every_steps", "4")
+
+
+@needs_redis
+def test_a_run_with_a_redis_of_its_own_trains_and_leaves_nothing(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "2", *OVER_REDIS, "--transport.redis.start", "true") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]
+    assert "requirepass" not in printed
+
+
+@needs_redis
+def test_a_run_goes_on_though_redis_forgets_all_and_its_trainer_is_killed(tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path / "redis") as server,
+        command(tmp_path, *LONG_RUN, *OVER_REDIS, "--transport.redis.url", server.url) as run,
+    ):
+        run.wait_for_steps(3)
+        ask(server, "FLUSHALL")
+        run.wait_for_steps(6)
+        server.kill()
+        server.start()
+        run.wait_for_steps(9)
+        kill_trainer(run)
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    require_one_history(run, 30)
+
+
+@pytest.mark.long
+@needs_redis
+@pytest.mark.parametrize("away_s", [0.5, 5.0, 20.0])
+@pytest.mark.parametrize("bodies", ["streams", "files"])
+def test_a_run_waits_for_redis(tmp_path: Path, away_s: float, bodies: str) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        through = (*OVER_REDIS, "--transport.redis.url", server.url, "--transport.redis.bodies", bodies)
+        with command(tmp_path, *LONG_RUN, *through) as run:
+            run.wait_for_steps(5)
+            server.kill()
+            time.sleep(away_s)
+            server.start()
+            status, printed = run.wait()
+            assert (status, run.leftovers()) == (0, []), printed
+        assert ask(server, "KEYS", "tailrace:run:*:to:*") == []
+    require_one_history(run, 30)
+
+
+@needs_redis
+def test_a_run_whose_redis_stays_away_fails_with_its_name(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        through = (*OVER_REDIS, "--transport.redis.url", server.url, "--transport.redis.outage_s", "1")
+        with command(tmp_path, *FRESH, "--max_steps", "10000", *through) as run:
+            run.wait_for_steps(2)
+            server.kill()
+            status, printed = run.wait()
+            assert (status, run.leftovers()) == (1, []), printed
+    summary = read_summary(run.folder)
+    assert summary.status is RunStatus.FAILED
+    assert "was away for 1 s (transport.redis.outage_s)" in summary.reason
+    assert summary.ledger.balances
+
+
+@contextmanager
+def machine(parent: Path, server: RedisServer) -> Iterator[subprocess.Popen[str]]:
+    """`tailrace join`, which sees the folder of runs under a path of its own."""
+    seen = parent / "elsewhere"
+    (seen / "memory").mkdir(parents=True, exist_ok=True)
+    runs = seen / "mounted"
+    if not runs.exists():
+        (parent / "runs").mkdir(exist_ok=True)
+        runs.symlink_to(parent / "runs")
+    process = subprocess.Popen(
+        [Path(sys.executable).with_name("tailrace"), "join", "run", "--redis", server.url, "--runs", str(runs)],
+        cwd=seen,
+        env={**os.environ, **IMPORTS, "XDG_RUNTIME_DIR": str(seen / "memory")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+ELSEWHERE = ("--placement", "redis", "--transport.redis.url")
+
+
+@needs_redis
+def test_a_trainer_on_another_machine_shares_redis_and_a_folder_alone(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server, machine(tmp_path, server) as other:
+        with command(tmp_path, "--max_steps", "3", *ELSEWHERE, server.url) as run:
+            status, printed = run.wait()
+            assert (status, run.leftovers()) == (0, []), printed
+        said, _ = other.communicate(timeout=PATIENCE_S)
+        assert other.returncode == 0, said
+        assert "has the trainer of the run run, life 0" in said
+    assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2, 3]
+    assert not list(run.folder.glob("tailrace-run-*"))
+    assert read_summary(run.folder).checkpoint_path
+
+
+@pytest.mark.long
+@needs_redis
+def test_a_machine_that_is_lost_is_followed_by_another(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        hasty = (*LONG_RUN, *ELSEWHERE, server.url, "--restarts.silence_s", "4")
+        with command(tmp_path, *hasty) as run:
+            with machine(tmp_path, server):
+                run.wait_for_steps(5)
+            with machine(tmp_path, server) as other:
+                status, printed = run.wait()
+                assert (status, run.leftovers()) == (0, []), printed
+                other.communicate(timeout=PATIENCE_S)
+    require_one_history(run, 30)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (OVER_REDIS, "neither is there"),
+        ((*OVER_REDIS, "--transport.redis.start", "true", "--transport.redis.url", "redis://a"), "both are there"),
+        (("--transport.redis.url", "redis://a"), "transport.redis is used by nothing"),
+        (("--placement", "inline", *OVER_REDIS, "--transport.redis.start", "true"), "does not go with placement"),
+        ((*ELSEWHERE, "redis://a", "--transport.batches", "files"), "does not reach a trainer elsewhere"),
+        ((*ELSEWHERE, "redis://a", "--trainer.ranks", "2"), "trainer.ranks above 1 needs ranks that meet"),
+        (("--placement", "redis", "--transport.redis.start", "true"), "only this machine reaches"),
+        (("--transport.redis.outage_s", "0"), "greater than 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        tiny_settings(*overrides)
+
+
+@needs_redis
+def test_a_redis_that_refuses_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        wrong = f"redis://:wrong@{server.url.rpartition('@')[2]}"
+        with command(tmp_path, *OVER_REDIS, "--transport.redis.url", wrong) as run:
+            status, printed = run.wait()
+    assert status == 2, printed
+    assert "refuses this user or password" in printed
