@@ -60,7 +60,6 @@ class _Written:
     step: int
     pieces: Sequence[Piece]
     payload_bytes: int = 0
-    """Kept with it, while it is retained."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,8 +93,7 @@ class ChannelBatchSender(BatchSender):
         self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in adopted)
         self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
-        self.payloads: PayloadAccounts | None = None
-        """Of what batches refer to, which is kept for as long as they are retained."""
+        self.payloads: PayloadAccounts | None = None  # of what batches refer to, kept while those are retained
         self._retained_bytes = retained_bytes
         self._retained: dict[int, _Written] = {}  # all that is not released, the oldest first
         self._versions: dict[int, int] = {}  # after steps that no checkpoint contains
@@ -211,13 +209,13 @@ class ChannelBatchSender(BatchSender):
 
     async def _write_and_send(self, batch: PlannedBatch) -> None:
         """Waits for the thread that writes, never for a receiver."""
-        self._sequence += 1
-        sequence = self._sequence
+        sequence = self._sequence = self._sequence + 1
         try:
-            context = contextvars.copy_context()  # the phase inside is one of the phase around
-            write = partial(context.run, self._write, batch, sequence)
+            write = partial(contextvars.copy_context().run, self._write, batch, sequence)  # a phase inside of this one
             pieces = await asyncio.get_running_loop().run_in_executor(self._thread, write)
-            written = _Written(sequence, batch.summary.step, pieces, self._keep_payloads(batch, sequence))
+            owners = dict.fromkeys(sample.rollout_id for sample in batch.samples)
+            kept = self.payloads.keep(sequence, owners) if self._retains and self.payloads else 0
+            written = _Written(sequence, batch.summary.step, pieces, kept)
             if self._retains:
                 self._retained[sequence] = written
             self._newest_step = written.step
@@ -230,12 +228,6 @@ class ChannelBatchSender(BatchSender):
                 self._release(sequence)
             self._writing = None
             self._changed.set()
-
-    def _keep_payloads(self, batch: PlannedBatch, sequence: int) -> int:
-        """Their bytes. O(samples)."""
-        if not self._retains or self.payloads is None:
-            return 0
-        return self.payloads.keep(sequence, dict.fromkeys(sample.rollout_id for sample in batch.samples))
 
     def _write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
         with phase("write_batch", num_bytes=batch.num_bytes):
