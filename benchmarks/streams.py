@@ -3,7 +3,7 @@
     redis           batches of samples, as a run sends them (transport.batches = redis)
     shared_memory   the same batches, by the default carrier
     pickled, json   one entry for each sample, of lists of numbers, read one at a time, as PipelineRL does
-    server          what Redis itself does with entries of that size (redis-benchmark: SET and GET, as many clients)
+    server          what Redis itself does with entries as large as a sample (redis-benchmark: XADD, then XRANGE)
 
 The receiver is a process of its own, and copies nothing but what its way makes it copy. `sender_us` is the sender's CPU
 time for a sample, `lag_max_s` the longest that its event loop did not turn. Targets: five times the samples of
@@ -56,7 +56,6 @@ from tailrace.transport.batches.channels import (
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.redis.channels import RedisPlace
-from tailrace.transport.redis.entries import PART_BYTES
 from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.redis.streams import Origin
 
@@ -200,21 +199,25 @@ async def read_batches(about: dict[str, Any]) -> None:
 
 
 def of_server(server: RedisServer, batches: int) -> Row:
-    """Writing and reading values as large as the parts that batches are cut into, with one client."""
+    """Entries as large as a sample, each written once and read once, by the 50 clients of redis-benchmark."""
+    bytes_each, count = plan(1).num_bytes // SAMPLES, batches * SAMPLES // 4
+    written_per_s = server_rate(server, count, "XADD", "entries", "MAXLEN", "~", "1000", "*", "data", "x" * bytes_each)
+    read_per_s = server_rate(server, count, "XRANGE", "entries", "-", "+", "COUNT", "1")
+    samples_per_s = 1 / (1 / written_per_s + 1 / read_per_s)
+    return Row("server", count, TOKENS, bytes_each, samples_per_s, 0.0, 0.0, 0.0)
+
+
+def server_rate(server: RedisServer, count: int, *command: str) -> float:
+    """How often a second Redis does this."""
     host, _, port = server.url.rpartition("@")[2].removesuffix("/0").partition(":")
     password = server.url.partition("//:")[2].partition("@")[0]
-    count = max(200, batches * plan(1).num_bytes // PART_BYTES)
-    command = ["redis-benchmark", "-h", host, "-p", port, "-a", password, "-c", "1", "-n", str(count)]
     told = subprocess.run(
-        [*command, "-d", str(PART_BYTES), "-t", "set,get", "--csv"], check=True, capture_output=True, text=True
+        ["redis-benchmark", "-h", host, "-p", port, "-a", password, "-n", str(count), "--csv", *command],
+        check=True,
+        capture_output=True,
+        text=True,
     )
-    rates = {
-        line.split(",")[0].strip('"'): float(line.split(",")[1].strip('"')) for line in told.stdout.splitlines()[1:]
-    }
-    values_per_s = 1 / (1 / rates["SET"] + 1 / rates["GET"])
-    bytes_each = plan(1).num_bytes // SAMPLES
-    samples_per_s = values_per_s * PART_BYTES / bytes_each
-    return Row("server", count * PART_BYTES // bytes_each, TOKENS, bytes_each, samples_per_s, 0.0, 0.0, 0.0)
+    return float(told.stdout.splitlines()[-1].replace('"', "").rsplit(",", 7)[1])
 
 
 def judged(rows: Sequence[Row]) -> list[Row]:

@@ -9,6 +9,7 @@ tailrace join quickstart --redis redis://host:6379/0
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200
 tailrace recipes
+tailrace environments install verifiers==0.4.0
 tailrace --version
 """
 
@@ -352,6 +353,26 @@ class FetchSmollm2:
         return 0
 
 
+@dataclass(frozen=True)
+class Environments:
+    """Install what environments of others need, in a virtual environment of its own: `install verifiers==0.4.0`."""
+
+    action: Annotated[Literal["install"], tyro.conf.Positional]
+    """The one thing that there is to do."""
+    requirement: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME==VERSION")]
+    """What to install. The same command repairs what was left half made."""
+    packages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PACKAGE...")] = ()
+    """Packages of your own to install there as well: folders, wheels or names."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.environments.installed import install, pinned
+
+        _refuse(overrides)
+        install(pinned(self.requirement), self.packages, say=_print)
+        return 0
+
+
 _COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
     "train": Train,
     "eval": Evaluate,
@@ -362,6 +383,7 @@ _COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
     "replay": Replay,
     "recipes": Recipes,
     "settings": Settings,
+    "environments": Environments,
     "fetch-smollm2": FetchSmollm2,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typing_extensions import override
 
 import tailrace
 from tailrace.config import RunSettings
@@ -262,21 +264,39 @@ def test_what_ends_a_run_is_named(tmp_path: Path, work: Callable[[Trainer], Awai
     assert summary.ledger.in_flight == 0
 
 
-def test_the_watchdog_says_that_nobody_trains(tmp_path: Path) -> None:
+class Heard(logging.Handler):
+    """Waits for what the log says."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text, self._loop, self.said = text, asyncio.get_running_loop(), asyncio.Event()
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            self._loop.call_soon_threadsafe(self.said.set)
+
+
+def test_a_run_whose_trainer_is_gone_says_so_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
     async def program(samples: MemorySampleStream) -> None:
+        heard, log = Heard("no rank of the outside trainer is there"), logging.getLogger("tailrace.reporting.live")
+        log.addHandler(heard)
         trainer = Trainer(samples, tmp_path / "weights")
         await trainer.begin()
-        await trainer.pull(1)
+        lost = await trainer.pull(1)
         samples.lose("rank-0", "died")
-        await asyncio.Event().wait()
+        await heard.said.wait()
+        log.removeHandler(heard)
+        trainer.rank = samples.join("rank-0")
+        await trainer.begin()
+        again = await trainer.pull(8)
+        assert lost[0].sample_id in {one.sample_id for one in again}
+        await trainer.step(1, again)
+        await trainer.end()
 
-    changes = {
-        "shutdown": {"last_save_s": 1.0, "grace_s": 1.0},
-        "observability": {"live": "off", "watchdog_s": 2.0},
-    }
-    summary = asyncio.run(run_with(tmp_path, program, **changes))
-    assert summary.status is RunStatus.FAILED
-    assert "no rank of the outside trainer is there" in summary.reason
+    summary = asyncio.run(run_with(tmp_path, program, observability={"live": "off", "no_progress_s": 0.5}))
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
+    assert summary.ledger.by_state[TerminalState.TRAINED] == 8
 
 
 @pytest.mark.parametrize(

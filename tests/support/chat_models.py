@@ -28,7 +28,7 @@ HERMES = """{%- if tools %}
     {%- if message.role == 'user' %}
         {{- '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
     {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' + message.content }}
+        {{- '<|im_start|>assistant\n' + (message.content or '') }}
         {%- for call in message.tool_calls or [] %}
             {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- call.function.arguments | tojson + '}\n</tool_call>' }}

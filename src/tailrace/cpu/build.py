@@ -17,6 +17,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tailrace.cache_folder import cache_folder
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
 _OUTPUT_FLAGS = ("-fPIC", "-shared")
@@ -45,12 +47,6 @@ def find_compiler() -> str | None:
     """Path of the C++ compiler."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept (`$XDG_CACHE_HOME/tailrace`, by default in the user's home)."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "tailrace"
 
 
 def compiled(compiler: str, folder: Path) -> Path:

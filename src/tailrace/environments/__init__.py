@@ -20,6 +20,7 @@ from tailrace.environments.outside import Offer, brought_tasks, outside_agent
 from tailrace.environments.programs import ProgramEnd, ProgramLimits, command_agent
 from tailrace.environments.protocol import (
     Agent,
+    ChatFormat,
     Endpoint,
     Environment,
     EnvironmentFactory,
@@ -38,6 +39,7 @@ from tailrace.records import Json, Message, Reply, Reward, Task, ToolCall, ToolS
 __all__ = [
     "Agent",
     "AgentResult",
+    "ChatFormat",
     "Endpoint",
     "Environment",
     "EnvironmentFactory",

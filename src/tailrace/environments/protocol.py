@@ -24,6 +24,18 @@ from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
 
 
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How the model's chats become tokens, for clients that do that themselves."""
+
+    tokenizer: str
+    """Folder of its tokenizer and chat template, as transformers reads them."""
+    family: str | None = None
+    """Its family's renderer in the package `renderers`; None: its chat template is used."""
+    keeps_reasoning: bool = True
+    """Whether the reasoning of earlier turns stays (`rollouts.thinking_retention`)."""
+
+
 class Endpoint(Protocol):
     """Where a rollout's policy answers over HTTP, in the forms that `docs/gateway.md` lists."""
 
@@ -43,6 +55,10 @@ class Endpoint(Protocol):
     @property
     def path_url(self) -> str:
         """In place of `root_url`, for clients that cannot set a key: the key is in its path."""
+
+    @property
+    def chat_format(self) -> ChatFormat | None:
+        """For clients that send and get tokens. None where the model is simulated, and has no tokenizer."""
 
     @property
     def reported(self) -> AgentResult | None:

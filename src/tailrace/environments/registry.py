@@ -39,6 +39,7 @@ BUILT_IN = {
     "reasoning-gym": "tailrace.environments.adapters.reasoning_gym:reasoning_gym",
     "reverse-text": "tailrace.environments.reverse_text:reverse_text",
     "verifiers": "tailrace.environments.adapters.verifiers:verifiers",
+    "verifiers-v1": "tailrace.environments.adapters.verifiers_v1.environment:verifiers_v1",
 }
 """Imported when first used."""
 _PLAYED_BY_OTHERS = ("verifiers",)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
-from tailrace.environments import AgentResult, Endpoint, Offer
+from tailrace.environments import AgentResult, ChatFormat, Endpoint, Offer
 from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed
 from tailrace.gateway.conversations import Conversations
 from tailrace.gateway.dialects.json_form import require_no_form
@@ -73,6 +73,11 @@ class Session(Endpoint):
     @override
     def path_url(self) -> str:
         return f"{self._root_url}/rollouts/{self._key}"
+
+    @property
+    @override
+    def chat_format(self) -> ChatFormat | None:
+        return self._policy.chat_format
 
     @property
     @override

@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-from tailrace.environments import Endpoint
+from tailrace.environments import ChatFormat, Endpoint
 from tailrace.errors import BudgetExceeded, RolloutError, SettingsError
 from tailrace.records import (
     CROSS_ENTROPY_WEIGHTS,
@@ -49,7 +49,7 @@ from tailrace.rollouts.chat.conversations import (
     longest_match,
     longest_prefix,
 )
-from tailrace.rollouts.chat.rendering import Renderer
+from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, listener_for
 from tailrace.rollouts.chat.text_deltas import TextDeltas
 from tailrace.rollouts.chat.text_parts import as_text
@@ -117,6 +117,11 @@ class RolloutPolicy:
     def max_model_tokens(self) -> int | None:
         """Of prompt and completion of one turn, at most."""
         return self._max_model_tokens
+
+    @property
+    def chat_format(self) -> ChatFormat | None:
+        """See `Endpoint.chat_format`."""
+        return self._renderer.chat_format if isinstance(self._renderer, ChatRenderer) else None
 
     def prompt_of(self, messages: list[Message], tools: list[ToolSpec] | None = None) -> Int32Array:
         """The tokens of a conversation that nobody has begun: [num_tokens]. Raises as `chat` does; samples nothing."""

@@ -251,7 +251,7 @@ class Orchestrator(WeightListener):
         if follower.done():
             return
         late = f"the trainer did not answer a request to stop within {deadline_s:g} s"
-        why = str(self.error or ("the trainer left without its terminal record" if has_left else late))
+        why = str(self.error or (_without_record(left.result()) if has_left else late))
         record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
         with contextlib.suppress(TransportError):  # it came at the last moment
             await self._log.append(record)
@@ -338,6 +338,11 @@ class Orchestrator(WeightListener):
     def weights_not_installed(self, version: int) -> None:
         self._observer.weights_not_installed()
         self._scheduler.weights_not_installed(version)
+
+
+def _without_record(gone: TailraceError) -> str:
+    """Why there is no trainer, where it is not that it left."""
+    return "the trainer left without its terminal record" if isinstance(gone, LifecycleError) else str(gone)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, Json, load_environment
 from tailrace.records import GroupId, Rollout, RolloutId
-from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts import ChatRenderer, Endpoints, LoadedEnvironment, Rollouter, RolloutSettings
 from tests.support.recorded_generate import RecordedGenerate, require_as_sampled
 from tests.support.scripted_generate import Sampled, ScriptedGenerate
 
@@ -40,6 +40,7 @@ async def play(
     index: int = 0,
     times: int = 1,
     settings: RolloutSettings | None = None,
+    endpoints: Endpoints | None = None,
 ) -> Played:
     """Every rollout's branches are what was sampled, or this fails."""
     settings = settings or RolloutSettings(workers=1)
@@ -48,7 +49,9 @@ async def play(
     scripted = ScriptedGenerate(renderer.tokenizer, replies)
     generate = RecordedGenerate(scripted)
     environments = {spec.name: LoadedEnvironment.of(spec, settings, environment)}
-    async with Rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter:
+    async with Rollouter(
+        settings, environments, renderer=renderer, generate=generate, endpoints=endpoints
+    ) as rollouter:
         await rollouter.start()
         for number in range(times):
             scripted.calls.clear()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +101,12 @@ class Program:
         await self.close()
         assert self._process.returncode is not None  # it was reaped
         return self._process.returncode
+
+    def ask_to_end(self) -> None:
+        """Let it end by itself, in its own time."""
+        if not self._ended.done():  # until then its number is no other's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
 
     async def close(self) -> None:
         """End whatever is left of it. A second call does nothing."""

@@ -41,7 +41,7 @@ _SAMPLING_READ = frozenset({"max_tokens", "temperature", "top_p", "top_k", "seed
 _SAMPLING_WITHOUT_EFFECT = frozenset(
     {
         *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "output_kind"),
-        *("include_stop_str_in_output", "return_token_ids"),
+        *("include_stop_str_in_output", "return_token_ids", "routed_experts_prompt_start"),
     }
 )
 _UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"

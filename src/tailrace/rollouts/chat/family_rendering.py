@@ -24,8 +24,8 @@ _PROBE: list[Message] = [{"role": "user", "content": "Hello?"}]
 class FamilyRendering:
     """Conversations to tokens by a renderer that mirrors one family's template and knows its tool-call format."""
 
-    def __init__(self, renderer: Any) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: Any, family: str) -> None:
+        self._renderer, self.family = renderer, family
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> list[int]:
@@ -89,7 +89,7 @@ def family_rendering(
         return None
     config = AutoRendererConfig(thinking_retention="all" if thinking_retention == "all" else None)
     try:
-        rendering = FamilyRendering(create_renderer(tokenizer, config))
+        rendering = FamilyRendering(create_renderer(tokenizer, config), MODEL_RENDERER_MAP[name])
     except (AssertionError, ValueError) as error:  # a token that the family has and this tokenizer lacks
         _log.warning("%s: its family's renderer cannot be used (%s); using the chat template", name, error)
         return None

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, cast
 import msgspec
 from typing_extensions import override
 
+from tailrace.environments import ChatFormat
 from tailrace.errors import EnvironmentFailed, ModelError
 from tailrace.records import Completion, Int32Array, Json, Message, ToolSpec, as_token_ids
 from tailrace.records.arrays import readonly
@@ -125,6 +126,12 @@ class ChatRenderer(Renderer):
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a reply: hand them to the engine."""
         return (self._family or self._template).stop_token_ids
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How others render the same chats to the same tokens."""
+        family = None if self._family is None else self._family.family
+        return ChatFormat(self.source.folder, family, self.source.thinking_retention == "all")
 
     @override
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
