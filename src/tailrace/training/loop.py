@@ -73,6 +73,8 @@ class TrainerPlan:
     """Of published weights: what the generators compute in."""
     restarts_ranks: bool = False
     """Whether the loss of a rank is left to whoever started the ranks, and starts them again: it ends no training."""
+    is_elsewhere: bool = False
+    """Whether its machine may be lost, or leave, while the run goes on: being cancelled ends no training."""
     working: Callable[[str], AbstractContextManager[object]] = nullcontext
     """Around what each thread does: whoever watches them is told."""
     phases: PhaseRecorder | None = None
@@ -95,7 +97,8 @@ async def run_trainer(
     try:
         return await loop.run(make_trainer)
     except asyncio.CancelledError:
-        await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
+        if not plan.is_elsewhere:
+            await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
         raise
     except RankLost as error:
         if plan.restarts_ranks:
