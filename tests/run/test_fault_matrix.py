@@ -28,8 +28,12 @@ QUICK = frozenset(
         *("trainer-last_save-hangs", "trainer-step-exhausts", "trainer-step-paused"),
         *("trainer1-step-killed", "trainer1-transfer-stopped"),
         *("orchestrator-step-killed", "orchestrator-save-leaves", "orchestrator-step-hangs"),
-        *("disk-step-fill_disk", "folder-startup-forbidden", "memory-step-fill_shared_memory"),
-        *("sockets-startup-delete_sockets", "segments-step-overwrite_segments_and_kill"),
+        *("disk-step-fill_disk", "disk-step-fill_real_disk", "folder-startup-forbidden"),
+        *(
+            "memory-step-fill_shared_memory",
+            "sockets-startup-delete_sockets",
+            "segments-step-overwrite_segments_and_kill",
+        ),
     }
 )
 

@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replaying(model: Path, *more: str) -> tuple[str, ...]:
     return (
         *("--model.name", str(model), "--generator.return_routed_experts", "true", "--max_steps", "3"),
-        *("--trainer.router_replay", "on", *more),
+        *("--trainer.router_replay", "on", "--restarts.retained_mb", "0", *more),  # nothing is kept beyond its step
     )
 
 

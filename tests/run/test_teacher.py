@@ -9,7 +9,7 @@ import pytest
 from tailrace.errors import ModelError
 from tailrace.records import RunStatus
 from tests.run.runs import command, environment, records, run_inline
-from tests.support.bundled_models import BUNDLED, save_smaller, save_with_other_weights
+from tests.support.bundled_models import BUNDLED, rename_a_token, save_smaller, save_with_other_weights
 from tests.support.chat_models import save_chat_model
 
 RUN = (
@@ -57,11 +57,16 @@ def test_a_teacher_is_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 async def test_a_teacher_that_does_not_fit_is_refused_before_the_first_rollout(tmp_path: Path) -> None:
-    other = str(save_chat_model(tmp_path / "other"))
-    with pytest.raises(ModelError):
-        await run_inline(tmp_path, *taught_by(other), "--max_steps", "1")
-    with pytest.raises(ModelError):
-        await run_inline(tmp_path, *taught_by(str(tmp_path / "nothing")), "--max_steps", "1")
+    other, renamed = str(save_chat_model(tmp_path / "other")), save_smaller(tmp_path / "renamed")
+    rename_a_token(tmp_path / "renamed")
+    for teacher, why in (
+        (other, "holds no weights"),
+        (str(tmp_path / "nothing"), "nothing"),
+        (renamed, r"trainer.loss.distillation.model is .*renamed', which has another vocabulary than 'bundled"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            await run_inline(tmp_path / "runs", *taught_by(teacher), "--max_steps", "1")
+    assert not [*tmp_path.glob("runs/*/rollouts")]
     long = ("--generator.max_cache_tokens", "1024", "--scheduling.row_tokens", "1024")
     with pytest.raises(ModelError, match=r"made for \d+ tokens, and a rollout's branch may have \d+, with one"):
         await run_inline(tmp_path, *taught_by(save_smaller(tmp_path / "short")), *long, "--max_steps", "1")

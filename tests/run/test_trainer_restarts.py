@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.records import ModelStateDictPublished, RunStatus, TrainerStarted
+from tailrace.records import ModelStateDictPublished, RunStatus, StepSkipped, StepTrained, TrainerStarted
 from tailrace.reporting.summary import read_summary
 from tailrace.run.trainer_lives import describe_lives
 from tests.run.runs import Command, command, records, tiny_settings, trained_tasks
+from tests.run.test_router_replay import save_mixtral
 from tests.support.event_files import read_events
 from tests.support.losses import MARK
 
@@ -108,6 +109,51 @@ def test_a_trainer_that_leaves_with_status_0_or_dies_in_a_save_is_replaced(
     require_one_history(run, 12)
 
 
+def test_batches_that_are_trained_again_find_the_experts_that_they_were_sampled_with(tmp_path: Path) -> None:
+    experts = ("--model.name", str(save_mixtral(tmp_path / "mixtral")), "--generator.return_routed_experts", "true")
+    with command(tmp_path, *FRESH, *experts, "--trainer.checkpoint_every_steps", "0", "--max_steps", "8") as run:
+        run.wait_for_steps(3)
+        kill_trainer(run)
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    assert "the trainer is started again" in printed
+    assert "recorded experts are gone" not in printed + (run.folder / "logs" / "trainer.log").read_text()
+    require_one_history(run, 8)
+    told = [event for event in read_events(run.folder / "events.jsonl") if isinstance(event, StepTrained)]
+    shares = {(event.step, event.metrics["training/replayed_share"]) for event in told}
+    assert len(told) > len(shares) == 8  # some twice, and alike
+    assert min(share for _, share in shares) > 0.5
+
+
+def test_steps_keep_their_versions_where_other_ones_are_skipped_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path / "done once"))
+    fickle = ("--trainer.loss.name", "tests.support.losses:fickle", "--trainer.checkpoint_every_steps", "0")
+    with command(tmp_path, *FRESH, *fickle, "--max_steps", "12") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    lives: list[dict[int, StepTrained | StepSkipped]] = []
+    for event in read_events(run.folder / "events.jsonl"):
+        if isinstance(event, TrainerStarted):
+            lives.append({})
+        elif isinstance(event, StepTrained | StepSkipped):
+            lives[-1][event.step] = event
+    first, second = lives
+    assert len(first) > 4
+    assert list(second) == list(range(1, 13))
+    assert [second[step].version for step in first] == [event.version for event in first.values()]
+    assert second[12].version == 11  # one was skipped the first time
+    skipped = {event.step: event.reason for event in second.values() if isinstance(event, StepSkipped)}
+    assert sorted(skipped.values()) == ["non_finite", "skipped_before"]
+    assert {step for step in skipped if isinstance(first[step], StepTrained)} == {
+        step for step, reason in skipped.items() if reason == "non_finite"
+    }
+    summary = read_summary(run.folder)
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 12)
+    assert summary.ledger.balances
+
+
 def test_a_trainer_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
     with command(tmp_path, *FRESH, "--max_steps", "3") as run:
         kill_trainer(run)
@@ -148,7 +194,11 @@ def test_a_trainer_that_ends_too_often_fails_the_run_by_its_name(tmp_path: Path)
     ("overrides", "launched", "why"),
     [
         ((), False, None),
-        (("--generator.return_routed_experts", "true"), False, r"return_routed_experts, which it would need again"),
+        (
+            ("--generator.return_routed_experts", "true"),
+            False,
+            r"with their routed experts, come to restarts\.retained_mb = 1024 at most",
+        ),
         (("--trainer.ranks", "2"), True, "another launcher started its ranks"),
         (("--trainer.ranks", "2", "--restarts.per_role", "0"), True, None),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -30,3 +31,10 @@ def save_smaller(folder: Path) -> str:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     copy_tokenizer(BUNDLED, folder)
     return str(folder)
+
+
+def rename_a_token(folder: Path) -> None:
+    """Another vocabulary for the model that lies there: one of its tokens is called otherwise."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][-1]["content"] = "<|another|>"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

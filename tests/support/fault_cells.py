@@ -208,6 +208,7 @@ def _of_resources() -> Iterator[Cell]:
     yield from (
         Cell("disk", "full", "startup", End.REFUSED, "cannot write", times=0, within=Within.FULL_DISK),
         Cell("disk", "fill_disk", "step", End.UNWRITTEN, "cannot append to the event log"),
+        Cell("disk", "fill_real_disk", "step", End.UNWRITTEN, "No space left on device", within=Within.SMALL_DISK),
         Cell("disk", "fill_disk_of_role", "save", End.FAILS, "File too large"),
         Cell("disk", "fill_disk", "shutdown", End.UNWRITTEN, untold, place="trainer end"),
         Cell("folder", "forbidden", "startup", End.REFUSED, "cannot write", times=0, within=Within.FORBIDDEN_FOLDER),

@@ -1,7 +1,7 @@
 """What a run stands on gives way: disks, folders, shared memory, sockets and segments, at one moment of the run.
 
 Files of a limited size stand for a full disk (the system refuses both alike), so that the machine's own stays as it is;
-shared memory is a small file system of the run's own, which needs a namespace of mounts.
+shared memory, and a disk that really is full, are small file systems of the run's own: they need a namespace of mounts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Ground:
         return folder
 
     @property
+    def disk(self) -> Path:
+        """The run's folder, as the run sees it."""
+        return Path(f"/proc/{self.orchestrator}/root") / self.folder.relative_to("/")
+
+    @property
     def sockets(self) -> list[Path]:
         """Files of them."""
         parents = (Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")), Path("/tmp"))
@@ -59,6 +65,11 @@ def fill_disk_of_role(ground: Ground) -> None:
     _limit_files(ground.role, 0)
 
 
+def fill_real_disk(ground: Ground) -> None:
+    """To its last byte."""
+    _fill(ground.disk)
+
+
 def forbid_checkpoints(ground: Ground) -> None:
     """Their folder takes no new ones."""
     folder = ground.folder / "checkpoints"
@@ -73,9 +84,7 @@ def forbid_run_folder(ground: Ground) -> None:
 
 def fill_shared_memory(ground: Ground) -> None:
     """To its last byte."""
-    with suppress(OSError), (ground.shared_memory.parent / "filler").open("wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))
+    _fill(ground.shared_memory.parent)
 
 
 def delete_sockets(ground: Ground) -> None:
@@ -114,6 +123,12 @@ def _segments(ground: Ground) -> list[Path]:
     return sorted(ground.shared_memory.glob("batch-*.safetensors"))
 
 
+def _fill(folder: Path) -> None:
+    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+
+
 def _limit_files(pid: int, size: int) -> None:
     """The process, and what it starts, writes no file beyond this size."""
     with suppress(psutil.NoSuchProcess):
@@ -124,7 +139,7 @@ DAMAGES: Mapping[str, Callable[[Ground], None]] = MappingProxyType(
     {
         damage.__name__: damage
         for damage in (
-            *(fill_disk, fill_disk_of_role, forbid_checkpoints, forbid_run_folder),
+            *(fill_disk, fill_disk_of_role, fill_real_disk, forbid_checkpoints, forbid_run_folder),
             *(fill_shared_memory, delete_sockets, truncate_segments, overwrite_segments),
             *(truncate_segments_and_kill, overwrite_segments_and_kill),
         )
@@ -142,6 +157,7 @@ class Within(Enum):
     FULL_DISK = "a disk that takes no byte"
     PERMISSIONS = "no privilege to write where permissions forbid it"
     FORBIDDEN_FOLDER = "the same, with a folder for runs that nobody may write"
+    SMALL_DISK = "a disk of a few megabytes"
     SMALL_MEMORY = "shared memory of a megabyte"
     NO_MEMORY = "shared memory of a page"
 
@@ -156,13 +172,18 @@ class Within(Enum):
                 return ()
             case Within.PERMISSIONS | Within.FORBIDDEN_FOLDER:
                 return _if_it_works("setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--")
-        size = "1m" if self is Within.SMALL_MEMORY else "4k"
-        mount = f'mount -t tmpfs -o size={size},mode=1777 tmpfs /dev/shm && exec "$@"'
+        where, size = {
+            Within.SMALL_DISK: ("runs", "8m"),
+            Within.SMALL_MEMORY: ("/dev/shm", "1m"),
+            Within.NO_MEMORY: ("/dev/shm", "4k"),
+        }[self]
+        mount = f'mkdir -p {where} && mount -t tmpfs -o size={size},mode=1777 tmpfs {where} && exec "$@"'
         return _if_it_works("unshare", "--map-root-user", "--mount", "sh", "-c", mount, "sh")
 
 
 def _if_it_works(*prefix: str) -> Sequence[str] | None:
     if shutil.which(prefix[0]) is None:
         return None
-    tried = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        tried = subprocess.run([*prefix, "true"], cwd=folder, capture_output=True, check=False)
     return prefix if tried.returncode == 0 else None

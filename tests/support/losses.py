@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import os
 import signal
 from pathlib import Path
@@ -73,6 +75,16 @@ def dying_in_a_save(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tu
     return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
 
 
+def fickle(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Not finite at its second call; the process is killed at the eighth. The next one is not finite at its third."""
+    call, is_first = next(_calls), _is_first()
+    if is_first and call == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    losses, kept = ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
+    return losses * (math.nan if call == 2 - is_first else 1.0), kept
+
+
+@functools.cache
 def _is_first() -> bool:
     mark = Path(os.environ[MARK])
     is_first = not mark.exists()

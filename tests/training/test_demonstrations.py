@@ -140,8 +140,18 @@ def test_what_is_demonstrated_is_told_of_each_environment(model_folder: Path) ->
         accumulator.add(name, value)  # refuses what is not in the table
 
 
-def test_only_tokens_that_bear_the_loss_of_rewards_are_exported(model_folder: Path, tmp_path: Path) -> None:
+def test_demonstrated_tokens_are_exported_beside_others_and_told_apart(model_folder: Path, tmp_path: Path) -> None:
     batch = demonstrating(build_batch(lengths=LENGTHS, rows=ROWS), SHOWN)
-    export_of(tmp_path, model_folder, "jsonl", batch, loss={"cross_entropy": {}})
+    (metrics,) = export_of(tmp_path, model_folder, "jsonl", batch, loss={"cross_entropy": {}})
     (path,) = tmp_path.glob("*.jsonl")
-    assert len(read_tokens(path)) == batch.summary.loss_tokens
+    tokens: list[dict[str, Any]] = read_tokens(path)
+    sampled, shown = ([one for one in tokens if one["loss_mask"] is kind] for kind in (True, False))
+    assert [one["token_id"] for one in sampled] == batch.token_ids[batch.loss_mask].tolist()
+    assert [one["token_id"] for one in shown] == batch.token_ids[batch.columns[CROSS_ENTROPY_WEIGHTS] != 0].tolist()
+    assert [one["generator_logprob"] for one in sampled] == pytest.approx(batch.logprobs[batch.loss_mask].tolist())
+    assert np.mean([one["loss"] for one in sampled]) == pytest.approx(metrics["training/reward_loss"], rel=1e-5)
+    assert -np.mean([one["trainer_logprob"] for one in shown]) == pytest.approx(
+        metrics["training/cross_entropy"], rel=1e-5
+    )
+    nobody = {"kept": False, "loss": 0, "generator_logprob": None, "ratio": None, "policy_version": -1}
+    assert all(one.items() >= nobody.items() for one in shown)

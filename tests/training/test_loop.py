@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 from collections.abc import AsyncIterator, Mapping
@@ -221,6 +222,16 @@ async def test_a_skipped_step_makes_no_version(world: World) -> None:
     events = await world.events()
     assert StepSkipped(epoch=EPOCH, step=1, version=0, reason="non_finite") in events
     assert [event.version for event in events if isinstance(event, StepTrained)] == [1]
+
+
+async def test_a_version_that_was_there_before_is_published_though_its_step_is_skipped_now(world: World) -> None:
+    running = world.run(max_steps=2)
+    again = dataclasses.replace(build_batch(step=1, advantages=[math.nan] * 4), version_after=1)
+    await world.send(again, build_batch(step=2, version=1))
+    await running
+    kinds = ["ModelStateDictPublished", "StepSkipped", "ModelStateDictPublished", "StepTrained"]
+    assert await world.kinds() == ["TrainerStarted", *kinds, "CheckpointWritten", "TrainerEnded"]
+    assert StepSkipped(epoch=EPOCH, step=1, version=1, reason="non_finite") in await world.events()
 
 
 async def test_a_stop_request_wakes_the_wait_for_a_batch_and_saves(world: World) -> None:

@@ -12,17 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tailrace.errors import CheckpointError, ModelError, RankLost, TrainingError
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import verify_checkpoint
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.model.sharding import share_out
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, StepResult, Trainer
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import build_batch, rows_of
+from tests.training.tiny import build_batch, rows_of, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -205,6 +208,45 @@ def test_what_ranks_cannot_train_is_refused_by_all_alike(model_folder: Path, tmp
         "nothing": first["nothing"],
         "nothing as a checkpoint": f"rank 0: {first['nothing as a checkpoint']}",
     }
+
+
+def of_layers_with_a_weight_of_two(model: PreTrainedModel, _: JoinedRanks) -> None:
+    first, second = model.base_model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+def of_no_layers(model: PreTrainedModel, _: JoinedRanks) -> None:
+    model.base_model.layers = nn.ModuleList()
+
+
+def of_other_weights_on_a_rank(model: PreTrainedModel, ranks: JoinedRanks) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += ranks.rank
+
+
+CHANGES = (of_layers_with_a_weight_of_two, of_no_layers, of_other_weights_on_a_rank)
+
+
+def sharings(ranks: JoinedRanks) -> list[str]:
+    """What each model is refused for."""
+    found = []
+    for change in CHANGES:
+        model = tiny_model("llama")
+        change(model, ranks)
+        try:
+            share_out(PolicyModel(model, native_kernels=False), ranks)
+        except ModelError as error:
+            found.append(str(error))
+    return found
+
+
+def test_models_that_ranks_cannot_share_are_refused_on_all_of_them(tmp_path: Path) -> None:
+    first, second = run_ranks(sharings, 2, tmp_path)
+    assert first == second
+    shared, none, different = first
+    assert shared.startswith("layers of LlamaForCausalLM share weights, which FSDP cannot share out: ")
+    assert none.startswith("LlamaForCausalLM has no decoder layers to share out over ranks: ")
+    assert different.startswith("the trainer's ranks loaded different weights of LlamaForCausalLM: ")
 
 
 def numbers(ranks: JoinedRanks) -> list[Any]:

@@ -17,7 +17,7 @@ from tailrace.records import Batch
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tailrace.training.settings.trainer import TrainerSettings
-from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, Trainer
+from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, SKIPPED_BEFORE, Trainer
 from tests.training.tiny import VOCABULARY, build_batch
 
 
@@ -192,6 +192,36 @@ def test_a_finite_step_forgives_earlier_ones(model_folder: Path) -> None:
     trainer.train_step(build_batch(step=1, advantages=[math.nan] * 4))
     trainer.train_step(build_batch(step=2))
     assert trainer.train_step(build_batch(step=3, advantages=[math.nan] * 4)).skipped == NOT_FINITE
+
+
+def test_a_step_that_was_skipped_before_is_skipped_again(model_folder: Path) -> None:
+    trainer = make_trainer(model_folder)
+    before = weights(trainer)
+    result = trainer.train_step(dataclasses.replace(build_batch(step=1), version_after=0))
+    assert (result.step, result.version, result.skipped) == (1, 0, SKIPPED_BEFORE)
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(before[name], tensor)
+    assert trainer.train_step(dataclasses.replace(build_batch(step=2), version_after=1)).version == 1
+
+
+def test_a_step_that_was_trained_before_makes_its_version_though_it_is_not_finite_now(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(model_folder, max_nonfinite_steps=2)
+    before = weights(trainer)
+    batch = build_batch(step=1, advantages=[math.nan, 1, 1, 1])
+    result = trainer.train_step(dataclasses.replace(batch, version_after=1))
+    assert (result.step, result.version, result.skipped) == (1, 1, NOT_FINITE)
+    assert "version 1 has the weights of version 0" in caplog.text
+    for name, tensor in weights(trainer).items():
+        assert torch.equal(before[name], tensor)
+    result = trainer.train_step(build_batch(step=2, version=1))
+    assert (result.version, result.skipped) == (2, None)
+
+
+def test_a_step_cannot_end_as_it_did_where_the_one_before_did_not(model_folder: Path) -> None:
+    with pytest.raises(TrainingError, match="ended with version 3 before, and now begins with version 0"):
+        make_trainer(model_folder).train_step(dataclasses.replace(build_batch(), version_after=3))
 
 
 def test_staleness_is_asserted(model_folder: Path) -> None:

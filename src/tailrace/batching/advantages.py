@@ -27,7 +27,7 @@ def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[floa
     """Advantages r_i of n rollouts, compared with each other; 0 where all rewards are equal.
 
     mean      r_i - m, m the mean reward: the baseline of GRPO without its division, which weighs groups by their
-              difficulty (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783, eq. 3: Dr. GRPO)
+              difficulty (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783, §3.2: Dr. GRPO)
     mean_std  (r_i - m) / s, s the deviation of the rewards (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300,
               section 4.1.2: GRPO)
     rloo      r_i less the mean of the other n - 1, which is n / (n - 1) (r_i - m) (Ahmadian et al. 2024, "Back to

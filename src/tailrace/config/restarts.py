@@ -41,7 +41,8 @@ class RestartSettings(BaseModel):
     retained_mb: float = Field(
         1024.0,
         ge=0,
-        description="Megabytes of batches that are kept since the newest checkpoint, to be trained again by a trainer"
-        " that is started again; of shared memory no more than a quarter of what is free at the start. Beyond that the"
-        " oldest are let go, and a trainer that ends before the next checkpoint fails the run.",
+        description="Megabytes of batches, routed experts included, that are kept since the newest checkpoint, to be"
+        " trained again by a trainer that is started again; of shared memory no more than a quarter of what is free at"
+        " the start. Beyond that the oldest are let go, and a trainer that ends before the next checkpoint fails the"
+        " run.",
     )

@@ -121,6 +121,8 @@ class Batch:
     """Columns of the tokens that have a name of their own: [num_tokens] or [num_tokens, k]."""
     rank: int = 0
     num_ranks: int = 1
+    version_after: int | None = None
+    """The policy version that an earlier life of the trainer had after this step; None: it has not been told of."""
 
     def row(self, index: int) -> BatchRow:
         """Row `index`; see `samples`."""

@@ -182,7 +182,10 @@ class RunRecorder(MetricsAccumulator):
 
     def step_ended(self, batch: BatchSummary, groups: Iterable[SampledGroup]) -> None:
         """The trainer is done with this batch, formed of these groups; their rollouts have ended."""
+        groups = [*groups]
         self.bias.step_ended(groups)
+        for group in groups:
+            self.add(f"environment/{group.group.task.environment}/masked_tokens", group.masked_tokens)
         for name, value in (
             ("batch/samples", batch.num_samples),
             ("batch/rollouts", batch.num_rollouts),

@@ -92,11 +92,8 @@ class _Kept(TypedDict):
 
 
 def restarts_trainer(settings: RunSettings) -> bool:
-    """Whether a trainer that ends early is started again: its batches are kept then, until a checkpoint has them.
-
-    Not where they name payloads (gigabytes a step), which are released when their rollouts end.
-    """
-    return settings.restarts.per_role > 0 and not settings.generator.return_routed_experts
+    """Whether a trainer that ends early is started again: its batches are kept then, until a checkpoint has them."""
+    return settings.restarts.per_role > 0
 
 
 class HostTransports(Transports):
@@ -209,7 +206,7 @@ class HostTransports(Transports):
 
     @property
     def _retained_bytes(self) -> int | None:
-        """Of batches that a trainer would train again; None where none is started again.
+        """Of batches that a trainer would train again, and of their payloads; None where none is started again.
 
         In shared memory, which weights and payloads need too, a quarter of what is free at most.
         """

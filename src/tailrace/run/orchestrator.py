@@ -173,6 +173,7 @@ class Orchestrator(WeightListener):
                     self._publish(event.ref)
                 case StepTrained() | StepSkipped() if event.step > self.step:  # else trained again, and told before
                     self.step, self.version = event.step, event.version
+                    self._roles.trainer.step_ended(event.step, event.version)
                     self._states.step_ended(self._roles.trainer.earliest_step(event.step))
                     self._scheduler.handle(event)
                     self._evaluator.step_ended(event.step, event.version)
@@ -199,7 +200,12 @@ class Orchestrator(WeightListener):
         self._roles.trainer.started(event.step)
 
     def _publish(self, ref: ModelStateDictRef) -> None:
-        """Generators take these weights, unless they have newer ones of a trainer that ended early."""
+        """Generators take these weights, unless they have newer ones of a trainer that ended early.
+
+        What is published is of a step that is told of next; should the trainer end before, tokens may have its version.
+        """
+        if ref.version > self.version:
+            self._roles.trainer.step_ended(self.step + 1, ref.version)
         weights = self._roles.generators.router.weights
         weights.publish(ref)
         if weights.newest is ref:

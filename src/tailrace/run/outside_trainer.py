@@ -120,6 +120,10 @@ class OutsideTrainer(RunTrainer):
         """It said so itself."""
 
     @override
+    def step_ended(self, step: int, version: int) -> None:
+        """It numbers its versions itself."""
+
+    @override
     def saved(self, step: int) -> None:
         self._saved_step = max(step, self._saved_step)
 

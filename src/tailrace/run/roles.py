@@ -198,6 +198,7 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
         publish_dtype=settings.model.dtype,
         working=working,
         phases=phases,
+        is_elsewhere=settings.placement == "redis",
         restarts_ranks=restarts_trainer(settings) and launched_rank(settings.trainer) is None,
     )
 

@@ -60,6 +60,8 @@ class StartedRoles:
         self._launcher, self._transports = starter.launcher, starter.transports
         self.trainer = starter.trainer_of(log)
         self.payloads = self._transports.payload_accounts()
+        if isinstance(self.trainer, TrainerLives):
+            self.trainer.keep(self.payloads)
         self.generators = starter.start_generators(payloads=self.payloads)
         self.teacher = starter.start_teacher()
         """Of one generator, which no weights are sent to; None where the loss needs none here."""

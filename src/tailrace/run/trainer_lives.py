@@ -26,20 +26,23 @@ from tailrace.run.trainer_ranks import launched_rank
 from tailrace.transport.batches.channels import ChannelBatchSender
 from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _logger = logging.getLogger(__name__)
 
 
 def describe_lives(settings: RunSettings) -> list[str]:
-    """For people: why a trainer that ends early is not started again, where restarts are granted."""
+    """For people: why a trainer that ends early is not started again, or only at times, where restarts are granted."""
     if not settings.restarts.per_role or settings.trainer.feed == "stream":
         return []
-    why = ""
+    if launched_rank(settings.trainer) is not None:
+        return ["A trainer that ends early ends the run: another launcher started its ranks."]
     if settings.generator.return_routed_experts:
-        why = "generator.return_routed_experts, which it would need again, are released with their rollouts"
-    elif launched_rank(settings.trainer) is not None:
-        why = "another launcher started its ranks"
-    return [f"A trainer that ends early ends the run: {why}."] if why else []
+        return [
+            "A trainer that ends early is started again while its batches since the last checkpoint, with their routed "
+            f"experts, come to restarts.retained_mb = {settings.restarts.retained_mb:g} at most."
+        ]
+    return []
 
 
 class RunTrainer(ABC):
@@ -59,6 +62,10 @@ class RunTrainer(ABC):
     @abstractmethod
     def started(self, step: int) -> None:
         """A life of the trainer holds the weights of this step."""
+
+    @abstractmethod
+    def step_ended(self, step: int, version: int) -> None:
+        """After this step the policy has this version, for the first time: later lives number it alike."""
 
     @abstractmethod
     def saved(self, step: int) -> None:
@@ -148,6 +155,11 @@ class TrainerLives(RunTrainer):
     async def gone(self) -> LifecycleError:
         return await asyncio.shield(self._gone)
 
+    def keep(self, payloads: PayloadAccounts) -> None:
+        """What batches refer to stays with them, for as long as they may be trained again."""
+        if isinstance(self.batches, ChannelBatchSender):
+            self.batches.payloads = payloads
+
     # --- what its owner learns from the event log --------------------------------------------------------------------
 
     @override
@@ -165,6 +177,11 @@ class TrainerLives(RunTrainer):
             self._give_up(LifecycleError(lost))
         else:
             _logger.info("the trainer goes on after step %d, with %d batches that are sent again", step, count)
+
+    @override
+    def step_ended(self, step: int, version: int) -> None:
+        if isinstance(self.batches, ChannelBatchSender):
+            self.batches.step_ended(step, version)
 
     @override
     def saved(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """The trainer's loop: waits for a batch or for a request to stop, whichever comes first.
 
     batch ─► train_step (own thread) ─► snapshot ─► publish ─► ModelStateDictPublished ─► StepTrained ─► acknowledge
-                                └─ skipped: StepSkipped
+                                └─ skipped: StepSkipped, and published where it makes a version all the same
     every so often, and at the end: copy the state ─► write it (another thread) ─► CheckpointWritten
 
 A snapshot that a GPU made, or that ranks gathered, is published and reported while the next batch computes; no step is
@@ -73,6 +73,8 @@ class TrainerPlan:
     """Of published weights: what the generators compute in."""
     restarts_ranks: bool = False
     """Whether the loss of a rank is left to whoever started the ranks, and starts them again: it ends no training."""
+    is_elsewhere: bool = False
+    """Whether its machine may be lost, or leave, while the run goes on: being cancelled ends no training."""
     working: Callable[[str], AbstractContextManager[object]] = nullcontext
     """Around what each thread does: whoever watches them is told."""
     phases: PhaseRecorder | None = None
@@ -95,7 +97,8 @@ async def run_trainer(
     try:
         return await loop.run(make_trainer)
     except asyncio.CancelledError:
-        await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
+        if not plan.is_elsewhere:
+            await loop.end_early(RunStatus.CANCELLED, "the trainer was cancelled")
         raise
     except RankLost as error:
         if plan.restarts_ranks:
@@ -206,12 +209,14 @@ class _TrainerLoop:
 
     async def _train(self, trainer: Trainer, batch: Batch) -> None:
         """One batch, from compute to acknowledgement."""
-        about = {"step": batch.summary.step}
+        about, version = {"step": batch.summary.step}, trainer.version
         with phase("train", track="optimizer steps", num_bytes=batch.num_bytes, about=about):
             result = await self._in_thread(lambda: trainer.train_step(batch))
         await self._reported()
         self._step = result.step
         if result.skipped is not None:
+            if result.version != version:  # it did before, in an earlier life
+                await self._publish(await self._in_thread(lambda: self._snapshot(trainer)))
             await self._events.append(
                 StepSkipped(epoch=self._plan.epoch, step=result.step, version=result.version, reason=result.skipped)
             )

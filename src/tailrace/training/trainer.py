@@ -4,6 +4,8 @@
                               │                                                      └─ again, `steps_per_batch` times
                               └─ nothing trainable, or not finite: no weight changes, the step is skipped
 
+    a batch that an earlier life of the trainer had: the version after it is what it was then, whatever becomes of it
+
 Ranks call the same methods in the same order. Whatever is decided is decided by sums over all ranks, so that all decide
 alike. Pure compute: no event loop, no files but checkpoints. The loop that feeds it is `loop.run_trainer`.
 """
@@ -54,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 NOTHING_TRAINABLE = "nothing_trainable"
 NOT_FINITE = "non_finite"
+SKIPPED_BEFORE = "skipped_before"
 _GRAD_NORM = "training/grad_norm"
 _DECIDING = ("training/loss", _GRAD_NORM)
 """A step that has no finite value of these is skipped."""
@@ -136,13 +139,24 @@ class Trainer:
         """Take the optimizer step of `batch`, or `steps_per_batch` of them, for one new version.
 
         A batch that bears no loss, or whose loss or gradient is not finite, changes no weight: the result says why.
+        Where the batch knows what an earlier life of the trainer made of it (`Batch.version_after`), versions are as
+        they were: what was skipped is skipped, and what was trained makes a version, of the weights before it where it
+        cannot be trained now.
+
         Raises `TrainingError` for a batch of another step or with tokens beyond the staleness bound, and `Diverged`
         when `max_nonfinite_steps` steps in a row were not finite.
         """
         self._ranks.agree(lambda: self._require_trainable(batch))
+        self.step = batch.summary.step
+        if batch.version_after == self.version:
+            return self._skip(SKIPPED_BEFORE, {})
+        result = self._take_step(batch)
+        return result if batch.version_after in (None, result.version) else self._renumbered(result)
+
+    def _take_step(self, batch: Batch) -> StepResult:
+        """Raises `Diverged`."""
         started_s = time.perf_counter()
         self._memory.begin()
-        self.step = batch.summary.step
         if not self._passes.teaches(batch.summary, batch.summary.loss_tokens):
             return self._skip(NOTHING_TRAINABLE, {})
         outputs = list[RowOutput]()
@@ -245,6 +259,11 @@ class Trainer:
             raise TrainingError(
                 f"step {summary.step}: tokens of version {oldest} at version {self.version} are "
                 f"{self.version - oldest} versions old; max_staleness is {self._max_staleness}"
+            )
+        if batch.version_after not in (None, self.version, self.version + 1):
+            raise TrainingError(
+                f"step {summary.step} ended with version {batch.version_after} before, and now begins with version "
+                f"{self.version}"
             )
 
     def _load(self, *, replays: bool) -> tuple[PreTrainedModel, RouterReplay | None, PolicyModel]:
@@ -370,6 +389,15 @@ class Trainer:
     def _skip(self, reason: str, metrics: dict[str, float]) -> StepResult:
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(self.step, self.version, metrics, skipped=reason)
+
+    def _renumbered(self, result: StepResult) -> StepResult:
+        """Of a step that is skipped, though it made a version before: later batches know versions as they were."""
+        self.version += 1
+        _log.warning(
+            "step %d was trained before and cannot be trained again (%s): version %d has the weights of version %d",
+            *(result.step, result.skipped, self.version, result.version),
+        )
+        return replace(result, version=self.version)
 
     def _forget_routings(self) -> None:
         """Rows that went through once more, to find those that are not finite, count for no step."""

@@ -110,6 +110,22 @@ def test_tokens_sum_up_to_the_loss_of_the_batch_and_of_each_environment(
         own = [one for one in tokens if name in ("", f"{one['environment']}/")]
         expected = sum(one["loss"] for one in own) / DIVISORS[divisor](own)
         assert metrics[f"training/{name}loss"] == pytest.approx(expected, rel=1e-5), name
+        if reason := "icepop" if "masks" in loss else {"ipo": "ipo"}.get(loss["name"]):
+            rejected = 1 - sum(one["kept"] for one in own) / len(own)
+            assert metrics[f"training/{name}rejected_share/{reason}"] == pytest.approx(rejected, abs=1e-9), name
+
+
+def test_the_age_of_tokens_is_told_of_each_environment(tmp_path: Path, model_folder: Path) -> None:
+    batches = [dataclasses.replace(build_batch(step=step), origins=ORIGINS) for step in (1, 2, 3)]
+    fresh = np.arange(len(batches[2].token_ids)) % 2 == 0
+    versions = np.where(batches[2].loss_mask & fresh, 2, batches[2].policy_versions).astype(np.int32)
+    batches[2] = dataclasses.replace(batches[2], policy_versions=versions)
+    first, second, third = train(tmp_path, model_folder, "jsonl", *batches)
+    tokens: list[dict[str, Any]] = read_tokens(tmp_path / "step_000003_rank_0.jsonl")
+    for name in ("names", "sums"):
+        assert (first[f"training/{name}/staleness"], second[f"training/{name}/staleness"]) == (0, 1)
+        ages = [2 - one["policy_version"] for one in tokens if one["environment"] == name]
+        assert third[f"training/{name}/staleness"] == pytest.approx(np.mean(ages))
 
 
 def test_each_step_has_a_file_of_its_own(tmp_path: Path, model_folder: Path, form: ExportFormat) -> None:

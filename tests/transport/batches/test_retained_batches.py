@@ -88,12 +88,18 @@ class Ends:
         await self.sender.reconnect(self._address)
         self.meet()
 
-    async def train(self, *steps: int) -> None:
-        """Every rank receives the batches of these steps, and gives them back."""
+    async def train(self, *steps: int) -> list[int | None]:
+        """Every rank receives the batches of these steps, and gives them back; versions that they are told of."""
+        versions = []
         for step in steps:
+            told = set()
             for number, rank in enumerate(self.ranks):
-                assert_same_batch(await rank.receive(), batch(step), number)
+                received = await rank.receive()
+                assert_same_batch(received, batch(step), number)
+                told.add(received.version_after)
                 await rank.acknowledge(step)
+            versions += told
+        return versions
 
 
 @asynccontextmanager
@@ -128,6 +134,22 @@ async def test_what_no_checkpoint_has_is_sent_again_in_order_before_what_is_new(
         await run.train(4, 5, 6, 7)
         await sending
         assert run.sender.oldest_retained == 3
+
+
+@pytest.mark.parametrize("kind", ["shared memory", "files", "by value"])
+async def test_what_is_sent_again_says_with_which_version_its_step_ended(
+    kind: str, sockets: Path, tmp_path: Path
+) -> None:
+    async with ends(kind, sockets, tmp_path) as run:
+        for step, version in ((1, 1), (2, 1), (3, 2)):
+            await run.sender.send(batch(step))
+            assert await run.train(step) == [None]
+            run.sender.step_ended(step, version)
+        await run.sender.send(batch(4))
+        run.sender.saved(1)
+        await run.replace()
+        run.sender.resume_after(1)
+        assert await run.train(2, 3, 4) == [1, 2, None]
 
 
 async def test_a_batch_that_is_written_while_nobody_is_there_comes_last(sockets: Path, tmp_path: Path) -> None:

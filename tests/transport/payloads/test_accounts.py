@@ -80,6 +80,28 @@ async def keep_accounts(actions: list[tuple[str, str]]) -> None:
     assert not any(map(store.holds, store.refs))
 
 
+async def test_what_a_retained_batch_needs_outlives_its_owners_and_ends_with_the_batch() -> None:
+    store = RecordingStore()
+    accounts = PayloadAccounts(store)
+    for owner in "abc":
+        accounts.record(owner, [chunk_of(store)])
+    assert accounts.keep(1, ["a", "b", "without any"]) == 16
+    for owner in "ac":
+        accounts.release(owner)
+    assert accounts.figures.held_bytes == 16  # b goes on, a is needed
+    accounts.let_go(1)
+    assert accounts.figures.held_bytes == 8
+    accounts.let_go(1)
+    accounts.release("b")
+    assert accounts.figures.held_bytes == 0
+    accounts.record("d", [chunk_of(store)])
+    accounts.keep(2, "d")
+    accounts.release("d")
+    await accounts.close()
+    assert set(store.releases.values()) == {1}
+    assert not any(map(store.holds, store.refs))
+
+
 class SlowStore(RecordingStore):
     """Puts when it is let."""
 

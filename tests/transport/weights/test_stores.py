@@ -136,6 +136,21 @@ def test_damaged_or_misleading_references_are_corrupt_data(tmp_path: Path) -> No
     store.close()
 
 
+def test_tensors_that_were_overwritten_are_not_lent(tmp_path: Path) -> None:
+    store = SharedMemoryModelStateDictStore(tmp_path)
+    ref = store.publish(weights(1), 1)
+    path = tmp_path / ref.uri
+    content = bytearray(path.read_bytes())
+    body = 8 + int.from_bytes(content[:8], "little")  # beyond the header, as safetensors has it
+    content[body + 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptData, match=r"the tensors of .* are damaged"), store.open(ref):
+        pass
+    with store.open(store.publish(weights(2), 2)) as opened:
+        assert_equal(opened, weights(2))
+    store.close()
+
+
 def test_a_tensor_of_a_type_that_cannot_travel_is_named(tmp_path: Path) -> None:
     store = SharedMemoryModelStateDictStore(tmp_path)
     with pytest.raises(TransportError, match="'phase'"):

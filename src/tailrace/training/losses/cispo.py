@@ -3,9 +3,9 @@ r"""CISPO: no token loses its gradient; instead its importance weight is clipped
     J = 1/N Σ_t sg[clip(r_t, w_low, w_high)] A_t log π_θ(y_t),   r_t = π_θ(y_t) / μ(y_t)
 
 over the N tokens that are kept, here all of them; sg is the stop-gradient. MiniMax 2025, "MiniMax-M1"
-(arXiv:2506.13585), §3.1, which sets no lower bound, as here by default; the upper one of 5 is that of "The Art of
-Scaling Reinforcement Learning Compute for LLMs" (arXiv:2510.13786), whose recipe takes this loss. Rare tokens that turn
-an argument ("wait", "however") are those that PPO's clip would silence first.
+(arXiv:2506.13585), eq. 4 and 5, which sets no lower bound, as here by default; the upper one of 5 is that of "The Art
+of Scaling Reinforcement Learning Compute for LLMs" (arXiv:2510.13786), whose recipe takes this loss. Rare tokens that
+turn an argument ("wait", "however") are those that PPO's clip would silence first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ r"""Cross-entropy of demonstrated tokens: supervised fine-tuning, beside a loss 
 of each token whose weight w_t, in the column `cross_entropy_weights`, is not 0; divided by their number in the whole
 batch, so that a weight of 0.5 halves what its token teaches. Maximum likelihood of demonstrations beside the policy
 gradient is what Ouyang et al. 2022, "Training language models to follow instructions with human feedback"
-(arXiv:2203.02155, eq. 2, γ) add, and Rajeswaran et al. 2018 (arXiv:1709.10087, eq. 5: DAPG).
+(arXiv:2203.02155, eq. 2, γ) add, and Rajeswaran et al. 2018 (arXiv:1709.10087, section IV-C2: DAPG).
 
 Demonstrated tokens were sampled by no policy: they bear no loss of rewards, and no ratio means anything there. Tokens
 that were sampled may have a weight, too.

@@ -14,9 +14,9 @@ k1 to k3 are those of Schulman 2020, "Approximating KL Divergence": means over y
 What trains is the derivative, and that of a mean is no mean of derivatives: over y ~ π the derivative of k1 is 0 on
 average, that of k2 is the gradient of KL(π ‖ π_ref), that of k3 is the gradient of KL(π_ref ‖ π), which grows without
 bound where π ≪ π_ref (Liu et al. 2025, "Rethinking KL Regularization in RLHF", arXiv:2510.01555). GRPO adds k3 (Shao et
-al. 2024, arXiv:2402.03300, eq. 4). `unbiased` is eq. 7 of DeepSeek-V3.2 (DeepSeek-AI 2025, arXiv:2512.02556):
-differentiated through r too, it is the gradient of KL(π ‖ π_ref) for tokens that any μ sampled, at the states that it
-came to.
+al. 2024, arXiv:2402.03300, eq. 4). `unbiased` is the "unbiased KL estimate" of DeepSeek-V3.2 (DeepSeek-AI 2025,
+arXiv:2512.02556): differentiated through r too, it is the gradient of KL(π ‖ π_ref) for tokens that any μ sampled, at
+the states that it came to.
 
 The reference is at the temperature of each token's sample, as the policy is. Every planned token counts, those too that
 a mask or the loss rejects.

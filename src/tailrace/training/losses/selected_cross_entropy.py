@@ -3,7 +3,7 @@ r"""Cross-entropy of what was better than its group: rejection-sampling fine-tun
     L = -1/N Σ_t log π(y_t)   over the N tokens with A_t > 0; the others are rejected
 
 No ratio corrects for who sampled: what was selected is imitated, whoever said it. Dong et al. 2023, "RAFT: Reward
-rAnked FineTuning" (arXiv:2304.06767, algorithm 1), Yuan et al. 2023, "Scaling Relationship on Learning Mathematical
+rAnked FineTuning" (arXiv:2304.06767), Yuan et al. 2023, "Scaling Relationship on Learning Mathematical
 Reasoning" (arXiv:2308.01825, RFT), where the best of a group is selected; here it is what `scheduling.advantage` finds
 above 0, that is above the mean of its group. It narrows the policy faster than a policy gradient does.
 """

@@ -27,7 +27,7 @@ from tailrace.records import Batch, BatchRow
 from tailrace.training.model.head import LossOutput
 from tailrace.training.model.sharding import own_share
 from tailrace.training.ranks import Ranks
-from tailrace.training.reports.token_export import on_host, token_places
+from tailrace.training.reports.token_export import on_host, spread, token_places
 from tailrace.training.step.gradients import GradientPasses, RowOutput
 
 MAX_ROWS: Final = 8
@@ -147,12 +147,6 @@ def _columns_of(one: _Culprit) -> dict[str, NDArray[Any]]:
     """[num_tokens of the row] each; what the trainer says only of tokens that bear loss is NaN, or False, elsewhere."""
     row, (positions, output) = one.row, one.output
     count = len(row.token_ids)
-
-    def spread(values: NDArray[Any], elsewhere: float | bool) -> NDArray[Any]:
-        column = np.full(count, elsewhere, values.dtype)
-        column[positions] = values
-        return column
-
     return {
         "row": np.full(count, one.index, np.int32),
         "not_finite": np.full(count, one.what),
@@ -163,9 +157,9 @@ def _columns_of(one: _Culprit) -> dict[str, NDArray[Any]]:
         "advantage": row.advantages,
         "temperature": np.repeat(row.temperatures, row.sample_lengths),
         "generator_logprob": row.logprobs,
-        "trainer_logprob": spread(on_host(output.logprobs), math.nan),
-        "loss": spread(on_host(output.losses), math.nan),
-        "kept": spread(on_host(output.kept), False),
+        "trainer_logprob": spread(on_host(output.logprobs), positions, count, math.nan),
+        "loss": spread(on_host(output.losses), positions, count, math.nan),
+        "kept": spread(on_host(output.kept), positions, count, False),
         "policy_version": row.policy_versions,
         "support_size": row.support_sizes,
     }

@@ -1,5 +1,7 @@
 """Every token that a step trained on, in a file of the run's folder: for viewers, and for whoever checks the figures.
 
+Demonstrated ones too, which no policy sampled: they bear no loss of rewards, and have no ratio.
+
     trainer's thread: a row's columns are copied ─► one thread writes  tokens/step_000012_rank_0.parquet  (or .jsonl)
 
 A token is joined to its rollout by `rollout_id`, `branch` and `position`, its place in that branch. Training waits for
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -52,18 +55,24 @@ class TokenExport:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._writing: Future[None] | None = None
 
-    def add(self, row: BatchRow, output: LossOutput, positions: NDArray[np.int64]) -> None:
-        """Copy what the step made of a row: `output` is of its tokens at `positions`."""
-        logprobs, generated = on_host(output.logprobs), row.logprobs[positions]
+    def add(self, row: BatchRow, output: LossOutput, positions: NDArray[np.int64], rewarded: LossOutput) -> None:
+        """Copy what the step made of a row: `output` is of its tokens at `positions`, all that are trained.
+
+        `rewarded` is what the loss of rewards says of those that bear it.
+        """
+        loss_mask, logprobs = row.loss_mask[positions], on_host(output.logprobs)
+        places = np.flatnonzero(loss_mask)
+        generated = np.where(loss_mask, row.logprobs[positions], np.float32(math.nan))
         with np.errstate(over="ignore"):
             ratios = np.exp(logprobs - generated)
         self._rows.append(
             {
                 **token_places(row, positions),
                 "token_id": row.token_ids[positions],
-                "kept": on_host(output.kept),
+                "loss_mask": loss_mask,
+                "kept": spread(on_host(rewarded.kept), places, len(positions), False),
                 "advantage": row.advantages[positions],
-                "loss": on_host(output.losses),
+                "loss": spread(on_host(rewarded.losses), places, len(positions), 0.0),
                 "trainer_logprob": logprobs,
                 "generator_logprob": generated,
                 "ratio": ratios,
@@ -152,6 +161,13 @@ def token_places(row: BatchRow, positions: NDArray[np.int64]) -> Columns:
             origins.environments[origins.environment_ids[sample]] if known else "" for sample in samples.tolist()
         ],
     }
+
+
+def spread(values: NDArray[Any], places: NDArray[np.int64], count: int, elsewhere: float | bool) -> NDArray[Any]:
+    """[count]: the values at their places, and another one elsewhere."""
+    column = np.full(count, elsewhere, values.dtype)
+    column[places] = values
+    return column
 
 
 def on_host(column: Tensor) -> NDArray[Any]:

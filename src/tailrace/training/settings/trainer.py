@@ -138,7 +138,7 @@ class TrainerSettings(BaseModel):
     export_tokens: ExportFormat | None = Field(
         default=None,
         description="Write every trained token of every step to tokens/ in the run's folder: its rollout and place,"
-        " text, advantage, both log-probabilities, ratio, entropy, version, support size. 20 (parquet) to 300"
+        " id, text, mask, advantage, both log-probabilities, ratio, entropy, version, support size. 20 (parquet) to 300"
         " (jsonl) bytes each.",
     )
     checkpoint_every_steps: int | None = Field(

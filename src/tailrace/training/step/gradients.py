@@ -84,7 +84,7 @@ class GradientPasses:
         """
         # One that no token of the batch bears may lack its column.
         borne = [component for component in self._components if component.planned(batch.summary)]
-        sums = LossSums(self._loss, self._divisor, batch.origins.environments, borne)
+        sums = LossSums(self._loss, self._divisor, batch.origins.environments, borne, version)
         rows = self.rows(batch)
         rounds = max(self._ranks.gather(len(rows)))
         self._objective = self._objective_of(batch.summary, rows, rounds, version)
@@ -154,15 +154,15 @@ class GradientPasses:
         return sum(self._ranks.gather(int(torch.stack(kept).sum()) if kept else 0))
 
     def _add_row(self, row: BatchRow, version: int, sums: LossSums, *, exports: bool) -> RowOutput:
-        micro_batch, output = self.pass_over(row, version)
+        micro_batch, whole = self.pass_over(row, version)
+        output = whole
         if self._components:
-            sums.add_components(output, micro_batch)
-            output = self._of_rewards(output, micro_batch)
+            sums.add_components(whole, micro_batch)
+            output = self._of_rewards(whole, micro_batch)
         sums.add(output, micro_batch.of_rewards())
-        positions = micro_batch.positions[row.loss_mask[micro_batch.positions]]
         if self._export is not None and exports:
-            self._export.add(row, output, positions)
-        return RowOutput(positions, output)
+            self._export.add(row, whole, micro_batch.positions, output)
+        return RowOutput(micro_batch.positions[row.loss_mask[micro_batch.positions]], output)
 
     def _referred(self, micro_batch: MicroBatch) -> MicroBatch:
         """With what the reference says of its tokens."""

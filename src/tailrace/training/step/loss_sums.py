@@ -45,13 +45,17 @@ class LossSums:
         divisor: Divisor,
         environments: Sequence[str] = (),
         components: Sequence[Component] = (),
+        version: int = 0,
     ) -> None:
-        """`environments` are the batch's, on all ranks alike; where none is told, figures are of the whole alone."""
+        """`environments` are the batch's, on all ranks alike; where none is told, figures are of the whole alone.
+
+        `version` is the one that trains on it.
+        """
         self._added = ComponentSums(components, environments)
         self._measured = loss if isinstance(loss, MeasuredLoss) else None
         self._weighted = loss if isinstance(loss, WeightedLoss) else None
         self._divisor = divisor
-        self._environments = tuple(environments)
+        self._environments, self._version = tuple(environments), version
         self._names: tuple[str, ...] = ()
         self._sums: Tensor | None = None  # [num_environments, num_names], float64: float32 cannot count that far
         self._ratio_max: Tensor | None = None
@@ -80,6 +84,7 @@ class LossSums:
             "fresh_difference": difference * micro_batch.fresh,
             "mixed_tokens": micro_batch.mixed,
             "mixed_difference": difference * micro_batch.mixed,
+            "age": self._version - tokens.policy_versions,
         }
         if self._measured is not None:
             columns |= self._measured.token_metrics(output.logprobs, tokens)
@@ -159,8 +164,10 @@ class LossSums:
         told = {f"training/{environment}/loss_tokens": sums["tokens"]}
         divisor = self._divisor.of(planned, planned - rejected, sequences)
         told[f"training/{environment}/loss"] = sums["loss"] / max(divisor, 1)
+        told[f"training/{environment}/staleness"] = sums["age"] / sums["tokens"]
         for name, value in _figures(sums).items():
-            if (key := name.removeprefix("training/")) in OF_ENVIRONMENTS:
+            key = name.removeprefix("training/")
+            if key in OF_ENVIRONMENTS or key.startswith("rejected_share/"):
                 told[f"training/{environment}/{key}"] = value
         return told
 

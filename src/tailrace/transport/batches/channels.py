@@ -9,7 +9,7 @@ A sender that retains batches outlives its receivers: those that come in their p
 store since the newest checkpoint.
 
     acknowledged ──► retained ──► released: a checkpoint contains its step, or newer batches need its room
-                        └── reconnect, resume_after(step) ──► sent again
+                        └── reconnect, resume_after(step) ──► sent again, with the version that its step ended with
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextvars
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from tailrace.transport.batches.stores import (
     ValueStore,
 )
 from tailrace.transport.channels import Channel, Conversation, OpenChannel, decode, encode, wait_until
+from tailrace.transport.payloads.accounts import PayloadAccounts
 
 
 class BatchAcknowledged(msgspec.Struct, frozen=True):
@@ -58,10 +59,11 @@ class _Written:
     sequence: int
     step: int
     pieces: Sequence[Piece]
+    payload_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.ref.num_bytes for piece in self.pieces)
+        return self.payload_bytes + sum(piece.ref.num_bytes for piece in self.pieces)
 
 
 class ChannelBatchSender(BatchSender):
@@ -91,8 +93,10 @@ class ChannelBatchSender(BatchSender):
         self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in adopted)
         self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
+        self.payloads: PayloadAccounts | None = None  # of what batches refer to, kept while those are retained
         self._retained_bytes = retained_bytes
         self._retained: dict[int, _Written] = {}  # all that is not released, the oldest first
+        self._versions: dict[int, int] = {}  # after steps that no checkpoint contains
         self._messages: dict[int, list[int]] = {}  # numbers of the channels' messages, by sequence number
         self._saved_step = 0
         self._newest_step = 0
@@ -153,6 +157,11 @@ class ChannelBatchSender(BatchSender):
         self._changed.set()
         return len(again)
 
+    def step_ended(self, step: int, version: int) -> None:
+        """The receivers have `version` after this step: those that are sent its batch again are told so."""
+        if self._retains:
+            self._versions[step] = version
+
     @property
     def oldest_retained(self) -> int | None:
         """The step of the oldest batch that is retained."""
@@ -161,6 +170,7 @@ class ChannelBatchSender(BatchSender):
     def saved(self, step: int) -> None:
         """A durable checkpoint contains `step`: release it and all before."""
         self._saved_step = max(step, self._saved_step)
+        self._versions = {one: version for one, version in self._versions.items() if one > self._saved_step}
         for written in [*self._retained.values()]:
             if written.step <= step and written.sequence not in self._sent:
                 self._release(written.sequence)
@@ -199,13 +209,13 @@ class ChannelBatchSender(BatchSender):
 
     async def _write_and_send(self, batch: PlannedBatch) -> None:
         """Waits for the thread that writes, never for a receiver."""
-        self._sequence += 1
-        sequence = self._sequence
+        sequence = self._sequence = self._sequence + 1
         try:
-            context = contextvars.copy_context()  # the phase inside is one of the phase around
-            write = partial(context.run, self._write, batch, sequence)
+            write = partial(contextvars.copy_context().run, self._write, batch, sequence)  # a phase inside of this one
             pieces = await asyncio.get_running_loop().run_in_executor(self._thread, write)
-            written = _Written(sequence, batch.summary.step, pieces)
+            owners = dict.fromkeys(sample.rollout_id for sample in batch.samples)
+            kept = self.payloads.keep(sequence, owners) if self._retains and self.payloads else 0
+            written = _Written(sequence, batch.summary.step, pieces, kept)
             if self._retains:
                 self._retained[sequence] = written
             self._newest_step = written.step
@@ -234,12 +244,13 @@ class ChannelBatchSender(BatchSender):
 
     def _send_out(self, written: _Written) -> None:
         each = (piece for piece in written.pieces for _ in range(self._ranks_per_row))
+        version = self._versions.get(written.step)
         try:
             for channel, piece in zip(self._channels, each, strict=True):
-                channel.send(encode(piece.ref), piece.body)
-        except TransportError:
-            if not self._retains:
-                raise
+                channel.send(encode(msgspec.structs.replace(piece.ref, version_after=version)), piece.body)
+        except TransportError as error:
+            if not self._retains:  # nobody is there, noticed or not
+                raise error if channel.failure else PeerGone(str(error)) from error
             self._unsent.appendleft(written)
             self._is_paused = True  # the receivers are gone, and nobody has noticed yet
         else:
@@ -269,6 +280,8 @@ class ChannelBatchSender(BatchSender):
 
     def _release(self, sequence: int) -> None:
         self._retained.pop(sequence, None)
+        if self.payloads is not None:
+            self.payloads.let_go(sequence)
         for channel, number in zip(self._channels, self._messages.pop(sequence, ()), strict=False):
             channel.release(number)
         self._thread.submit(self._store.release, sequence)
@@ -345,7 +358,7 @@ class ChannelBatchReceiver(BatchReceiver):
                 f"data-parallel rank {self._part[0]} of {self._part[1]} was sent the rows of rank {batch.rank} of "
                 f"{batch.num_ranks}"
             )
-        return batch
+        return replace(batch, version_after=ref.version_after)
 
     def _on_body(self, body: memoryview) -> None:
         self._body = body

@@ -42,6 +42,8 @@ class BatchRef(msgspec.Struct, frozen=True):
     """A file below the store's folder; nothing where the bytes come along."""
     sequence: int
     num_bytes: int
+    version_after: int | None = None
+    """As `Batch.version_after`."""
 
 
 @dataclass(frozen=True, slots=True)

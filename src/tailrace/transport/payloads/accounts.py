@@ -2,6 +2,7 @@
 
     completion ──► record(owner, chunks) ──► held ──► release(owner) ──► the store has room again
                └─► drop(chunks), where its request was cancelled
+    keep(batch, owners): what they hold stays beyond their end, until let_go(batch)
 
 An owner is a rollout. Deciding is O(payloads) on the event loop; the store is called in a thread.
 """
@@ -46,6 +47,8 @@ class PayloadAccounts:
         self._held: dict[str, dict[str, PayloadRef]] = {}
         self._owners: dict[str, str] = {}  # of every payload that is held, by its URI
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self._keeping: dict[int, list[str]] = {}  # owners, by the batch that may be trained again
+        self._kept: dict[str, bool] = {}  # whether such an owner has ended
         self._recorded_bytes = self._released_bytes = 0
         self._not_kept = ThrottledWarning()
         self._puts = PutQueue(store)
@@ -90,11 +93,24 @@ class PayloadAccounts:
         self._ended[owner] = None
         if len(self._ended) > _ENDED_REMEMBERED:
             self._ended.popitem(last=False)
-        refs = [*self._held.pop(owner, {}).values()]
-        for ref in refs:
-            del self._owners[ref.uri]
-            self._released_bytes += ref.num_bytes
-        self._release(refs)
+        if owner in self._kept:
+            self._kept[owner] = True
+        else:
+            self._release_all_of(owner)
+
+    def keep(self, batch: int, owners: Iterable[str]) -> int:
+        """What these hold is needed for as long as their batch is retained; returns its bytes. Once for an owner."""
+        kept = [owner for owner in owners if owner in self._held]
+        if kept:
+            self._keeping[batch] = kept
+            self._kept |= dict.fromkeys(kept, False)
+        return sum(ref.num_bytes for owner in kept for ref in self._held[owner].values())
+
+    def let_go(self, batch: int) -> None:
+        """The batch is not retained any more: what its owners hold ends with them. Twice does nothing."""
+        for owner in self._keeping.pop(batch, ()):
+            if self._kept.pop(owner):
+                self._release_all_of(owner)
 
     def writer_ended(self, writer: str) -> None:
         """The process that put under this name is gone; what no message named is released, and the rest in time."""
@@ -115,6 +131,8 @@ class PayloadAccounts:
         self._is_closed = True
         await self._puts.close()
         await asyncio.sleep(0)  # so that the last of them are recorded
+        for batch in [*self._keeping]:
+            self.let_go(batch)
         for owner in [*self._held]:
             self.release(owner)
         await asyncio.to_thread(self._releases.shutdown)
@@ -127,6 +145,13 @@ class PayloadAccounts:
         """What the chunks refer to and no owner holds, each once."""
         refs = {chunk.ref.uri: chunk.ref for chunk in chunks if chunk.ref is not None}
         return [ref for uri, ref in refs.items() if uri not in self._owners]
+
+    def _release_all_of(self, owner: str) -> None:
+        refs = [*self._held.pop(owner, {}).values()]
+        for ref in refs:
+            del self._owners[ref.uri]
+            self._released_bytes += ref.num_bytes
+        self._release(refs)
 
     def _release(self, refs: list[PayloadRef]) -> None:
         if refs:

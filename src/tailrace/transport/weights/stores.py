@@ -28,6 +28,7 @@ from tailrace.transport.segments import (
     map_segment,
     read_safetensors,
     read_segment,
+    verify_body,
 )
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
 
     A reader holds a shared lock on the file it has open, so only files without readers are overwritten, and the newest
     one never; the kernel frees the locks of a process that dies. So there are at most two files more than readers at a
-    time. One end publishes, and removes the files when it closes; the other ends open them.
+    time. One end publishes, and removes the files when it closes; the other ends open them. Tensors that are not what
+    was published, by their checksum, are not lent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -162,7 +164,7 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
     def _write(self, buffers: Mapping[str, TensorBuffers], version: int) -> ModelStateDictRef:
         slot = self._take_free_slot()
         try:
-            slot.write(buffers, {"version": str(version)}, next(self._sequences))
+            slot.write(buffers, {"version": str(version)}, next(self._sequences), checksum_body=True)
         except TransportError:
             self._slots.insert(0, slot)
             raise
@@ -176,8 +178,9 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
     @contextmanager
     @override
     def open(self, ref: ModelStateDictRef) -> Iterator[ModelStateDict]:
-        """Waits while the very file is being written (milliseconds)."""
+        """Waits while the very file is being written (milliseconds); then reads it once, for its checksum."""
         with self._reading(ref, private=True) as (path, segment):
+            verify_body(path, segment, required=True)
             with guarded(f"{path} holds no model state dict"):
                 tensors = {name: _tensor(path, segment, name) for name in segment.tensors}
             yield ModelStateDict(tensors, _version(path, segment, ref))
