@@ -20,7 +20,6 @@ from tailrace.records import (
     RunStatus,
     SampleId,
     SamplesDropped,
-    SamplesLost,
     SamplesTaken,
     SamplesWanted,
     StepDone,
@@ -329,19 +328,6 @@ def test_a_consumer_that_waits_is_lent_what_it_lacks() -> None:
             samples = await hand.pull(50)
             assert {one.trainer_version for one in samples} == {0}
             await hand.train(1, samples)
-
-    run_in_virtual_time(main())
-
-
-def test_what_a_carrier_lost_is_handed_over_again() -> None:
-    async def main() -> None:
-        async with Hand() as hand:
-            samples = await hand.pull(4)
-            ids = tuple(one.sample_id for one in samples)
-            hand.world.stream.tell(SamplesLost(consumer="", sample_ids=ids, reason="flushed"))
-            again = await hand.pull_all()
-            assert {*ids} <= {one.sample_id for one in again}
-            await hand.train(1, again)
 
     run_in_virtual_time(main())
 

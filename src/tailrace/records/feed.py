@@ -124,13 +124,6 @@ class ConsumerLost(_Report, frozen=True, kw_only=True):
     """That it had been given, where it may not have told so."""
 
 
-class SamplesLost(_Report, frozen=True, kw_only=True):
-    """Told by what carries samples, as consumer "": it has these no more, and nobody trained on them."""
-
-    sample_ids: tuple[SampleId, ...]
-    reason: str
-
-
 FeedReport: TypeAlias = (
     ConsumerJoined
     | SamplesTaken
@@ -142,5 +135,4 @@ FeedReport: TypeAlias = (
     | CheckpointSaved
     | TrainingOver
     | ConsumerLost
-    | SamplesLost
 )

@@ -28,7 +28,6 @@ from tailrace.records import (
     Outcome,
     SampleId,
     SamplesDropped,
-    SamplesLost,
     SamplesTaken,
     SamplesWanted,
     StepDone,
@@ -65,7 +64,7 @@ class FeedFigures:
     taken: int
     """Of those, samples that consumers have."""
     returned: int
-    """Samples that were given back by consumers that were lost, and by what lost samples."""
+    """Samples that were given back by consumers that were lost."""
     trained_again: int
     """Samples that were told of once they were over."""
     wanted: int
@@ -134,10 +133,8 @@ class FeedScheduler(Scheduler):
                 self._begin(report)
             case StepDone():
                 await self._end_step(report)
-            case ConsumerLost(consumer=consumer, sample_ids=sample_ids, reason=reason):
-                await self._give_back(lambda: self._hand.lose(consumer, sample_ids), f"consumer {consumer!r}: {reason}")
-            case SamplesLost(sample_ids=sample_ids, reason=reason):
-                await self._give_back(lambda: self._hand.lose_samples(sample_ids), reason)
+            case ConsumerLost():
+                await self._give_back(report)
             case _:
                 pass
         self._trainer_waits.set(self._hand.wanted > 0 or not self._hand.in_hand)
@@ -349,10 +346,11 @@ class FeedScheduler(Scheduler):
         self._accounts.end([rollout.rollout], trained if rollout.trained_samples else Outcome.filtered(rollout.reason))
         self._tasks.end(rollout.ready.opened.key, trained=bool(rollout.trained_samples))
 
-    async def _give_back(self, lose: Callable[[], list[HandedSample]], why: str) -> None:
+    async def _give_back(self, report: ConsumerLost) -> None:
         async with self._carrying:
-            given_back = lose()
-            _logger.warning("%s; %d samples are handed over again", why, len(given_back))
+            given_back = self._hand.lose(report.consumer, report.sample_ids)
+            lost = (report.consumer, report.reason, len(given_back))
+            _logger.warning("consumer %r: %s; %d samples are handed over again", *lost)
             await self._stream.release([one.sample_id for one in given_back])
 
 

@@ -148,11 +148,13 @@ class HandedOver:
         """A consumer is gone; what it had, and the rest of what it was given, is given back: those."""
         self._wanted.pop(consumer, None)
         given = {*sample_ids}
-        return self._give_back(one for one in self.in_hand.values() if one.holder == consumer or one.sample_id in given)
-
-    def lose_samples(self, sample_ids: Sequence[SampleId]) -> list[HandedSample]:
-        """Whatever carried these lost them: they are given back."""
-        return self._give_back(self.in_hand[one] for one in sample_ids if one in self.in_hand)
+        given_back = [one for one in self.in_hand.values() if one.holder == consumer or one.sample_id in given]
+        for one in given_back:
+            self._leave(one)
+            one.holder = None
+            self.returned[one.sample_id] = one
+        self.returns += len(given_back)
+        return given_back
 
     def take_back(self, trained: Iterable[HandedSample]) -> None:
         """The trainer gave up the steps that were taken on these: they are to be handed over anew."""
@@ -218,15 +220,6 @@ class HandedOver:
                 f"consumer {consumer!r} {what} {len(unknown)} samples that were never handed over, {unknown[0]!r} first"
             )
         return [one for one in known if one is not None]
-
-    def _give_back(self, samples: Iterable[HandedSample]) -> list[HandedSample]:
-        given_back = [*samples]
-        for one in given_back:
-            self._leave(one)
-            one.holder = None
-            self.returned[one.sample_id] = one
-        self.returns += len(given_back)
-        return given_back
 
     def _end(self, one: HandedSample) -> None:
         """It is over, in hand or given back; its credit is free."""

@@ -11,8 +11,8 @@ The stream ends for everybody with `close`; it counts nothing that could end tra
 - gives a sample to one consumer only, in the order of the offers, and tells it by `SamplesTaken` before `pull` returns;
 - lets a consumer in under a name that no living one has (`ConsumerRefused` otherwise), and hears nothing more of one
   that it told to be lost;
-- waits out an outage of its own inside `offer` and `reports`, and repeats what it had sent; where it lost samples all
-  the same it says so (`SamplesLost`); where it cannot go on it raises `TransportError`, which ends the run.
+- waits out an outage of its own inside `offer` and `reports`, and repeats what it had sent; where it cannot go on it
+  raises `TransportError`, which ends the run.
 """
 
 from __future__ import annotations
