@@ -1,13 +1,14 @@
 """Training samples from one process to another through Redis: how many a second, at what cost, beside other ways.
 
-    redis           batches of samples, as a run sends them (transport.batches = redis)
+    redis           batches of samples, as a run sends them to its own trainer (transport.batches = redis)
+    feed            one sample at a time, as a run hands them to a trainer that is not ours (trainer.feed = stream)
     shared_memory   the same batches, by the default carrier
     pickled, json   one entry for each sample, of lists of numbers, read one at a time, as PipelineRL does
     server          what Redis itself does with entries as large as a sample (redis-benchmark: XADD, then XRANGE)
 
 The receiver is a process of its own, and copies nothing but what its way makes it copy. `sender_us` is the sender's CPU
-time for a sample, `lag_max_s` the longest that its event loop did not turn. Targets: five times the samples of
-`pickled`, less than 100 µs of the sender for each, and 60 % of the server's own rate.
+time for a sample, `lag_max_s` the longest that its event loop did not turn. Targets, for `redis` and `feed`: five times
+the samples of `pickled`, less than 100 µs of the sender for each, and 60 % of the server's own rate.
 
     python benchmarks/streams.py [--json] [--quick] [--case redis]
 """
@@ -41,11 +42,19 @@ from tailrace.records import (
     BatchSummary,
     Branch,
     Completion,
+    FeedSample,
     FinishReason,
     GroupId,
     PlannedBatch,
     RolloutId,
+    SamplingParams,
+    StepDone,
+    StopRequested,
+    StreamedSample,
+    TaskId,
+    TrainingBegan,
     TrainingSample,
+    sample_of,
 )
 from tailrace.transport.batches.channels import (
     shared_memory_receiver,
@@ -56,16 +65,22 @@ from tailrace.transport.batches.channels import (
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.redis.channels import RedisPlace
+from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
+from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.redis.streams import Origin
+from tailrace.transport.samples.codec import encode_sample
 
-CASES = ("redis", "shared_memory", "pickled", "json", "server")
+CASES = ("redis", "feed", "shared_memory", "pickled", "json", "server")
+OURS = ("redis", "feed")
 SAMPLES = 256
 """In a batch."""
 TOKENS = 1000
 """In a sample."""
 WARM_UP = 4
 """Batches that are not measured."""
+STEP = 64
+"""Samples that the receiver of `feed` takes for a step."""
 MOST_US = 100.0
 LEAST_TIMES = 5.0
 LEAST_SHARE = 0.6
@@ -117,6 +132,8 @@ def measure(case: str, server: RedisServer, *, batches: int) -> Row:
         return of_server(server, batches)
     if case in ("pickled", "json"):
         return run_on_event_loop(send_entries(case, server, max(1, batches // 16)))
+    if case == "feed":
+        return run_on_event_loop(send_samples(server, batches // 4))
     return run_on_event_loop(send_batches(case, server, batches))
 
 
@@ -142,6 +159,57 @@ async def send_batches(case: str, server: RedisServer, batches: int) -> Row:
     return row_of(case, batches * SAMPLES, planned[0].num_bytes // SAMPLES, figures, other_cpu_s)
 
 
+async def send_samples(server: RedisServer, batches: int) -> Row:
+    """By groups of 8, as many at a time as a run has credits for; the first are warm-up."""
+    about = {"case": "feed", "url": server.url, "epoch": uuid.uuid4().hex, "samples": (batches + WARM_UP) * SAMPLES}
+    content, warm_up = plan(1).samples, WARM_UP * SAMPLES
+    async with receiver_of(about) as received:
+        sender = RedisSampleSender(place(about))
+        credits = asyncio.Semaphore(2 * SAMPLES)
+        told = asyncio.create_task(take_reports(sender, credits))
+        await offer(sender, content, range(warm_up), credits)
+        async with measured() as figures:
+            await offer(sender, content, range(warm_up, about["samples"]), credits)
+            other_cpu_s = await received()
+        await sender.close()
+        await told
+    bytes_each = len(encode_sample(handed(content, 0), run="benchmark", epoch=about["epoch"]))
+    return row_of("feed", batches * SAMPLES, bytes_each, figures, other_cpu_s)
+
+
+async def offer(
+    sender: RedisSampleSender, content: Sequence[TrainingSample], numbers: range, credits: asyncio.Semaphore
+) -> None:
+    """Samples of these numbers."""
+    for first in range(numbers.start, numbers.stop, 8):
+        for _ in range(8):
+            await credits.acquire()
+        await sender.offer([handed(content, number) for number in range(first, first + 8)])
+
+
+async def take_reports(sender: RedisSampleSender, credits: asyncio.Semaphore) -> None:
+    """Steps give credits back."""
+    async for report in sender.reports():
+        if isinstance(report, StepDone):
+            await sender.release(report.sample_ids)
+            for _ in report.sample_ids:
+                credits.release()
+
+
+def handed(content: Sequence[TrainingSample], number: int) -> FeedSample:
+    """One of so many samples, under a name of its own."""
+    sample = content[number % len(content)]
+    return FeedSample(
+        sample_id=sample_of(RolloutId(f"task/{number}"), 0),
+        sample=sample,
+        task_id=TaskId("task"),
+        reward=1.0,
+        sampling=SamplingParams(max_tokens=TOKENS),
+        trainer_version=0,
+        group_rollouts=8,
+    )
+
+
 async def send_entries(case: str, server: RedisServer, batches: int) -> Row:
     """One entry for each sample, written on the event loop."""
     import redis
@@ -163,8 +231,9 @@ def receive(about: dict[str, Any]) -> None:
     """The other process: takes all, and says when it has, and what its CPU time was."""
     print("ready", flush=True)
     if "entries" in about:
-        cpu_s = read_entries(about)
-        print(cpu_s, flush=True)
+        print(read_entries(about), flush=True)
+    elif "samples" in about:
+        read_samples(about)
     else:
         run_on_event_loop(read_batches(about))
 
@@ -182,6 +251,26 @@ def read_entries(about: dict[str, Any]) -> float:
         assert int(entry[b"index"]) == number
         assert len(decode(entry[b"data"])["input_ids"]) == TOKENS
     return time.process_time() - began_s
+
+
+def read_samples(about: dict[str, Any]) -> None:
+    """As a trainer outside does, which tells of each step; tells its CPU seconds after the warm-up."""
+    end = RedisSampleReceiver(about["url"], "benchmark", "rank")
+    end.report(TrainingBegan(consumer="rank", step=0, version=0))
+    began_s = 0.0
+    for step in range(1, about["samples"] // STEP + 1):
+        samples: list[StreamedSample] = []
+        while len(samples) < STEP:
+            pulled = end.pull(STEP - len(samples))
+            assert not isinstance(pulled, StopRequested)
+            samples += pulled
+        assert {len(sample.token_ids) for sample in samples} == {TOKENS}
+        ids = tuple(sample.sample_id for sample in samples)
+        end.report(StepDone(consumer="rank", step=step, version=step, sample_ids=ids))
+        if step == WARM_UP * SAMPLES // STEP:
+            began_s = time.process_time()
+    print(time.process_time() - began_s, flush=True)
+    end.leave()
 
 
 async def read_batches(about: dict[str, Any]) -> None:
@@ -225,7 +314,7 @@ def judged(rows: Sequence[Row]) -> list[Row]:
     rates = {row.case: row.samples_per_s for row in rows}
     judged_rows = []
     for row in rows:
-        if row.case != "redis":
+        if row.case not in OURS:
             judged_rows.append(row)
             continue
         times = row.samples_per_s / rates["pickled"] if "pickled" in rates else None

@@ -48,6 +48,8 @@ _CLOSE_S = 5.0
 """How long the last words may take."""
 _WAIT_S = 2.0
 """Within which a thread that waits for messages notices that its rank is gone."""
+_AT_ONCE = 16
+"""Samples in a pipeline: the rank reads these while the next are encoded."""
 _ENCODER = msgspec.msgpack.Encoder()
 _PULLS = msgspec.msgpack.Decoder(Pull)
 _REPORTS: msgspec.msgpack.Decoder[OwnReport] = msgspec.msgpack.Decoder(OwnReport)
@@ -240,9 +242,11 @@ class RedisSampleSender(SampleSender):
 
     def _write_samples(self, rank: _Rank, samples: Sequence[FeedSample]) -> None:
         run, epoch = self._origin.run, self._origin.epoch
-        rank.writer.append(
-            [(sample_messages.SAMPLE, encode_sample(sample, run=run, epoch=epoch)) for sample in samples]
-        )
+        for first in range(0, len(samples), _AT_ONCE):
+            some = samples[first : first + _AT_ONCE]
+            rank.writer.append(
+                [(sample_messages.SAMPLE, encode_sample(sample, run=run, epoch=epoch)) for sample in some]
+            )
 
     def _forget(self, rank: _Rank) -> None:
         """One that comes to again learns so: nobody says any more that it was heard."""
