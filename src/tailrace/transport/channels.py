@@ -232,8 +232,8 @@ class Channel(Conversation):
 
         A `body` is not copied: it must stay as it is until the other end says that it has it.
 
-        Raises what ended the channel, `PeerGone` when a thousand messages wait already, and `TransportError` when this
-        end binds and the other is not `connected` yet.
+        Raises what ended the channel, and `TransportError` when a thousand messages wait already (or when this end
+        binds and the other is not `connected` yet).
         """
         if self.failure:
             raise self.failure
@@ -242,8 +242,6 @@ class Channel(Conversation):
             sent = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=body is None)
             cast("asyncio.Future[object]", sent).result()
         except zmq.Again:
-            if self.connected:  # the socket may notice a little before the watch that nobody is there any more
-                raise PeerGone(f"the {self._peer} ended, or takes no messages") from None
             raise TransportError(f"the {self._peer} takes no messages") from None
 
     @override
