@@ -10,6 +10,7 @@ from tests.support.chaos import held_out_reward, run_under_fire
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(2400),  # three minutes of fire, and then to its last step
     pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc"),
 ]
 
